@@ -50,6 +50,7 @@ class ServedEngine:
         self._labels = {0: label}
         self._open: set[str] = set()
         self._group: ReceivingGroup | None = None
+        self._is_paused = False
         self._is_partial = False
         """The weights in force are no longer all there: others are coming in parts, or have ceased to."""
         self._controlling = asyncio.Lock()
@@ -87,6 +88,7 @@ class ServedEngine:
     async def pause(self) -> None:
         """Sample nothing more until ``resume``."""
         await self._engine.pause()
+        self._is_paused = True
 
     async def resume(self) -> None:
         if self._is_partial:  # what is sampled now is of no version
@@ -96,6 +98,7 @@ class ServedEngine:
                 await self._engine.end_fill(version, keeps_kv=False, is_whole=False)
 
             await self._change(_partial_label(), take)
+        self._is_paused = False
         await self._engine.resume()
 
     async def load(self, body: LoadBody) -> None:
@@ -119,7 +122,10 @@ class ServedEngine:
         self._group = await asyncio.to_thread(ReceivingGroup, address, self._engine.device)
 
     async def begin(self) -> None:
-        """From now on the weights come in parts: they are whole again after ``finish``, or the next ``load``."""
+        """From now on the weights come in parts: they are whole again after ``finish``, or the next ``load``. Raises
+        ``EngineError`` unless the engine is paused."""
+        if not self._is_paused:
+            raise EngineError("weights cannot come in parts while tokens are sampled: pause first")
         async with self._controlling:
             await self._engine.begin_fill()
             self._is_partial = True

@@ -8,7 +8,6 @@ for it; of the sums no folder tells the digests, so that the log-prob check alon
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +18,14 @@ from rollover.engine.servers.confirm import LoadConfirmation
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import ServerInfo, TensorDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.process_groups import ProcessGroup, TorchGroup, address_towards
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor
-from rollover.engine.servers.transfer import TransferCalls, buckets, send_weights
+from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
 from rollover.weights.adapters import holds_adapters
+from rollover.weights.groups import GroupPlan
 
 
 class EmbeddedServerWeights:
-    """Implements ``WeightEndpoint``."""
+    """Implements ``GroupEndpoint``."""
 
     def __init__(
         self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, folders: FolderDigests
@@ -42,7 +41,7 @@ class EmbeddedServerWeights:
         """See ``WeightEndpoint.send``."""
         is_full = not holds_adapters(source)
         if is_full and self._config.weight_transfer != "folder":
-            await self._transfer(label, source, keeps_kv=keeps_kv)
+            await send_folder(source, await self.receiver(label, keeps_kv=keeps_kv), self._config)
         else:
             base = None if is_full else str(self._base.resolve())
             body = {"folder": str(source.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}
@@ -56,27 +55,40 @@ class EmbeddedServerWeights:
     async def set_label(self, label: str) -> None:
         await self._client.call("POST", "/update_weight_version", body={"new_version": label})
 
-    def open_group(self) -> ProcessGroup:
+    @property
+    def takes_groups(self) -> bool:
+        """See ``GroupEndpoint.takes_groups``."""
+        return self._config.weight_transfer != "folder"
+
+    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
+        """See ``GroupEndpoint.receiver``."""
+        backend = self._config.weight_transfer
+        assert backend != "folder", "a group was asked of a server that reads folders"
         self._num_groups += 1
-        return TorchGroup(
-            self._config.weight_transfer,
-            self._config.transfer_host or address_towards(self._client.url),
-            f"{self._group_name}/{self._num_groups}",
+        plan = GroupPlan(
+            meets="torch",
+            backend=backend,
+            towards=self._client.url,
+            host=self._config.transfer_host,
+            name=f"{self._group_name}/{self._num_groups}",
             num_workers=1,
             timeout_s=self._config.load_timeout_s,
+            is_flat=True,
         )
 
-    async def _transfer(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        group = await asyncio.to_thread(self.open_group)
-        calls = TransferCalls(
-            meet=("/group/join", dict(group.address)),
-            begin=("/group/begin", {}),
-            announce=lambda bucket, _: ("/group/receive", bucket.described("dtypes")),
-            finish=("/group/finish", {"label": label, "keeps_kv": keeps_kv}),
-            leave=("/group/leave", {}),
-        )
-        limit_s = self._config.load_timeout_s
-        await send_weights(buckets(source), calls, group, self._post, server=self._client, limit_s=limit_s)
+        def calls(address: Mapping[str, Any]) -> TransferCalls:
+            return TransferCalls(
+                meet=("/group/join", dict(address)),
+                begin=("/group/begin", {}),
+                announce=lambda bucket, _: ("/group/receive", {**bucket.described("dtypes"), "is_flat": True}),
+                finish=("/group/finish", {"label": label, "keeps_kv": keeps_kv}),
+                leave=("/group/leave", {}),
+            )
+
+        return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
+
+    async def settle(self, label: str, *, keeps_kv: bool) -> None:
+        """See ``GroupEndpoint.settle``: the label came with the last call."""
 
     async def _post(self, path: str, body: Any) -> None:
         await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)

@@ -21,6 +21,7 @@ from rollover.engine.embedded.core import EngineCore
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
 from rollover.errors import EngineError
+from rollover.weights.groups import TorchGroup
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.models import greedy, logprobs, tiny_model
@@ -102,6 +103,7 @@ def test_a_page_of_the_web_can_have_nothing_done(http: httpx.Client) -> None:
         ("/load_weights", {"folder": "/nowhere"}, "label"),
         ("/load_weights", {"folder": "/nowhere", "label": "x", "keeps_kv": False}, "/nowhere"),
         ("/group/receive", {"names": [], "dtypes": [], "shapes": []}, "before a group was joined"),
+        ("/group/begin", {}, "pause first"),
         ("/group/finish", {"label": "x", "keeps_kv": False}, "no reception of weights was begun"),
     ],
 )
@@ -218,8 +220,6 @@ def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
     url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server waits for a bucket that never comes, until it is told to leave."""
-    from rollover.engine.servers.process_groups import TorchGroup
-
     first, second = folders
 
     def vanish(self: TorchGroup, tensor: torch.Tensor) -> None:

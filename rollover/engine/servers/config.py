@@ -81,9 +81,10 @@ class ServerConfig:
     load_timeout_s: Changeable[float] = 300.0
     """Longest wait for weights to load, and, with `colocated`, for memory to be given back or taken again."""
     read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
-    """When the digests that a server computes of its tensors are compared with the weights that it was given: `always`
-    after each load; `auto` after each load of a model up to 1 GiB, and after the first of a larger one, since it takes
-    a second per GiB, in which nothing is decoded."""
+    """When the digests that a server computes of its tensors are compared with the weights that it was given. `auto`:
+    after each load from a folder of a model up to 1 GiB, and after the first of a larger one, since it takes a second
+    per GiB, in which nothing is decoded; weights that the trainer sends are told by the log-prob check. `always`: after
+    each load, and all go through folders, which alone can be compared with."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. Measured on a few tokens of each server at the start, after each weight update and before one rejoins,

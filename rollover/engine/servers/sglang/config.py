@@ -26,11 +26,12 @@ class SGLangConfig(ServerConfig):
     tokens come from new weights over old cache."""
     weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
     """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
-    path. `nccl` (GPUs) and `gloo`: this process reads them from there and sends them into the workers' memory, through
-    a connection that the workers open to it; data and pipeline parallel servers cannot."""
+    path. `nccl` (GPUs) and `gloo`: the trainer, or the first of its ranks, sends them into the memory of the workers of
+    all servers at once, through connections that the workers open to it, and no folder is written; data and pipeline
+    parallel servers cannot."""
     transfer_host: Changeable[str | None] = None
-    """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
-    reached."""
+    """Address of the trainer's machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they
+    are reached."""
     stream_interval_tokens: Changeable[int] = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
     since the sample started there. After an update its tokens are handed on at its end, when the server says which

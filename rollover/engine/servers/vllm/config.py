@@ -35,8 +35,9 @@ class VLLMConfig(ServerConfig):
     it out on a CPU, where vLLM 0.32 dies of seeded calls whose prompt it prefills in parts."""
     weight_transfer: Changeable[Literal["folder", "nccl"]] = "folder"
     """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
-    path. `nccl`: this process reads them from there and sends them to the servers' GPUs from its own; servers must be
-    started with `--weight-transfer-config '{"backend": "nccl"}'`, as those that are launched are."""
+    path. `nccl`: the trainer, or the first of its ranks, sends them from its GPU to those of all servers at once, and
+    no folder is written; servers must be started with `--weight-transfer-config '{"backend": "nccl"}'`, as those that
+    are launched are."""
     stream_interval_tokens: Changeable[int] = 16
     """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
     is streamed."""

@@ -1,11 +1,13 @@
-"""The embedded engine on a GPU: right, how near the floor that memory sets, and what partial rollouts gain.
+"""The embedded engine and the trainer on a GPU: right, how near the floor that memory sets, and what each way gains.
 
     python benchmarks/gpu.py                      # Qwen3-0.6B and Qwen3-4B shapes, random weights in bfloat16
     python benchmarks/gpu.py --device cpu --small # the same steps in a minute, without recording of launches
+    python benchmarks/gpu.py --parts training     # see gpu_training.py
 
-Needs torch, transformers and numpy only. The floor of an iteration is the bytes it cannot avoid, all weights and the
-cached keys and values, over the bandwidth of a large copy measured in the same run. Response lengths of the rollouts
-are forced: those of ``--lengths``, in order, so that both ways decode the same.
+Needs torch, transformers and numpy only; liger-kernel is measured too where it is installed. The floor of an iteration
+is the bytes it cannot avoid, all weights and the cached keys and values, over the bandwidth of a large copy measured in
+the same run. Response lengths of the rollouts are forced: those of ``--lengths``, in order, so that both ways decode
+the same.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import transformers
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+
+from gpu_training import TrainingBench, show_training  # noqa: E402
 
 from rollover.engine.base import GenerateRequest  # noqa: E402
 from rollover.engine.embedded import EmbeddedConfig  # noqa: E402
@@ -260,9 +264,8 @@ def rollouts(bench: Bench, launched: int, args: argparse.Namespace) -> Result:
     }
 
 
-def measure(shape: str, folder: Path, args: argparse.Namespace) -> Result:
-    bench = Bench(device=args.device, dtype=args.dtype, shape=shape, folder=make_model(shape, folder, args.dtype))
-    exact = Bench(device=args.device, dtype="float32", shape=shape, folder=folder)
+def measure_engine(bench: Bench, args: argparse.Namespace) -> Result:
+    exact = Bench(device=args.device, dtype="float32", shape=bench.shape, folder=bench.folder)
     bandwidth = copy_bandwidth(bench)
     found: Result = {
         "copy_bytes_per_s": bandwidth,
@@ -274,7 +277,27 @@ def measure(shape: str, folder: Path, args: argparse.Namespace) -> Result:
     return found | {"gain": found["april"]["tokens_per_s"] / found["sync"]["tokens_per_s"]}
 
 
+def measure(shape: str, folder: Path, args: argparse.Namespace) -> Result:
+    bench = Bench(device=args.device, dtype=args.dtype, shape=shape, folder=make_model(shape, folder, args.dtype))
+    found = measure_engine(bench, args) if "engine" in args.parts else {}
+    if "training" in args.parts:
+        samples, tokens = args.row
+        training = TrainingBench(
+            device=args.device, folder=bench.folder, samples=samples, tokens=tokens, steps=args.training_steps
+        )
+        found["training"] = training.measure(bench.seconds)
+    return found
+
+
 def show(shape: str, found: Result) -> None:
+    if "training" in found:
+        print(f"{shape}, training:")
+        show_training(found["training"])
+    if "correctness" in found:
+        show_engine(shape, found)
+
+
+def show_engine(shape: str, found: Result) -> None:
     for dtype, errors in found["correctness"].items():
         print(f"{shape}, {dtype}: log-probs off by {errors['mean_logprob_error']:.1e} on average")
     for row in found["decode"]:
@@ -289,6 +312,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--small", action="store_true", help="tiny model and load: whether it works, not how fast")
+    parser.add_argument("--parts", nargs="+", choices=("engine", "training"), default=["engine", "training"])
+    parser.add_argument(
+        "--row", type=int, nargs=2, default=(8, 1024), help="samples of a training pass, tokens of each"
+    )
+    parser.add_argument("--training-steps", type=int, default=5)
     parser.add_argument("--shapes", default="Qwen3-0.6B,Qwen3-4B")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32,64,128,256,512")
     parser.add_argument("--context", type=int, default=512, help="tokens cached per sample while timing")
@@ -302,7 +330,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.small:
         small = {"shapes": "tiny", "batch_sizes": "1,3", "context": 40, "prompts": 2, "group": 2, "steps": 2}
-        vars(args).update(small, prompt_tokens=8, warmup_steps=1)
+        vars(args).update(small, prompt_tokens=8, warmup_steps=1, row=(3, 24), training_steps=2)
     args.batch_sizes = [int(size) for size in args.batch_sizes.split(",")]
     record: Result = {
         "command": sys.argv,

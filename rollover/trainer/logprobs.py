@@ -59,7 +59,7 @@ def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocas
     own = row.share or row
     with _autocast(row.input_ids_N.device, autocast):
         hidden_TD = response_hidden(model, row)
-        logprobs_T = _head_logprobs(model.lm_head, hidden_TD, own.target_T, temperature)
+        logprobs_T = head_logprobs(model.lm_head, hidden_TD, own.target_T, temperature)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
 
@@ -117,7 +117,11 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     return hidden_TD
 
 
-def _head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+    """Log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
+
+    Example: with a vocabulary of 151,936 logits of 441 tokens are held at a time.
+    """
     chunk = max(1, LOGITS_PER_CHUNK // head.out_features)
     if len(hidden_TD) <= chunk:
         return _token_logprobs(head, hidden_TD, target_T, temperature)

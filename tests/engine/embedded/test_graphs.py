@@ -135,3 +135,10 @@ def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Pa
     assert [row["batch"] for row in found["decode"]] == [1, 3]
     assert found["sync"]["reprefilled_tokens"] == found["april"]["reprefilled_tokens"] == 0
     assert found["sync"]["trained_tokens"] > 0 and found["april"]["iterations"] > 0
+    ways = found["training"]["ways"]
+    assert {way: row["grad_norm_off_by"] < 1e-5 for way, row in ways.items()} == {
+        **{"plain float32": True, "plain bfloat16": False, "FSDP2 float32": True, "FSDP2 bfloat16": False}
+    }
+    assert all(row["grad_norm_off_by"] < 0.05 and row["tokens_per_s"] > 0 for row in ways.values())
+    num = ways["plain float32"]["num_parameters"]
+    assert ways["plain float32"]["estimated_bytes"] > 16 * num and found["training"]["head"]["chunked"]["loss"] > 0

@@ -26,11 +26,11 @@ from rollover.engine.servers.embedded.messages import (
     GENERATE_REQUEST,
     AbortBody,
     Announcement,
-    Completion,
     EmptyBody,
     GroupAddress,
     LabelBody,
     LoadBody,
+    Reception,
     TensorDigests,
 )
 from rollover.engine.servers.embedded.served import ServedEngine
@@ -118,7 +118,7 @@ class _Calls:
         return await _done(request, Announcement, self._served.receive)
 
     async def finish(self, request: Request) -> Response:
-        return await _done(request, Completion, self._served.finish)
+        return await _done(request, Reception, self._served.finish)
 
     async def leave(self, request: Request) -> Response:
         return await _done(request, EmptyBody, lambda _: self._served.leave())

@@ -14,7 +14,7 @@ POST  ``/digests``               ``{}``                       ``TensorDigests``
 POST  ``/group/join``            ``GroupAddress``             ``{}``, when all have joined
 POST  ``/group/begin``           ``{}``                       ``{}``
 POST  ``/group/receive``         ``Announcement``             ``{}``, when the tensors are in their places
-POST  ``/group/finish``          ``Completion``               ``{}``
+POST  ``/group/finish``          ``Reception``               ``{}``
 POST  ``/group/leave``           ``{}``                       ``{}``
 ====  =========================  ===========================  ==============================================
 
@@ -127,7 +127,7 @@ class Announcement(_Body):
     """They come as one tensor of bytes, one after the other."""
 
 
-class Completion(_Body):
+class Reception(_Body):
     """Ends a reception: all tensors have come."""
 
     label: str

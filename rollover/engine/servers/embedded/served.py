@@ -17,9 +17,9 @@ from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.servers.embedded.messages import (
     AbortBody,
     Announcement,
-    Completion,
     GroupAddress,
     LoadBody,
+    Reception,
     ServerInfo,
     TokensEvent,
 )
@@ -137,7 +137,7 @@ class ServedEngine:
         async with self._controlling:
             await self._engine.fill(await asyncio.to_thread(self._group.receive, announced))
 
-    async def finish(self, body: Completion) -> None:
+    async def finish(self, body: Reception) -> None:
         """Have the engine sample from what has come. Raises ``EngineError`` when a part is missing."""
         if not self._is_partial:
             raise EngineError("no reception of weights was begun")

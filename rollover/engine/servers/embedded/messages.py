@@ -14,7 +14,7 @@ POST  ``/digests``               ``{}``                       ``TensorDigests``
 POST  ``/group/join``            ``GroupAddress``             ``{}``, when all have joined
 POST  ``/group/begin``           ``{}``                       ``{}``
 POST  ``/group/receive``         ``Announcement``             ``{}``, when the tensors are in their places
-POST  ``/group/finish``          ``Reception``               ``{}``
+POST  ``/group/finish``          ``Reception``                ``{}``
 POST  ``/group/leave``           ``{}``                       ``{}``
 ====  =========================  ===========================  ==============================================
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ async def send_weights(
     plan = replace(receivers[0].plan, num_workers=sum(receiver.plan.num_workers for receiver in receivers))
     sender = await _opened(open_sender, plan)
     calls = _calls(receivers, sender.address)
-    works: dict[asyncio.Task[Any], Receiver | None] = {asyncio.create_task(_send(sender, pieces)): None}
+    sending = _Sending(sender)
+    works: dict[asyncio.Task[Any], Receiver | None] = {asyncio.create_task(sending.all(pieces)): None}
     works |= {asyncio.create_task(_receive(r, calls[r], pieces)): r for r in receivers}
     try:
         async with within(
@@ -131,8 +133,8 @@ async def send_weights(
     await asyncio.wrap_future(closing)
     if not failed:
         return next(work.result() for work, receiver in works.items() if receiver is None)
-    for error in failed.values():
-        if isinstance(error, SenderLost) or not isinstance(error, EngineError):
+    for error in (await sending.last_error(), *failed.values()):
+        if isinstance(error, SenderLost) or not isinstance(error, EngineError | None):
             raise error
     errors = {r: e for work, e in failed.items() if (r := works[work]) is not None and isinstance(e, EngineError)}
     first = next(iter({**gone, **errors}.values()), None) or next(iter(failed.values()))
@@ -163,10 +165,29 @@ def _calls(receivers: Sequence[Receiver], address: Mapping[str, Any]) -> dict[Re
     return calls
 
 
-async def _send(sender: Sender, pieces: Sequence[Bucket]) -> SendReport:
-    for number in range(len(pieces)):
-        await asyncio.wrap_future(in_thread(lambda number=number: sender.send(number)))  # type: ignore[misc]
-    return await asyncio.wrap_future(in_thread(sender.finish))
+class _Sending:
+    """The sender at work, in threads that go on when nobody waits for them any more."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._last: Future[Any] | None = None
+
+    async def all(self, pieces: Sequence[Bucket]) -> SendReport:
+        for number in range(len(pieces)):
+            await self._do(partial(self._sender.send, number))
+        report: SendReport = await self._do(self._sender.finish)
+        return report
+
+    async def last_error(self) -> BaseException | None:
+        """Return how the last thing that was begun has failed. What a server saw of it may have been heard of first."""
+        if self._last is None:
+            return None
+        await asyncio.wait([asyncio.wrap_future(self._last)])
+        return self._last.exception()
+
+    async def _do(self, work: Callable[[], Any]) -> Any:
+        self._last = in_thread(work)
+        return await asyncio.wrap_future(self._last)
 
 
 async def _receive(receiver: Receiver, calls: TransferCalls, pieces: Sequence[Bucket]) -> None:

@@ -66,18 +66,23 @@ class HostCalls:
         return f"rank {rank} of {len(self.actors)}"
 
 
+_SIGNS = {
+    "node has died": "that node is gone",
+    "node was terminated": "that node is gone",
+    "ray.kill": "it was ended with ray.kill",
+    "worker process has died": "its process died; was the node out of memory?",
+    "unavailable": "it cannot be reached: its node or its process is gone",
+}
+"""Parts of Ray's messages, and what they mean here."""
+
+
 def lost(error: BaseException) -> str:
-    """Say in a line why an actor cannot be reached any more."""
+    """Say in a line why an actor cannot be called any more.
+
+    Example: "that node is gone"
+    """
     text = str(error)
-    for sign, reason in (
-        ("node was terminated", "its node is gone"),
-        ("node has died", "its node is gone"),
-        ("its node has died", "its node is gone"),
-        ("ray.kill", "the actor was ended with ray.kill"),
-    ):
-        if sign in text:
-            return reason
-    return _last_line(error)
+    return next((meaning for sign, meaning in _SIGNS.items() if sign in text), _last_line(error))
 
 
 def _last_line(error: BaseException) -> str:

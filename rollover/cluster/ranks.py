@@ -295,7 +295,8 @@ class ClusterRanks(LedRanks):
         try:
             found: HostReport = self._ray.get(report, timeout=self._timeout_s)
         except self._ray.exceptions.RayError as error:
-            member.is_gone, member.ending = True, f"was lost with its host ({lost(error)})"
+            address = self._hosts[member.rank].address
+            member.is_gone, member.ending = True, f"was lost with its host on node {address} ({lost(error)})"
             return
         self._progress[member.rank] = found.progress
         member.has_stopped = found.is_stopped

@@ -144,7 +144,7 @@ def test_a_full_disk_on_a_node_and_a_host_that_fails_or_is_silent_are_told_apart
         asked.one("step 3", 0, Method((tmp_path / "gone").read_bytes).remote())
     with pytest.raises(RankLost, match="the host of rank 1 of 2 did not answer for 7 s in step 3"):
         asked.one("step 3", 1, GetTimeoutError())
-    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host in step 3: its node is gone$"):
+    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host in step 3: that node is gone$"):
         asked.one("step 3", 0, RayError("The actor died because its node has died."))
     assert lost(RayError("first\nThe last line.")) == "The last line."
 

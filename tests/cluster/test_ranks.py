@@ -4,6 +4,7 @@ they are lost."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when
 
 
 @pytest.mark.slow
-def test_a_node_that_goes_is_replaced_by_one_that_comes_and_waited_for_no_longer_than_said(
+def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -130,6 +131,8 @@ def test_a_node_that_goes_is_replaced_by_one_that_comes_and_waited_for_no_longer
             for batch in BATCHES[:2]:
                 local.step(batch)
             expected = published(local)
+    import ray
+
     told: list[str] = []
     nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
     settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=60.0)
@@ -143,13 +146,24 @@ def test_a_node_that_goes_is_replaced_by_one_that_comes_and_waited_for_no_longer
                 nodes.append(add_node(cluster, {"spot": 1}))
                 stepping.result()
             assert_equal(published(trainer), expected)
-            assert len(told) == 2 and " was lost with its host (" in told[1] and "with 1 steps to repeat" in told[1]
+            assert len(told) == 2 and "with 1 steps to repeat" in told[1]
+            assert re.match(
+                r"trainer: rank [01] of 2 was lost with its host on node \S+ \((it cannot be|that node is)", told[1]
+            )
+
+            pid = trainer.pids[0]
+            ray.kill(trainer._ranks._calls.actors[0])
+            trainer.step(BATCHES[2])
+            assert len(told) == 3 and "rank 0 of 2 was lost with its host on node " in told[2]
+            assert "(it was ended with ray.kill)" in told[2] and "with 2 steps to repeat" in told[2]
+            until(lambda: not is_there(pid), "a rank without a host ends")
+
             cluster.remove_node(nodes.pop(), allow_graceful=False)
             trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
             with pytest.raises(
                 NotPlaced, match=r"has had no room for 2 times CPU 1, spot 1 for the trainer .* within 3 s"
             ):
-                trainer.step(BATCHES[2])
+                trainer.step(make_batch(step=3))
     finally:
         for node in nodes:
             cluster.remove_node(node, allow_graceful=False)

@@ -83,10 +83,13 @@ class Case:
     strategy: str
     unit: str = "group"
     deterministic: bool = False
+    adapters: bool = False
+    """Adapters are trained, and published alone."""
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}-{self.unit}" + ("-deterministic" if self.deterministic else "")
+        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters
+        return f"{self.strategy}-{self.unit}{ends}"
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -94,6 +97,7 @@ class Case:
             *("--rollout.strategy", self.strategy, "--rollout.unit", self.unit),
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
+            *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
         )
 
 

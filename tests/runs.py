@@ -194,7 +194,10 @@ def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 def weights(run: Path, step: int) -> bytes:
-    return (run / "checkpoints" / f"step_{step}" / "model.safetensors").read_bytes()
+    """Of a checkpoint: the model's, or those of its adapters."""
+    folder = run / "checkpoints" / f"step_{step}"
+    (file,) = (path for name in ("model", "adapter_model") if (path := folder / f"{name}.safetensors").is_file())
+    return file.read_bytes()
 
 
 # -- processes that die on cue ------------------------------------------------------------------------------------

@@ -41,7 +41,11 @@ def dry_run(config: RunConfig) -> list[str]:
     ]
     if (lora := config.trainer.lora) is not None:
         require("peft", purpose="[trainer.lora]")
-        lines.append(f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}; the model's own weights stay")
+        given = "adapters alone" if lora.publish == "adapter" else "the merged weights"
+        targets = ", ".join(lora.targets)
+        lines.append(
+            f"adapters of rank {lora.rank} beside {targets}; the model's own weights stay, the engine is given {given}"
+        )
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
     if r.strategy.sorts_by_length and resolve(config.algorithm).advantage == "whitened":

@@ -19,6 +19,8 @@ from tests.real import sglang_server, test_vllm
 from tests.run.test_train import EVERY_VERSION
 
 TOLERANCE = 1e-4
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 128}
+"""Servers on a CPU want matrices and heads of usual sizes."""
 LORA = ("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter", "--trainer.learning_rate", "0.01")
 
 
@@ -50,7 +52,7 @@ def test_a_run_samples_from_the_adapters_of_the_version_that_a_token_has(
 ) -> None:
     """Recorded log-probs are those of the merged model of each version; no publication after the first is larger than
     the adapters."""
-    model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
+    model = runs.save_model(tmp_path / "source", **SHAPE)
     with runs.working_in(tmp_path, model):
         before, after = Path("run.toml").read_text().split("[engine]")
         engine = {"launch": True, "max_running": 8, "control_timeout_s": 300.0, "abort_timeout_s": 60.0, **kind()}

@@ -20,6 +20,7 @@ def test_the_campaign_has_every_strategy_that_runs_here_in_both_units_and_both_w
         Case(strategy="rollover"),
         Case(strategy="inflight", unit="sample"),
         Case(strategy="token_budget", deterministic=True),
+        Case(strategy="april", deterministic=True, adapters=True),
     ],
     ids=lambda case: case.name,
 )

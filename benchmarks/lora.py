@@ -83,7 +83,7 @@ def config_of(kind: str) -> EngineConfig:
         case "embedded":
             return EmbeddedConfig(device="cpu", max_running=RUNNING, kv_cache_bytes=2**28)
         case "embedded_server":
-            return EmbeddedServerConfig(**shared, device="cpu", kv_cache_bytes=2**28)
+            return EmbeddedServerConfig(**shared, launch_args=("--device", "cpu"), kv_cache_bytes=2**28)
         case "vllm":
             command = (test_vllm.PYTHON, "-m", "vllm.entrypoints.cli.main", "serve")
             arguments = ("--enforce-eager", "--max-model-len", "512")

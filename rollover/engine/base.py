@@ -202,7 +202,7 @@ class Sleeps(Protocol):
     """
 
     async def sleep(self) -> None:
-        """Give weights and cache back. No call is open.
+        """Give weights and cache back. No call is open. One that sleeps goes on sleeping.
 
         Raises ``EngineError`` naming who holds memory still, after a deadline at the latest.
         """

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bars
 from rollover.errors import ConfigError
 from rollover.frontier import engine, report
 from rollover.frontier.replay import Recorded, read_recorded
-from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies
+from rollover.frontier.settings import check_strategies, default_strategies
 from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, read_scenario, shaped
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
@@ -81,7 +81,7 @@ def simulate(request: StudyRequest) -> None:
     """
     console = Console(highlight=False)
     setup, recorded = _setup(request)
-    names = request.strategies or DEFAULT_STRATEGIES
+    names = request.strategies or default_strategies(setup)
     steps = request.steps or (recorded.num_steps if recorded else DEFAULT_STEPS)
     warmup = steps // _WARMUP_SHARE if request.warmup is None else request.warmup
     with _bars(console) as progress:

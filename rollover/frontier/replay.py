@@ -84,6 +84,7 @@ def read_recorded(path: Path) -> Recorded:
             trainer=trainer,
             reward=reward,
             kv_on_update="keep" if engine.get("kv_on_update") == "keep" else "recompute",
+            colocated=engine.get("colocated") is True,
         ),
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
@@ -125,7 +126,7 @@ def _replica(
     per_round = (num_prompt_tokens + timeline.num_reprefilled_tokens) / len(timeline.steps)
     rate = per_round / found.start_s if per_round and found.start_s else math.inf
     max_running = (config.get("engine") or {}).get("max_running")
-    pause_s = statistics.fmean(r.values.get("time/publish_s", 0.0) for r in rows)
+    pause_s = statistics.fmean(_pause_s(r) for r in rows)
     model = ReplicaModel(
         c0_s=found.c0_s,
         b0=found.b0 if math.isfinite(found.b0) else _NO_B0 * max(n for _, n in timeline.active),
@@ -146,11 +147,13 @@ def _begins_call(sample: SampleTrace, place: int) -> bool:
 
 
 def _trainer_s(rows: Sequence[MetricRow]) -> float:
-    """Seconds of all steps that were neither rollout nor publishing."""
-    return sum(
-        max(0.0, r.values["time/step_s"] - r.values.get("time/rollout_s", 0.0) - r.values.get("time/publish_s", 0.0))
-        for r in rows
-    )
+    """Seconds of all steps that were neither rollout nor a change of weights."""
+    return sum(max(0.0, r.values["time/step_s"] - r.values.get("time/rollout_s", 0.0) - _pause_s(r)) for r in rows)
+
+
+def _pause_s(row: MetricRow) -> float:
+    """Seconds of a step in which the engine took new weights, and gave its memory to the trainer before."""
+    return row.values.get("time/publish_s", 0.0) + row.values.get("time/sleep_s", 0.0)
 
 
 def _reward_s(events: Sequence[Event]) -> float:

@@ -179,6 +179,8 @@ def assumptions(study: Study) -> list[str]:
     scenario = study.setup.scenario
     kept = "outlive new weights" if scenario.kv_on_update == "keep" else "are computed again after each weight update"
     found = [*study.setup.notes, f"Caches of unfinished samples {kept}."]
+    if scenario.colocated:
+        found.append("Replicas and trainer take turns on the same devices.")
     if scenario.trainer.is_zero:
         found.append("Training takes no time: gains are of the rollout alone. Give [trainer] in a scenario file.")
     return found

@@ -14,6 +14,7 @@ from rollover.errors import ConfigError, nearest
 from rollover.frontier.setup import Setup
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import Knob, RolloverConfig
+from rollover.rollout.strategy import OnFull
 from rollover.settings.schema import types_at
 from rollover.sim.strategies import SIMULATED, SimulatedRollout
 
@@ -26,6 +27,16 @@ _FREE = 64
 def knob_of(name: str) -> Knob | None:
     """The option that is tried of a strategy, with or without ``:sample``; ``None`` for those that are on-policy."""
     return SIMULATED[name.removesuffix(_SAMPLE)].knob
+
+
+def default_strategies(setup: Setup) -> tuple[str, ...]:
+    """Return what is tried where nobody says: all that the scenario can run."""
+    return tuple(name for name in DEFAULT_STRATEGIES if not _is_asleep(name, setup))
+
+
+def _is_asleep(name: str, setup: Setup) -> bool:
+    """Return whether the strategy would generate while the trainer has the devices."""
+    return setup.scenario.colocated and SIMULATED[name.removesuffix(_SAMPLE)].builds.on_full is OnFull.KEEP
 
 
 def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
@@ -44,6 +55,11 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
             raise ConfigError(
                 f"--strategies: {name!r} needs a replica for the fast lane: in the scenario file,"
                 " [engine] replicas = 2 and fast_lane_replicas = 1 (or more)"
+            )
+        if _is_asleep(name, setup):
+            raise ConfigError(
+                f"--strategies: {name!r} generates while the trainer trains, and replicas and trainer take turns"
+                " (colocated = true): leave one of the two out"
             )
     return tuple(dict.fromkeys(("sync", *names)))
 

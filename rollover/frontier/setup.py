@@ -27,7 +27,7 @@ _MOST = {
     "draft_acceptance": 1,
     "draft_cost": 1,
 }
-_OF_SCENARIO = ("trainer", "reward", "kv_on_update", "accuracy", "filter_zero_signal")
+_OF_SCENARIO = ("trainer", "reward", "kv_on_update", "colocated", "accuracy", "filter_zero_signal")
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_acceptance", "draft_cost")
 
 
@@ -80,6 +80,9 @@ class ScenarioFile:
     """Time of a reward, by the response tokens of its sample."""
     kv_on_update: Literal["keep", "recompute"] | None = None
     """Whether key-value caches outlive new weights; recomputed when absent."""
+    colocated: bool | None = None
+    """Whether replicas and trainer take turns on the same devices, which loses caches at each step;
+    ``engine.swap_pause_s`` is then the time that taking turns costs."""
     accuracy: float | None = None
     """Chance of reward 1 instead of 0."""
     filter_zero_signal: bool | None = None

@@ -35,6 +35,13 @@ class HostedConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 
+    def __post_init__(self) -> None:
+        if self.engine.declared.is_colocated:
+            raise ValueError(
+                "engine.colocated has no effect inside another trainer, which decides itself when its devices are free:"
+                " leave it out"
+            )
+
     @property
     def deterministic(self) -> bool:
         """Return false: a host promises no equal bits, so what touches rounding alone may change on resume."""

@@ -191,6 +191,11 @@ class RolloutDriver:
         self.ledger.check()
         return batch
 
+    @property
+    def has_batch(self) -> bool:
+        """Return whether ``next_batch`` hands out what is there, and has the engine decode nothing before."""
+        return self._scheduler.has_batch and not self._distrusted
+
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
         load where the engine can, else parked before and resumed after it."""

@@ -195,6 +195,11 @@ class Scheduler:
         return starts
 
     @property
+    def has_batch(self) -> bool:
+        """Return whether the next round hands out its batch with nothing started for it."""
+        return bool(self.ledger.replay) or (not self._keeps_running and self._batch_is_full)
+
+    @property
     def _batch_is_full(self) -> bool:
         ready, strategy = self.ledger.ready, self.strategy
         return len(ready) >= strategy.batch_size and strategy.select_batch(self._view) is not None

@@ -94,11 +94,15 @@ class Evaluator:
         self._num_evaluations = 0
         self._done_version = done_version
 
+    def is_due(self, version: int) -> bool:
+        """Return whether it is the turn of the weights of ``version`` to be evaluated."""
+        every = self._config.every_steps
+        due = version in (0, self._num_steps) or bool(every and version % every == 0)
+        return bool(self._prompts) and due and version != self._done_version
+
     async def run_when_due(self, version: int) -> Evaluation | None:
         """Evaluate the weights of ``version`` that the engine holds; ``None`` when it is not their turn."""
-        every = self._config.every_steps
-        due = version in (0, self._num_steps) or (every and version % every == 0)
-        if not self._prompts or not due or version == self._done_version:
+        if not self.is_due(version):
             return None
         evaluation = await self.run()
         self._done_version = version

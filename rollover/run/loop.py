@@ -42,7 +42,10 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 trained = await _train(session, batch)
             await session.weights.judge_engines(batch, trained)
             with meter.timed("time/publish_s"):
-                await interrupt.unless(session.weights.publish())
+                if _goes_on_asleep(session):
+                    await session.weights.pass_over()
+                else:
+                    await interrupt.unless(session.weights.publish())
             session.observe(meter.step_ended(batch, trained))
             session.checkpoints.save_when_due()
             await interrupt.unless(_evaluate_when_due(session))
@@ -77,6 +80,17 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
     now_s = session.clock.now_s()
     session.driver.record(BatchTrained(time_s=now_s, step=batch.step, untrained=dict(trained.untrained)))
     return trained
+
+
+def _goes_on_asleep(session: Session) -> bool:
+    """Return whether an engine that has given its memory to the trainer need not wake: the next batch is there, and
+    nobody asks for these weights before they are trained."""
+    return (
+        session.weights.sleeper is not None
+        and session.version < session.config.steps
+        and session.driver.has_batch
+        and not session.evaluator.is_due(session.version)
+    )
 
 
 async def _evaluate_when_due(session: Session) -> None:

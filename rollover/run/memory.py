@@ -6,19 +6,23 @@ Importing this module needs no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.config import ServerConfig
 from rollover.run.config import RunConfig
 from rollover.run.engine import fitted
 from rollover.trainer.config import LoraConfig, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
+
+_KEPT = ("weights", "reference policy", "optimizer")
+"""What the trainer keeps from step to step, whatever it gives back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,8 @@ class DeviceMemory:
     capacity: int | None
     """``None`` where it is that of another machine, which is not known here."""
     parts: Mapping[str, int]
+    turn: str = ""
+    """When so much is taken, where engine and trainer take turns."""
 
     @property
     def total(self) -> int:
@@ -46,7 +52,8 @@ class DeviceMemory:
         if self.capacity is None:
             return f"memory of {self.device}: {_size(self.total)} at most: {parts}"
         verdict = "fits" if self.fits else "does not fit"
-        return f"memory of {self.device}: {_size(self.total)} of {_size(self.capacity)} at most, {verdict}: {parts}"
+        most = f"{_size(self.total)} of {_size(self.capacity)} at most{self.turn and ' ' + self.turn}"
+        return f"memory of {self.device}: {most}, {verdict}: {parts}"
 
 
 def memory_lines(config: RunConfig) -> list[str]:
@@ -56,7 +63,7 @@ def memory_lines(config: RunConfig) -> list[str]:
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.
     """
     needed = device_memory(config)
-    lines = [str(memory) for memory in needed]
+    lines = [*map(str, needed), *_left_to_servers(config, needed)]
     if too_small := [memory.device for memory in needed if not memory.fits]:
         advice = next((said for said, changed in _remedies(config) if _all_fit(changed)), None)
         lines.append(
@@ -98,11 +105,43 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
     for device in () if elsewhere else _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
         held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
         held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})
+    turns: dict[torch.device, str] = {}
     if isinstance(config.engine, EmbeddedConfig):
         device, of_engine = _engine_parts(config, config.engine, model, training.num_parameters)
-        parts.setdefault(device, {}).update(of_engine)
-    here = [DeviceMemory(device=str(d), capacity=_capacity(d), parts=p) for d, p in parts.items()]
+        held = parts.setdefault(device, {})
+        if config.engine.colocated and held:
+            parts[device], turns[device] = _larger_turn(held, of_engine)
+        else:
+            held.update(of_engine)
+    here = [
+        DeviceMemory(device=str(d), capacity=_capacity(d), parts=p, turn=turns.get(d, "")) for d, p in parts.items()
+    ]
     return [*elsewhere, *here]
+
+
+def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) -> tuple[dict[str, int], str]:
+    """Return what is held when trainer and engine do not hold theirs at the same time, and whose turn that is. What the
+    trainer keeps from step to step is there in both."""
+    kept = {name: of_trainer[name] for name in _KEPT}
+    in_step = {name: num_bytes for name, num_bytes in of_trainer.items() if name not in _KEPT}
+    if sum(in_step.values()) >= sum(of_engine.values()):
+        return {**kept, **in_step}, "while it trains"
+    return {**kept, **of_engine}, "while it generates"
+
+
+def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Iterator[str]:
+    """Say which share of a device servers may take that have it in turn with the trainer."""
+    if not isinstance(config.engine, ServerConfig) or not config.engine.colocated:
+        return
+    for memory in needed:
+        if memory.capacity is None:
+            continue
+        kept = sum(memory.parts[name] for name in _KEPT)
+        share = max(0.0, 1 - kept / memory.capacity)
+        yield (
+            f"memory of {memory.device} while servers generate: the trainer keeps {_size(kept)}; servers there may take"
+            f" at most {share:.2f} of it (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
+        )
 
 
 def _trainer_devices(trainer: TrainerConfig) -> list[torch.device]:

@@ -49,6 +49,14 @@ class WeightSync:
         if self.sleeper is not None:
             await self.sleeper.sleep()
 
+    async def pass_over(self) -> None:
+        """Count the trainer's version as published without loading it: nothing is sampled before the next one."""
+
+        async def load() -> None:
+            pass
+
+        await self.driver.update_weights(self.trainer.version, load)
+
     async def publish(self) -> None:
         """Load the trainer's weights into the engines under the trainer's version, and check the engines' log-probs.
 

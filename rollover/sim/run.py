@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rollover.errors import RunError
+from rollover.errors import ConfigError, RunError
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState, View
-from rollover.rollout.strategy import Strategy
+from rollover.rollout.strategy import OnFull, Strategy
 from rollover.sim.dispatch import Fleet
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
@@ -76,8 +76,14 @@ def simulate(
         observer: called with each event, with the ledger already moved on.
 
     Raises:
+        ConfigError: the strategy generates while the trainer trains, on devices that the trainer has then.
         RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
     """
+    if scenario.colocated and strategy.on_full is OnFull.KEEP:
+        raise ConfigError(
+            "the strategy generates while the trainer trains, but with colocated = true replicas and trainer take"
+            " turns: choose one that stops for the trainer, or leave colocated out"
+        )
     state = RolloutState()
     scheduler = Scheduler(
         strategy=strategy,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities
+from rollover.engine.base import Capabilities, check_colocated
 
 
 def _require(record: object, words: str, holds: Callable[[float], bool], *fields: str) -> None:
@@ -128,6 +128,9 @@ class Scenario:
     """Of a sample, by its response tokens."""
     kv_on_update: Literal["keep", "recompute"] = "recompute"
     """Whether caches outlive new weights."""
+    colocated: bool = False
+    """Replicas and trainer take turns on the same devices: no cache outlives a step. ``swap_pause_s`` is then the time
+    that giving memory back and taking it again costs, beside that of new weights."""
     accuracy: float = 0.5
     """Chance of reward 1 instead of 0, the same for all samples."""
     filter_zero_signal: bool = False
@@ -139,6 +142,8 @@ class Scenario:
             raise ValueError("replicas must name at least one")
         if all(r.fast_lane for r in self.replicas):
             raise ValueError("replicas: at least one must take samples that do not ask for the fast lane")
+        if self.colocated:
+            check_colocated(self.kv_on_update)
         _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
         for failure in self.failures:
             if not 0 <= failure.replica < len(self.replicas):
@@ -156,6 +161,7 @@ class Scenario:
             max_running=self.max_running,
             max_context_tokens=sys.maxsize,
             in_flight_update=True,
+            is_colocated=self.colocated,
             prefill_tokens_per_iteration=math.inf if self.kv_on_update == "keep" else sum(rates),
         )
 

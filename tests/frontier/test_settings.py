@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.frontier.settings import DEFAULT_STRATEGIES, check_strategies, knob_of, label, setting, settings, value_of
+from rollover.frontier.settings import (
+    DEFAULT_STRATEGIES,
+    check_strategies,
+    default_strategies,
+    knob_of,
+    label,
+    setting,
+    settings,
+    value_of,
+)
 from rollover.rollout.strategies import STRATEGIES, AprilConfig, ConcurrencyConfig, RolloverConfig
 from rollover.sim.scenario import Scenario
 from rollover.sim.strategies import SIMULATED
@@ -79,3 +88,12 @@ def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
         check_strategies(["fast_lane"], small())
     lane = Scenario(replicas=(REPLICA, replace(REPLICA, fast_lane=True)))
     assert check_strategies(["fast_lane"], small(scenario=lane)) == ("sync", "fast_lane")
+
+
+def test_strategies_that_generate_while_the_trainer_trains_do_not_take_turns_with_it() -> None:
+    turns = small(scenario=Scenario(replicas=(REPLICA,), colocated=True))
+    assert set(default_strategies(small())) - set(default_strategies(turns)) == {"bounded_async"}
+    for name in ("bounded_async", "bounded_async:sample", "inflight", "threshold"):
+        with pytest.raises(ConfigError, match=f"--strategies: '{name}' generates while the trainer trains"):
+            check_strategies([name], turns)
+    assert check_strategies(default_strategies(turns), turns)

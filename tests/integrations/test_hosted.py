@@ -66,6 +66,7 @@ def test_saying_otherwise_than_the_host_is_refused_and_saying_the_same_is_not() 
         ({"rollouts": {}}, "rollouts: unknown key; did you mean 'rollout'?"),
         ({"trainer": {"learning_rate": 1.0}}, "trainer: unknown key"),
         ({"rollout": {"strategy": "tail_rounds"}}, "simulated only"),
+        ({"engine": {"colocated": True}}, "engine.colocated has no effect inside another trainer"),
         ({"rollout": {"max_stalenes": 2}}, "max_stalenes: unknown key; did you mean 'max_staleness'?"),
         (
             {"rollout": {"strategy": {"kind": "april", "over_sampling_batch_size": 2}}},

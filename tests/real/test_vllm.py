@@ -17,6 +17,7 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.logprob_check import check_logprobs
+from rollover.engine.servers.answer import Answer
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
@@ -316,6 +317,56 @@ def test_another_model_is_refused(servers: list[RealServer], folders: dict[str, 
                 pass
 
     within_deadline(law)
+
+
+# -- turns with a trainer -----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_that_it_sleeps(
+    servers: list[RealServer], folders: dict[str, Path]
+) -> None:
+    async def law() -> None:
+        why = (
+            f"{servers[0].url} cannot give its memory back to the trainer.*start it with --enable-sleep-mode, on a GPU"
+        )
+        with pytest.raises(EngineError, match=why):
+            async with engine_of(servers[0], folders["first"], colocated=True):
+                pass
+
+    within_deadline(law)
+
+
+def test_it_sleeps_and_wakes_with_other_weights(servers: list[RealServer], folders: dict[str, Path]) -> None:
+    """On a CPU it does all that it is asked for, but give memory back."""
+
+    async def law() -> None:
+        async with engine_of(servers[0], folders["first"]) as engine:
+            for version, name in ((1, "second"), (2, "first")):
+                await engine.sleep()
+                assert (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
+                await update(engine, version, folders[name])
+                assert not (await engine._client.ask(Sleeping, "GET", "/is_sleeping")).is_sleeping
+                await check_logprobs(engine, reference(folders[name]), tolerance=1e-4, remedy="")
+            await engine.sleep()
+        async with engine_of(servers[0], folders["second"]) as engine:  # left asleep by the one before
+            await check_logprobs(engine, reference(folders["second"]), tolerance=1e-4, remedy="")
+
+    within_deadline(law)
+
+
+def test_a_server_that_is_started_to_sleep_on_a_cpu_does_not_start_and_says_why(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    async def law() -> None:
+        config = VLLMConfig(launch=True, launch_command=COMMANDS[0], launch_args=ARGUMENTS, colocated=True, **PATIENT)
+        with pytest.raises(EngineError, match=r"(?s)Sleep mode is not supported.*engine.colocated = true needs a GPU"):
+            await open_vllm(config, folders["first"], run="tests", places=ThisMachine(tmp_path), clock=SystemClock())
+
+    within_deadline(law)
+
+
+class Sleeping(Answer):
+    is_sleeping: bool
 
 
 # -- servers that fail --------------------------------------------------------------------------------------------

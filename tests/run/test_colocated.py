@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.servers.launch import ServerProcess
+from rollover.rollout.events import BatchTrained, SegmentEnded
 from rollover.rollout.strategies import STRATEGIES
+from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
 from rollover.types import Batch
 from tests import runs
+from tests.engine.servers.embedded.kit import ENGINE, serving
+from tests.runs import Cue, Processes
 
 COLOCATED = ("--engine.colocated", "true")
 OVERLAPPING = {kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full.name == "KEEP"}
@@ -78,8 +89,12 @@ def test_every_strategy_takes_turns_with_the_trainer_or_is_refused_at_the_start(
         assert not Path("out").exists()
         return
     assert code == 0, capsys.readouterr().err
-    turns = [what for step in range(3) for what in ("asleep", f"step {step}", "rest", f"load {step + 1}")]
-    assert log == ["check: awake", "rest", "load 0", "load 0", *turns]
+    assert log[:4] == ["check: awake", "rest", "load 0", "load 0"]
+    turns = [[*group] for is_load, group in groupby(log[4:], lambda what: what.startswith("load")) if not is_load]
+    steps = [what for turn in turns for what in turn if what != "rest"]
+    assert steps == [what for step in range(3) for what in ("asleep", f"step {step}")]
+    assert [turn[-1] for turn in turns] == ["rest"] * len(turns)  # before the engine takes its memory
+    assert log[-1] == "load 3"
     ledger = runs.ledger(Path("out"))
     assert ledger.next_step == 3
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
@@ -106,6 +121,39 @@ def test_a_deterministic_run_learns_the_same_to_the_bit(experiment: Path, strate
     assert apart == turns
 
 
+def test_batches_of_one_collection_are_trained_one_after_the_other_and_the_engine_sleeps_on(
+    experiment: Path, log: list[str]
+) -> None:
+    argv = ("--deterministic", "true", "--rollout.strategy", '{kind = "rollover", lag_target = 2.0}', "--steps", "10")
+    assert train("--run-dir", "apart", *argv) == 0
+    assert train("--run-dir", "turns", *argv, *COLOCATED) == 0
+    assert 10 > sum(what.startswith("load") for what in log[log.index("load 10") + 1 :]) - 2 > 2
+    assert runs.weights(Path("apart"), 10) == runs.weights(Path("turns"), 10)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(experiment: Path) -> None:
+    processes = Processes(experiment)
+    argv = (
+        "train",
+        "run.toml",
+        "--deterministic",
+        "true",
+        "--rollout.strategy",
+        "rollover",
+        *COLOCATED,
+        "--steps",
+        "7",
+    )
+    assert processes.run(*argv, "--run-dir", "whole").code == 0
+    for nth in (2, 4):  # batches are on record that no checkpoint has seen
+        run = f"killed-{nth}"
+        assert processes.run(*argv, "--run-dir", run, kill_at=Cue(BatchTrained, nth, before=True)).code == -9
+        resumed = processes.run("train", "--resume", run)
+        assert resumed.code == 0, resumed.err
+        assert runs.weights(Path(run), 7) == runs.weights(Path("whole"), 7)
+
+
 def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,3 +168,89 @@ def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(
 def test_a_cache_that_is_to_be_kept_cannot_be_given_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*COLOCATED, "--engine.kv_on_update", "keep") == 2
     assert "kv_on_update = 'keep' cannot go with colocated = true" in capsys.readouterr().err
+
+
+# -- servers, real ones ------------------------------------------------------------------------------------------------
+
+SERVERS = (
+    *("--engine.kind", "embedded_server", "--engine.max_running", "12", "--engine.control_timeout_s", "120"),
+    *("--engine.health_timeout_s", "60", "--rollout.strategy", "april"),
+)
+SERVED = replace(ENGINE, max_running=24, kv_cache_bytes=2**21, block_size_tokens=4)
+
+
+@pytest.fixture
+def config(experiment: Path) -> Path:
+    """The experiment without settings of the engine."""
+    file = experiment / "run.toml"
+    before, _, behind = file.read_text().partition("[engine]")
+    file.write_text(before + "[trainer]" + behind.partition("[trainer]")[2])
+    return file
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config: Path) -> None:
+    processes = Processes(config.parent)
+    with serving(config.parent / "model", SERVED) as one, serving(config.parent / "model", SERVED) as two:
+        urls = ("--engine.urls", json.dumps([one, two]))
+        argv = ("train", "run.toml", "--run-dir", "out", *SERVERS, *urls, *COLOCATED)
+        died = processes.run(*argv, kill_at=Cue(BatchTrained, 2, before=True))
+        assert died.code == -9, died.err
+        labels = [httpx.get(f"{url}/info").json()["label"] for url in (one, two)]
+        assert [label.rpartition(":")[2] for label in labels] == ["asleep", "asleep"]
+        done = processes.run("train", "--resume", "out")
+        assert done.code == 0, done.err
+        labels = [httpx.get(f"{url}/info").json()["label"] for url in (one, two)]
+        assert all(label.endswith(":4:free") for label in labels)
+    ledger = runs.ledger(Path("out"))
+    assert ledger.next_step == 4
+    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+
+
+@pytest.mark.slow
+def test_a_started_server_that_is_killed_asleep_comes_back_with_the_weights_in_force(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[ServerProcess] = []
+
+    async def start(self: ServerProcess) -> None:
+        await begin(self)
+        started.append(self)
+
+    def step(self: LocalTrainer, batch: Batch) -> Any:
+        if batch.step == 1:
+            assert started[-1]._supervisor is not None
+            os.killpg(started[-1]._supervisor.pid, signal.SIGKILL)
+        return as_ever(self, batch)
+
+    begin, as_ever = ServerProcess.start, LocalTrainer.step
+    monkeypatch.setattr(ServerProcess, "start", start)
+    monkeypatch.setattr(LocalTrainer, "step", step)
+    launch = ("--engine.launch", "true", "--engine.kv_cache_bytes", str(2**21), "--engine.all_down_timeout_s", "600")
+    assert train("--run-dir", "out", *SERVERS, *launch, *COLOCATED) == 0, capsys.readouterr().err
+    assert len(started) == 2
+    assert any("is back with weights version" in record.getMessage() for record in caplog.records)
+    later = [e for e in runs.events(Path("out")) if isinstance(e, SegmentEnded) and e.segment.policy_version > 1]
+    assert sum(len(e.segment.token_ids) for e in later) > 0
+    ledger = runs.ledger(Path("out"))
+    assert ledger.next_step == 4
+    assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
+
+
+@pytest.mark.slow
+def test_ranks_take_turns_with_the_engine_and_learn_the_same(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rest(self: FleetTrainer) -> None:
+        give_back(self)
+        rests.append(self.version)
+
+    give_back, rests = FleetTrainer.rest, list[int]()
+    monkeypatch.setattr(FleetTrainer, "rest", rest)
+    argv = ("--deterministic", "true", "--rollout.strategy", "sync", "--trainer.num_devices", "2", "--steps", "3")
+    for run, options in (("apart", ()), ("turns", COLOCATED)):
+        assert train("--run-dir", run, *argv, *options) == 0, capsys.readouterr().err
+    assert rests == [0, 1, 2, 3]
+    parts = [sorted(Path(run, "checkpoints", "step_3").glob("*.safetensors")) for run in ("apart", "turns")]
+    apart, turns = ([(part.name, part.read_bytes()) for part in run] for run in parts)
+    assert apart == turns and len(apart) > 1

@@ -93,3 +93,25 @@ def test_adapters_are_advised_where_the_optimizer_alone_is_too_much_and_another_
     assert advice(memory_lines(config)).startswith("train adapters, [trainer.lora]")
     with_capacity(monkeypatch, 2**20)
     assert advice(memory_lines(config)) == "take a smaller model, or a device with more memory"
+
+
+def test_engine_and_trainer_that_take_turns_need_the_larger_of_both_beside_what_the_trainer_keeps() -> None:
+    for cache, turn in ((2**20 * 100, "while it trains"), (2**40, "while it generates")):
+        options = ("--engine.kv_cache_bytes", str(cache))
+        (apart,) = device_memory(configured(*options))
+        (turns,) = device_memory(configured(*options, "--engine.colocated", "true"))
+        kept = sum(apart.parts[name] for name in ("weights", "reference policy", "optimizer"))
+        of_engine = apart.parts["engine's weights"] + cache
+        in_step = apart.total - kept - of_engine
+        assert turns.total == kept + max(of_engine, in_step) < apart.total
+        assert turns.turn == turn and f" at most {turn}, " in str(turns)
+
+
+def test_servers_that_take_turns_with_the_trainer_are_told_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_capacity(monkeypatch, 4 * 2**30)
+    servers = ("--engine.kind", "vllm", "--engine.launch", "true")
+    lines = memory_lines(load("quickstart", [*WIDE[:-2], *servers, "--engine.colocated", "true"]))
+    needed = device_memory(load("quickstart", [*WIDE[:-2], *servers]))[0]
+    share = 1 - 3 * needed.parts["weights"] / 2**32
+    assert sum(f"servers there may take at most {share:.2f} of it" in line for line in lines) == 1
+    assert not any("servers" in line for line in memory_lines(load("quickstart", [*WIDE[:-2], *servers])))

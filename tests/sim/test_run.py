@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import RunError
+from rollover.errors import ConfigError, RunError
 from rollover.garbage import rare_collections
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
-from rollover.sim.result import Window
+from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
 from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
 from rollover.types import WasteCause
@@ -221,3 +221,23 @@ def test_who_has_switched_collection_off_keeps_it_off() -> None:
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)
+
+
+def test_taking_turns_with_the_trainer_costs_the_caches_of_each_step_and_the_pause() -> None:
+    def run_of(**model: Any) -> Simulation:
+        scenario = one_replica(prefill_tokens_per_s=10.0, trainer=Latency(base_s=5.0), **model)
+        return simulate(strategy_of("april", max_staleness=4), Generator(LAW), scenario, steps=6)
+
+    kept, lost, turns = run_of(kv_on_update="keep"), run_of(), run_of(colocated=True, swap_pause_s=7.0)
+    again = [sum(s.prefilled_tokens for s in run.steps) for run in (kept, lost, turns)]
+    assert again[0] < again[1] == again[2]
+    assert sum(s.duration_s for s in turns.steps) > sum(s.duration_s for s in lost.steps) + 5 * 7.0 - 1e-6
+
+
+def test_a_strategy_that_generates_while_the_trainer_trains_cannot_take_turns_with_it() -> None:
+    scenario = one_replica(colocated=True)
+    assert scenario.capabilities.is_colocated
+    with pytest.raises(ConfigError, match="generates while the trainer trains"):
+        simulate(strategy_of("bounded_async", max_staleness=2), Generator(LAW), scenario, steps=2)
+    with pytest.raises(ValueError, match="kv_on_update = 'keep' cannot go with colocated = true"):
+        one_replica(colocated=True, kv_on_update="keep")

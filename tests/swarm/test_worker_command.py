@@ -252,6 +252,7 @@ def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
         (["--join", "ws://127.0.0.1:1", "--max_held_token", "3"], "did you mean '--max_held_tokens'?"),
         (["--join", "ws://127.0.0.1:1", "--max_held_tokens", "0"], "max_held_tokens must be positive, got 0"),
         (["--join", "ws://127.0.0.1:1", "--engine.kind", "vllm"], "urls or launch = true"),
+        (["--join", "ws://127.0.0.1:1", "--engine.colocated", "true"], "engine.colocated has no effect in a worker"),
         (
             [
                 "--join",

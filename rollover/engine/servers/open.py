@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rollover.clock import Clock
@@ -37,6 +37,8 @@ class ServerKind:
     """Variables that its environment needs."""
     program: str
     """Its name in messages."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """What to do when it does not start, by what its log says."""
     key_env: str | None = None
     """The environment variable from which the program takes an API key, where there is one."""
 
@@ -102,6 +104,8 @@ async def _start(
     except EngineTimeout:
         raise
     except EngineError as e:
+        if remedy := next((told for said, told in kind.remedies.items() if said in str(e)), None):
+            raise EngineError(f"{e}\n{remedy}") from None
         if not any(sign in str(e) for sign in _NOT_THERE):
             raise
         raise EngineError(

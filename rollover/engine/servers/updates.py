@@ -55,6 +55,8 @@ class PoolUpdates:
 
         Raises ``MemoryHeld`` naming those that may hold memory still.
         """
+        if self.is_asleep:
+            return
         self.is_asleep = True
         self._resumed.clear()
         members = self._members.all

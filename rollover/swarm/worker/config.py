@@ -41,6 +41,8 @@ class WorkerConfig:
         for key in ("max_held_tokens", *(key for key in self.__dataclass_fields__ if key.endswith("_s"))):
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.engine.declared.is_colocated:
+            raise ValueError("engine.colocated has no effect in a worker, which has no trainer beside it: leave it out")
         if self.deterministic and not isinstance(self.engine, EmbeddedConfig):
             raise ValueError(
                 f"deterministic = true needs the embedded engine, which alone repeats itself bit for bit; got"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from rollover.clock import SystemClock
 from rollover.engine.base import Sleeps
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.memory import MemoryHeld
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.sglang import open as sglang_open
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm import open as vllm_open
@@ -361,3 +364,23 @@ def test_a_cache_that_is_to_be_kept_cannot_be_given_back() -> None:
     for kind in (vllm_kit, sglang_kit):
         with pytest.raises(ValueError, match="kv_on_update = 'keep' cannot go with colocated = true"):
             kind.settings(colocated=True, kv_on_update="keep")
+
+
+@pytest.mark.parametrize(
+    ("config", "opened", "said", "remedy"),
+    [
+        (VLLMConfig, vllm_open.open_vllm, "Sleep mode is not supported on current platform.", "needs a GPU"),
+        (SGLangConfig, sglang_open.open_sglang, "No module named 'torch_memory_saver'", "needs the package"),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_a_server_that_does_not_start_since_it_cannot_sleep_says_what_is_missing(
+    tmp_path: Path, config: Any, opened: Any, said: str, remedy: str
+) -> None:
+    command = (sys.executable, "-c", f"raise SystemExit({said!r})")
+    made = config(launch=True, colocated=True, launch_command=command)
+    places = ThisMachine(tmp_path / "logs")
+    opening = opened(made, model_folder(tmp_path / "model"), run="r", places=places, clock=SystemClock())
+    with pytest.raises(EngineError, match=rf"(?s){said}.*\nengine\.colocated = true {remedy}") as raised:
+        asyncio.run(opening)
+    assert "another environment" not in str(raised.value)

@@ -57,6 +57,7 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         Route("/abort", calls.abort, methods=["POST"]),
         Route("/pause", calls.pause, methods=["POST"]),
         Route("/resume", calls.resume, methods=["POST"]),
+        Route("/sleep", calls.sleep, methods=["POST"]),
         Route("/load_weights", calls.load_weights, methods=["POST"]),
         Route("/update_weight_version", calls.rename, methods=["POST"]),
         Route("/digests", calls.digests, methods=["POST"]),
@@ -104,6 +105,9 @@ class _Calls:
 
     async def resume(self, request: Request) -> Response:
         return await _done(request, EmptyBody, lambda _: self._served.resume())
+
+    async def sleep(self, request: Request) -> Response:
+        return await _done(request, EmptyBody, lambda _: self._served.sleep())
 
     async def load_weights(self, request: Request) -> Response:
         return await _done(request, LoadBody, self._served.load)

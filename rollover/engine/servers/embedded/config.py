@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities
+from rollover.engine.base import DeclaredCapabilities, check_colocated
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
@@ -52,7 +52,7 @@ class EmbeddedServerConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities()
+        return DeclaredCapabilities(is_colocated=self.colocated)
 
     def embedded(self) -> EmbeddedConfig:
         """Return the settings of the engine in each server that is started.
@@ -65,6 +65,8 @@ class EmbeddedServerConfig(ServerConfig):
         super(EmbeddedServerConfig, self).__post_init__()  # slots make a second class: plain super() fails
         if self.transfer_host is not None and self.weight_transfer == "folder":
             raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
+        if self.colocated:
+            check_colocated(self.kv_on_update)
         if self.launch:
             self.embedded()
             return

@@ -21,6 +21,7 @@ from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.embedded.memory import EmbeddedServerMemory
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
 from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
@@ -54,6 +55,7 @@ class EmbeddedServerDialect:
             takes_adapters=True,
         )
         self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests())
+        self.memory = EmbeddedServerMemory(client, config)
         self._client = client
         self._model = model
         self._prefix = f"{secrets.token_hex(4)}/"

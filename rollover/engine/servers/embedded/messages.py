@@ -8,6 +8,7 @@ GET   ``/info``                                               ``ServerInfo``
 POST  ``/generate``              ``GenerateRequest``          a stream of ``TokensEvent``
 POST  ``/abort``                 ``AbortBody``                ``{}``, when the calls have ended
 POST  ``/pause``, ``/resume``    ``{}``                       ``{}``
+POST  ``/sleep``                 ``{}``                       ``{}``, when weights and cache are given back
 POST  ``/load_weights``          ``LoadBody``                 ``{}``
 POST  ``/update_weight_version`` ``LabelBody``                ``{}``
 POST  ``/digests``               ``{}``                       ``TensorDigests``

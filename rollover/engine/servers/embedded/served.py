@@ -101,6 +101,12 @@ class ServedEngine:
         self._is_paused = False
         await self._engine.resume()
 
+    async def sleep(self) -> None:
+        """Give back the memory of weights and cache, until the next load. Raises ``EngineError`` when a call is
+        open."""
+        async with self._controlling:
+            await self._engine.sleep()
+
     async def load(self, body: LoadBody) -> None:
         """Take the weights of a folder. Raises ``EngineError`` when they do not fit; the old ones then stay in
         force."""

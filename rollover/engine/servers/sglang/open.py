@@ -25,6 +25,11 @@ from rollover.engine.servers.sglang.weights import adapter_arguments
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape
 
+_REMEDIES = {
+    "torch_memory_saver": "engine.colocated = true needs the package torch-memory-saver in SGLang's environment:"
+    " install it there, or leave that out, and SGLang keeps its memory",
+}
+
 
 async def open_sglang(
     config: SGLangConfig,
@@ -61,6 +66,7 @@ async def open_sglang(
             ],
             env={},
             program="SGLang",
+            remedies=_REMEDIES,
         )
 
     return await open_servers(config, kind_for, model, run=run, places=places, clock=clock)

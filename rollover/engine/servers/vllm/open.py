@@ -21,6 +21,9 @@ _RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _MAX_CPU_CACHE_SHARE = 0.4
 """Largest share of the machine's memory for the caches of all servers that are started on it."""
 _GIB = 2**30
+_REMEDIES = {
+    "Sleep mode is not supported": "engine.colocated = true needs a GPU: leave it out, and vLLM keeps its memory",
+}
 
 
 async def open_vllm(
@@ -44,6 +47,7 @@ async def open_vllm(
             ],
             env={**launch_environment(config, folder), **({_RUNTIME_ADAPTERS: "1"} if adapters else {})},
             program="vLLM",
+            remedies=_REMEDIES,
             key_env="VLLM_API_KEY",
         )
 

@@ -1,0 +1,71 @@
+"""Servers of the embedded engine give their memory back for a step of the trainer, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.errors import EngineError
+from rollover.weights.publisher import Publisher
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import DEADLINE_S, collect, request, tokens
+from tests.engine.servers.embedded.kit import ENGINE, RUN, make_engine, model, opened, serving
+
+SMALL = replace(ENGINE, kv_cache_bytes=2**21, max_context_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model(tmp_path_factory.mktemp("model"))
+
+
+def test_it_sleeps_wakes_with_the_next_weights_and_samples_what_it_always_would(folder: Path) -> None:
+    async def main(url: str) -> None:
+        async with opened(url, folder, colocated=True) as engine:
+            assert engine.capabilities.is_colocated
+            before = tokens(await collect(engine, request("a", seed=5)))
+            await engine.sleep()
+            assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:0:asleep"
+            call = asyncio.create_task(collect(engine, request("b", seed=5)))
+            await Publisher([engine]).publish_to_all(FolderWeights(1, folder))
+            async with asyncio.timeout(DEADLINE_S):
+                chunks = await call
+            assert tokens(chunks) == before and {chunk.policy_version for chunk in chunks} == {1}
+            assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:1"
+
+    with serving(folder, SMALL) as url:
+        asyncio.run(main(url))
+
+
+def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
+    async def main(url: str) -> None:
+        killed = make_engine(url, folder, colocated=True)
+        await killed.open()
+        await killed.sleep()
+        await killed._tasks.cancel()
+        await killed._client.close()  # as a process that ends: nothing is given back
+        other = make_engine(url, folder, run="other")
+        with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
+            await other.open()
+        await other.close()
+        async with opened(url, folder) as engine:
+            assert len(tokens(await collect(engine, request("a")))) == 12
+
+    with serving(folder, SMALL) as url:
+        asyncio.run(main(url))
+
+
+def test_calls_of_somebody_else_keep_it_awake_and_the_run_is_told_who_holds_memory(folder: Path) -> None:
+    async def main(url: str) -> None:
+        async with opened(url, folder, colocated=True) as engine, opened(url, folder) as other:
+            stream = other.generate(request("theirs", max_new_tokens=1000))
+            await anext(stream)
+            with pytest.raises(EngineError, match=f"the trainer needs the memory of {url}.*1 calls are open"):
+                await engine.sleep()
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    with serving(folder, SMALL) as url:
+        asyncio.run(main(url))

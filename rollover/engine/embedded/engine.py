@@ -115,8 +115,9 @@ class EmbeddedEngine:
             await self._do("load", lambda core: core.load(version, source, keeps_kv=keeps_kv))
 
     async def begin_fill(self) -> None:
-        """See ``EngineCore.begin_fill``."""
-        await self._do("take weights", lambda core: core.begin_fill())
+        """See ``EngineCore.begin_fill``. Raises ``ResourceError`` as ``load`` does."""
+        with _fitting(self._config):
+            await self._do("take weights", lambda core: core.begin_fill())
 
     async def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """See ``EngineCore.fill``."""

@@ -22,9 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("model"))
 
 
-def test_it_sleeps_wakes_with_the_next_weights_and_samples_what_it_always_would(folder: Path) -> None:
+@pytest.mark.parametrize("transfer", ["folder"])
+def test_it_sleeps_wakes_with_the_next_weights_and_samples_what_it_always_would(folder: Path, transfer: str) -> None:
     async def main(url: str) -> None:
-        async with opened(url, folder, colocated=True) as engine:
+        async with opened(url, folder, colocated=True, weight_transfer=transfer) as engine:
             assert engine.capabilities.is_colocated
             before = tokens(await collect(engine, request("a", seed=5)))
             await engine.sleep()

@@ -17,15 +17,18 @@ import pytest
 from pydantic import RootModel
 
 from rollover import cli
+from rollover.clock import SystemClock
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.engine.servers.sglang.answers import WeightChecks
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
+from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import held_tensors
 from rollover.errors import EngineError
 from rollover.types import FinishReason
@@ -429,6 +432,53 @@ def test_quirk_a_paused_server_fails_its_own_health_check(url: str, folders: tup
                     await client.call("GET", "/health", timeout_s=60)
             await engine.probe(decode=True)
             await engine.resume()
+
+    asyncio.run(law())
+
+
+# -- turns with a trainer -----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_nothing(
+    url: str, folders: tuple[Path, Path]
+) -> None:
+    async def law() -> None:
+        with pytest.raises(
+            EngineError, match=f"{url} cannot give its memory back.*start it with --enable-memory-saver"
+        ):
+            async with opened(url, folders[0], colocated=True):
+                pass
+
+    asyncio.run(law())
+
+
+def test_it_sleeps_and_wakes_with_other_weights(url: str, folders: tuple[Path, Path]) -> None:
+    """Without its memory saver it does all that it is asked for, but give memory back."""
+
+    async def law() -> None:
+        async with opened(url, folders[0]) as engine:
+            for version in (1, 2):
+                await engine.sleep()
+                await engine.pause()
+                await engine.load(version, FolderWeights(version, folders[version % 2]))
+                await engine.resume()
+                await check_logprobs(engine, reference(folders[version % 2]), tolerance=TOLERANCE, remedy="")
+            await engine.sleep()
+        async with opened(url, folders[1]) as engine:  # left asleep by the one before
+            await check_logprobs(engine, reference(folders[1]), tolerance=TOLERANCE, remedy="")
+
+    asyncio.run(law())
+
+
+def test_a_server_that_is_started_to_sleep_without_its_memory_saver_says_what_is_missing(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def law() -> None:
+        config = SGLangConfig(
+            launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True
+        )
+        with pytest.raises(EngineError, match=r"engine\.colocated = true needs the package torch-memory-saver"):
+            await open_sglang(config, folders[0], run="tests", places=ThisMachine(tmp_path), clock=SystemClock())
 
     asyncio.run(law())
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("transfer", ["folder"])
+@pytest.mark.parametrize("transfer", ["folder", "gloo"])
 def test_it_sleeps_wakes_with_the_next_weights_and_samples_what_it_always_would(folder: Path, transfer: str) -> None:
     async def main(url: str) -> None:
         async with opened(url, folder, colocated=True, weight_transfer=transfer) as engine:

@@ -39,6 +39,7 @@ class ReceiverProcess:
     Args:
         refuses: it answers every bucket with a refusal, after it has received it.
         is_flat: buckets come as one tensor of bytes.
+        keeps: it looks at what it receives; one that does not takes no time for it.
         on_bucket: called with the number of each bucket that it is told of, before it is.
     """
 
@@ -49,6 +50,7 @@ class ReceiverProcess:
         timeout_s: float,
         refuses: bool = False,
         is_flat: bool = False,
+        keeps: bool = True,
         on_bucket: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.name = name
@@ -68,7 +70,7 @@ class ReceiverProcess:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         context = fork_server()
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, refuses, is_flat), daemon=True)
+        self._process = context.Process(target=_main, args=(theirs, refuses, is_flat, keeps), daemon=True)
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
@@ -146,8 +148,8 @@ class ReceiverProcess:
                 self._loop.call_soon_threadsafe(lose)
 
 
-def _main(connection: Connection, refuses: bool, is_flat: bool) -> None:
-    worker = _Worker(refuses, is_flat)
+def _main(connection: Connection, refuses: bool, is_flat: bool, keeps: bool) -> None:
+    worker = _Worker(refuses, is_flat, keeps)
     while True:
         try:
             number, path, body = connection.recv()
@@ -161,8 +163,8 @@ def _main(connection: Connection, refuses: bool, is_flat: bool) -> None:
 
 
 class _Worker:
-    def __init__(self, refuses: bool, is_flat: bool) -> None:
-        self._refuses, self._is_flat = refuses, is_flat
+    def __init__(self, refuses: bool, is_flat: bool, keeps: bool) -> None:
+        self._refuses, self._is_flat, self._keeps = refuses, is_flat, keeps
         self._group: Any = None
         self._received: dict[str, str] = {}
 
@@ -194,7 +196,8 @@ class _Worker:
                 self._take(tensor)
         if self._refuses:
             raise RuntimeError("out of memory")
-        self._received |= {name: digest(tensor) for name, tensor in zip(body["names"], empty, strict=True)}
+        if self._keeps:
+            self._received |= {name: digest(tensor) for name, tensor in zip(body["names"], empty, strict=True)}
 
     def _take(self, tensor: torch.Tensor) -> None:
         self._group.broadcast([tensor], BroadcastOptions()).wait()

@@ -119,8 +119,14 @@ class ServerConfig:
 
     @property
     def update_timeout_s(self) -> float:
-        """Longest that an update of all servers takes, those that fail included; what takes longer is our own fault."""
-        return 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
+        """Longest that an update of all servers takes, those that fail included; what takes longer is our own fault.
+        Weights that are sent to all in one group may have to be sent again: without those that have failed, and then to
+        one server after the other."""
+        again_s = 0.0
+        if getattr(self, "weight_transfer", "folder") != "folder":
+            again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
+        once_s = 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
+        return once_s + again_s
 
     def __post_init__(self) -> None:
         if self.launch == bool(self.urls):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import EngineError
 from rollover.weights.publisher import Publisher
 from rollover.weights.sending import Lease, OwnWeights, SenderLost
@@ -262,3 +263,10 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
     with pytest.raises(EngineError, match="version 2 can be sent no more"):
         lease.lend(2, lambda: version)
     lease.lend(3, lambda: version)()
+
+
+def test_an_update_by_group_is_given_time_to_be_repeated() -> None:
+    urls, limits = ("http://a:1", "http://b:1"), {"load_timeout_s": 300.0, "control_timeout_s": 30.0}
+    by_folder = SGLangConfig(urls=urls, **limits)  # type: ignore[arg-type]
+    by_group = SGLangConfig(urls=urls, weight_transfer="gloo", **limits)  # type: ignore[arg-type]
+    assert by_group.update_timeout_s == by_folder.update_timeout_s + 3 * 330.0

@@ -42,6 +42,7 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 @click.option(
     "--what-if", multiple=True, metavar="KEY=N,...", help="Plan again with staleness, budget, count.X or price.X."
 )
+@click.option("--for-launch", is_flag=True, help="Plan only what rollover launch can run, and say what that costs.")
 @click.option("--metis", is_flag=True, help="Begin the placement with METIS: for hundreds of nodes.")
 @click.option("--quick", is_flag=True, help="Without simulation, shadow prices and alternatives.")
 @click.option("--html", "page", type=PageFile(), metavar="FILE", help="Draw it all as a page.")

@@ -1,5 +1,5 @@
-"""Alternatives to a plan: fleets of one type for the same money, splits of this fleet by rules of thumb, the trainer of
-one device that this version has, and the cheapest plan that is almost as fast.
+"""Alternatives to a plan: fleets of one type for the same money, splits of this fleet by rules of thumb, the best
+plan that this version can run, and the cheapest plan that is almost as fast.
 
 All are solved like the plan itself: same lengths, routing, tail and staleness bound.
 """
@@ -41,11 +41,16 @@ def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution]
     return None if solution is None else (problem, solution)
 
 
-def on_one_device(plan: Plan) -> Alternative | None:
-    """Return the best plan that trains on one device; ``None`` if the plan itself does, or if no device can."""
-    if plan.solution.plan.num_devices == 1:
+def launchable(plan: Plan) -> Alternative | None:
+    """Return the best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
+    if not any(plan.obstacles):
         return None
-    return _planned("training on one device", plan, plan.fleet, replace(_spec(plan), one_device=True))
+    return _planned("what rollover launch can run", plan, plan.fleet, replace(_spec(plan), launchable=True))
+
+
+def unlimited(plan: Plan) -> Alternative | None:
+    """Return the best plan, whoever can run it."""
+    return _planned("the best plan, whoever can run it", plan, plan.fleet, _spec(plan))
 
 
 def leaner(plan: Plan) -> Alternative | None:

@@ -14,6 +14,7 @@ from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, Train
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
 from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.planner.launchable import can_train
 
 MAX_TRAINING_STAGES = 64
 """Pipeline stages of a training plan, at most."""
@@ -99,15 +100,19 @@ def _fill(kind: ReplicaKind, copies: int) -> list[float]:
 
 
 def training_plans(
-    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec
+    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, launchable: bool = False
 ) -> tuple[list[TrainingPlan], list[Mixture]]:
     """Pareto-optimal plans (devices of each type, cycle time) over one type, and some over two to begin with; and all
-    plans over two types."""
+    plans over two types. Only those that the trainer can run, over one type, with ``launchable``."""
     choices = {device: _trainers(device, count, model, workload) for device, count in stock.items()}
+    if launchable:
+        choices = {device: [t for t in found if can_train(t.part)] for device, found in choices.items()}
     fastest = {device: _fastest(found) for device, found in choices.items()}
     alone = {device: [training_plan((trainer,)) for trainer in found] for device, found in fastest.items()}
     plans = [plan for found in alone.values() for plan in found]
-    mixtures = []
+    mixtures: list[Mixture] = []
+    if launchable:
+        return plans, mixtures
     for a, b in combinations([device for device, found in choices.items() if found], 2):
         mixtures.append(training_mixture(_undominated(choices[a]), _undominated(choices[b])))
         begun = product(_sizes(fastest[a], stock[a]), _sizes(fastest[b], stock[b]))

@@ -19,7 +19,7 @@ from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner import report
-from rollover.planner.alternatives import alternatives, leaner, on_one_device
+from rollover.planner.alternatives import alternatives, launchable, leaner, unlimited
 from rollover.planner.explain import marginal_gains
 from rollover.planner.launch import Server, launch_files
 from rollover.planner.plan import Plan, step_tokens
@@ -63,6 +63,8 @@ class PlanRequest:
     tail: Tail = "soft"
     metis: bool = False
     quick: bool = False
+    for_launch: bool = False
+    """Plan only what ``rollover launch`` can run."""
     what_if: tuple[str, ...] = ()
     page: Path | None = None
     json: Path | None = None
@@ -101,7 +103,10 @@ def plan(request: PlanRequest) -> None:
     spec = _spec(request, model, lengths)
     with _busy(console, "planning"):
         made = make_plan(scenario.fleet, spec)
-        made = replace(made, on_one_device=on_one_device(made))
+        if request.for_launch:
+            made = replace(made, unlimited=unlimited(made))
+        else:
+            made = replace(made, launchable=launchable(made))
     if not request.quick:
         with _busy(console, "simulating, and asking what one unit more would bring"):
             made = _checked(request, made, spec)
@@ -145,6 +150,7 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
         tail=request.tail,
         routing=request.routing,
         metis=request.metis,
+        launchable=request.for_launch,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
-from rollover.planner.summary import cannot_train
+from rollover.planner.summary import cannot_run
 from rollover.settings import toml
 
 Server = Literal["vllm", "sglang"]
@@ -65,7 +65,7 @@ def _readme(plan: Plan) -> str:
         "",
         "`rollout-NODE.sh` starts the rollout servers of a node; `trainer.toml` holds the trainer's settings.",
     ]
-    lines += ["", *cannot_train(plan)]
+    lines += ["", *cannot_run(plan)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -193,7 +193,7 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
         )
         head.append(f"#     optimizer state {state}, activations {activations}; on")
         head += [f"#     {line}" for line in _places(plan, member)]
-    head += [f"# {line}" for sentence in cannot_train(plan) for line in textwrap.wrap(sentence, 116)]
+    head += [f"# {line}" for sentence in cannot_run(plan) for line in textwrap.wrap(sentence, 116)]
     return "\n".join(head) + "\n\n" + toml.dumps(settings)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollover.devices.records import ModelShape, WorkloadSpec
+from rollover.planner.launchable import obstacles
 from rollover.planner.placement import Placement
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
 from rollover.planner.routing import Routing
@@ -72,13 +73,21 @@ class Plan:
     """Gains from one unit more of a limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
-    on_one_device: Alternative | None = None
-    """The best plan whose trainer has a single device, as ``rollover train`` has it; ``None`` where this plan's own has
-    no more, or where no device can train the model alone."""
+    launchable: Alternative | None = None
+    """The best plan that ``rollover launch`` can run; ``None`` where it can run this one, or none of this fleet."""
+    unlimited: Alternative | None = None
+    """The best plan whoever can run it, where this one was made for ``rollover launch``; ``None``: it was not asked
+    for."""
     leaner: Alternative | None = None
     """The cheapest plan that is almost as fast; ``None``: it was not asked for."""
     simulated_steps_per_s: float | None = None
     """Rate that a simulation of the whole loop reached; ``None``: it was not run."""
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Say what of this plan ``rollover launch`` cannot run; empty where it can run all of it."""
+        spread = [len({*pipeline.nodes}) for pipeline in self.placement.replicas]
+        return tuple(obstacles(self.solution.plan.parts, spread))
 
     @property
     def trusted_steps_per_s(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import no_room, replica_kinds, training_plans
+from rollover.planner.launchable import can_serve
 from rollover.planner.records import Fleet, Problem, Supply, Tail
 from rollover.planner.routing import Routing
 
@@ -28,8 +29,8 @@ class PlanSpec:
     """``soft`` or ``hard``: even the longest response keeps the staleness bound, so that no step waits for one;
     ``none``: the bound is kept on average only. The scheduler keeps it for every group, by waiting."""
     routing: Routing = "load"
-    one_device: bool = False
-    """Whether the trainer has to be a single device."""
+    launchable: bool = False
+    """Whether ``rollover launch`` has to be able to run the plan."""
     metis: bool = False
     """Whether placement also starts from a METIS bisection."""
 
@@ -41,7 +42,7 @@ def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
         PlanError: the model fits nowhere.
     """
     built = stock_problem(
-        fleet.stock, spec.model, spec.workload, max_staleness=spec.max_staleness, one_device=spec.one_device
+        fleet.stock, spec.model, spec.workload, max_staleness=spec.max_staleness, launchable=spec.launchable
     )
     return replace(
         built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail
@@ -49,7 +50,7 @@ def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
 
 
 def stock_problem(
-    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, one_device: bool = False
+    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, launchable: bool = False
 ) -> Problem:
     """Build the problem of so many devices of each type, without a budget.
 
@@ -58,15 +59,17 @@ def stock_problem(
     """
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be zero or more, got {max_staleness}")
-    kinds = [c for device, n in stock.items() for c in replica_kinds(device, n, model, workload)]
+    kinds = [
+        c
+        for device, n in stock.items()
+        for c in replica_kinds(device, n, model, workload)
+        if not launchable or can_serve(c, device)
+    ]
     if not kinds:
         raise PlanError(no_room(stock, model, workload, "roll out"))
-    trained = dict.fromkeys(stock, 1) if one_device else stock
-    plans, mixtures = training_plans(trained, model, workload)
+    plans, mixtures = training_plans(stock, model, workload, launchable=launchable)
     if not plans:
-        raise PlanError(no_room(trained, model, workload, "train"))
-    if one_device:
-        plans, mixtures = [plan for plan in plans if plan.num_devices == 1], []
+        raise PlanError(no_room(stock, model, workload, "train"))
     return Problem(
         supplies=supplies(stock),
         replica_kinds=tuple(kinds),

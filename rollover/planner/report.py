@@ -94,12 +94,12 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Say what this version's trainer reaches of the throughput."""
-    count, alone = plan.solution.plan.num_devices, plan.on_one_device
-    if count > 1:
-        value = "–" if alone is None else f"{alone.steps_per_s * step_tokens(plan.workload):,.0f}"
-        note = f"by the formula, with a trainer of one device; the plan's takes {count}"
-        yield "With this version's trainer", value, "" if alone is None else "tokens/s", note
+    """Say what ``rollover launch`` reaches of the throughput, where it cannot run the plan."""
+    if plan.obstacles:
+        other = plan.launchable
+        value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
+        note = "by the formula, planned with --for-launch; this plan cannot be run by rollover launch"
+        yield "With rollover launch", value, "" if other is None else "tokens/s", note
 
 
 def render_plan(plan: Plan) -> str:

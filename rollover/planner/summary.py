@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.explain import in_words
-from rollover.planner.plan import Plan, step_tokens
+from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.records import Binding
 from rollover.planner.slow_links import slow_links
 
@@ -101,7 +101,7 @@ def _lengths(plan: Plan, c: int) -> str:
 def sentences(plan: Plan) -> tuple[str, ...]:
     """State what a person should know about the plan, the most important first."""
     return (
-        *cannot_train(plan),
+        *cannot_run(plan),
         *_simulated(plan),
         *_limits(plan),
         *_useless(plan),
@@ -116,20 +116,27 @@ def sentences(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def cannot_train(plan: Plan) -> Iterator[str]:
-    """State what this version cannot do of the plan, and what it can."""
-    count, alone = plan.solution.plan.num_devices, plan.on_one_device
-    if count == 1:
+def cannot_run(plan: Plan) -> Iterator[str]:
+    """State what this version cannot do of the plan, and what it can; and what it costs to keep within that."""
+    if unlimited := plan.unlimited:
+        yield (
+            f"Planned for rollover launch. Without its limits the fleet would reach {_rate(plan, unlimited)} by the"
+            f" formula, {unlimited.steps_per_s / plan.solution.steps_per_s:.2f}× this plan's."
+        )
+    if not (found := plan.obstacles):
         return
-    said = f"This version of Rollover trains on one device: the plan's {count} training devices need another framework"
-    if alone is None:
-        yield f"{said}, and no plan was found that trains {plan.model.name} on a single device of this fleet."
+    said = f"rollover launch cannot run this plan: {'; '.join(found)}"
+    if (other := plan.launchable) is None:
+        yield f"{said}. No plan was found that it can run with {plan.model.name} on this fleet."
         return
-    tokens = alone.steps_per_s * step_tokens(plan.workload)
     yield (
-        f"{said}. With a trainer of one device this fleet reaches {tokens:,.0f} tokens/s by the formula,"
-        f" {alone.steps_per_s / plan.solution.steps_per_s:.1%} of what the formula says of this plan."
+        f"{said}. Planned for it (--for-launch) this fleet reaches {_rate(plan, other)} by the formula,"
+        f" {other.steps_per_s / plan.solution.steps_per_s:.1%} of what the formula says of this plan."
     )
+
+
+def _rate(plan: Plan, other: Alternative) -> str:
+    return f"{other.steps_per_s * step_tokens(plan.workload):,.0f} tokens/s"
 
 
 def _useless(plan: Plan) -> Iterator[str]:

@@ -68,4 +68,7 @@ def _way_of_weights(engine: ServerConfig) -> str:
             "weights reach the servers through a folder (engine.weights_dir, or weights in the run directory), which"
             " the nodes of all servers must see under the same path"
         )
-    return "weights reach the servers over a process group, from this process to ports of their nodes"
+    return (
+        "weights are sent to the servers through a process group; the model that they start with is a folder, which the"
+        " nodes of all servers must see under the same path"
+    )

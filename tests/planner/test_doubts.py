@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from rollover.devices import workload
+from rollover.devices.costs.records import TrainingPart
 from rollover.devices.model_shape import parse
-from rollover.planner.alternatives import ALMOST, leaner, on_one_device
+from rollover.planner.alternatives import ALMOST, launchable, leaner, unlimited
 from rollover.planner.launch import launch_files
+from rollover.planner.launchable import obstacles
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
@@ -36,39 +40,65 @@ def nodes(count: int, gbit_s: float) -> Fleet:
 def plan() -> Plan:
     made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4))
     assert made.solution.plan.num_devices > 1
-    return replace(made, on_one_device=on_one_device(made))
+    return made
 
 
-def test_a_plan_that_trains_on_several_devices_says_that_this_version_does_not(plan: Plan) -> None:
-    alone = plan.on_one_device
-    assert alone is not None
-    tokens = f"{alone.steps_per_s * step_tokens(plan.workload):,.0f}"
-    said = sentences(plan)[0]
-    count = plan.solution.plan.num_devices
-    assert said.startswith(f"This version of Rollover trains on one device: the plan's {count} training devices need")
-    assert f"With a trainer of one device this fleet reaches {tokens} tokens/s by the formula" in said
-    assert ("With this version's trainer", tokens, "tokens/s") in [numbers[:3] for numbers in key_numbers(plan)]
-    assert f"reaches {tokens} tokens/s" in render_plan(plan)
-    files = launch_files(plan, model="m", server="vllm")
+def pipelined(plan: Plan) -> Plan:
+    """The same plan, but with a trainer in pipeline stages."""
+    (part,) = plan.solution.plan.parts
+    training = replace(plan.solution.plan, parts=(replace(part, dp=1, pp=part.dp),))
+    return replace(plan, solution=replace(plan.solution, plan=training))
+
+
+def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> None:
+    made = pipelined(plan)
+    made = replace(made, launchable=launchable(made))
+    other = made.launchable
+    assert other is not None and other.steps_per_s == pytest.approx(plan.solution.steps_per_s)
+    tokens = f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
+    said = sentences(made)[0]
+    stages = plan.solution.plan.num_devices
+    assert said.startswith(f"rollover launch cannot run this plan: it trains pipeline parallel {stages} on h100-sxm")
+    assert f"Planned for it (--for-launch) this fleet reaches {tokens} tokens/s by the formula" in said
+    assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in key_numbers(made)]
+    assert f"reaches {tokens} tokens/s" in render_plan(made)
+    files = launch_files(made, model="m", server="vllm")
     assert said in files["README.md"]
-    assert "# This version of Rollover trains on one device" in files["trainer.toml"]
+    assert "# rollover launch cannot run this plan" in files["trainer.toml"]
+    assert "No plan was found that it can run with qwen-1.5b" in sentences(replace(made, launchable=None))[0]
 
 
-def test_what_one_device_trains_is_the_best_plan_whose_trainer_has_one(plan: Plan) -> None:
-    one = make_plan(plan.fleet, PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, one_device=True))
-    assert one.solution.plan.num_devices == 1
-    assert plan.on_one_device is not None
-    assert plan.on_one_device.steps_per_s == one.solution.steps_per_s < plan.solution.steps_per_s
-    assert on_one_device(one) is None
-    assert "trains on one device" not in " ".join(sentences(one))
+def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: Plan) -> None:
+    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, launchable=True))
+    made = replace(made, unlimited=unlimited(made))
+    (part,) = made.solution.plan.parts
+    assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1
+    assert made.obstacles == () and launchable(made) is None
+    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits the fleet would reach ")
+    assert "1.00× this plan's" in sentences(made)[0]
+    assert TypeAdapter(Plan).validate_json(made.to_json()) == made
 
 
-def test_a_model_that_no_device_can_train_alone_is_said_to_be_none() -> None:
-    """16 bytes for each of 7.6 billion parameters are more than 80 GB."""
-    made = make_plan(nodes(2, 100), PlanSpec(model=parse(QWEN_7B, name="qwen-7b"), workload=SPEC, max_staleness=4))
-    made = replace(made, on_one_device=on_one_device(made))
-    assert made.on_one_device is None
-    assert "no plan was found that trains qwen-7b on a single device of this fleet" in sentences(made)[0]
+@pytest.mark.parametrize(
+    ("parts", "replica_nodes", "said"),
+    [
+        ([{"dp": 4}], [1, 1], []),
+        ([{"dp": 1, "sharded": False}], [1], []),
+        ([{"dp": 2, "tp": 2, "pp": 4}], [1], ["tensor parallel 2 and pipeline parallel 4 on a"]),
+        ([{"dp": 2, "sharded": False}], [1], ["the whole optimizer state on each of 2 a"]),
+        (
+            [{"dp": 2}, {"dp": 2, "device": "b"}],
+            [1, 2, 3],
+            ["2 types of device (a and b)", "2 of its replicas are spread"],
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_named(
+    parts: list[dict[str, Any]], replica_nodes: list[int], said: list[str]
+) -> None:
+    shape: dict[str, Any] = {"device": "a", "tp": 1, "pp": 1, "sharded": True, "recompute": False, "share": 1.0}
+    found = list(obstacles([TrainingPart(**{**shape, **part}) for part in parts], replica_nodes))
+    assert len(found) == len(said) and all(words in sentence for words, sentence in zip(said, found, strict=True))
 
 
 def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parent / ".venv-vllm" / "bin" / "python"
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "embedded": ("embedded.py",),
+    "embedded-server": ("embedded_server.py",),
     "embedded-torch": ("embedded.py", "--kernels", "torch"),
     "vllm-compiled": ("vllm_offline.py",),
     "vllm-compiled-in-process": ("vllm_offline.py", "--in-process"),

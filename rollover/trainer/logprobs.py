@@ -118,7 +118,7 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
 
 
 def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
-    """Log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
+    """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
 
     Example: with a vocabulary of 151,936 logits of 441 tokens are held at a time.
     """

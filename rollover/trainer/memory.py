@@ -189,11 +189,12 @@ def _counterpart(tensor: Tensor) -> Tensor:
 
 def _gathered(config: TrainerConfig, shallow: int, deeper: int) -> int:
     """Work out what is whole at the height of a pass over sharded weights: all that is in no layer, with its gradient,
-    and of layers the one that computes, the next one, the buffer in which that arrives, and two gradients on their way
-    to their parts."""
+    and of layers the one that computes, the next one and a gradient; on GPUs, where transfers and computation go on at
+    once, also the buffer in which the next one arrives, and a second gradient on its way to its parts."""
     layer = (deeper - shallow) // (_TRACED_LAYERS[1] - _TRACED_LAYERS[0])
     rest = shallow - _TRACED_LAYERS[0] * layer
-    return (2 if config.dtype == "bfloat16" else 4) * (2 * rest + 5 * layer)
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return (2 if config.dtype == "bfloat16" else 4) * (2 * rest + (3 if on_cpu else 5) * layer)
 
 
 class _Allocations(TorchDispatchMode):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
 from rollover.errors import ConfigError, RolloverError
-from rollover.trainer import logprobs
+from rollover.trainer import logprobs, ranks
 from rollover.trainer.checkpoint import write_manifest
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.context import ContextGroup
@@ -23,8 +25,10 @@ from rollover.trainer.minibatch import BatchTensors, split
 from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
 from rollover.trainer.shares import write_index
 from rollover.trainer.world import PeerLost, World
+from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_samples, make_trainer, untrainable
 from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_fleet import assert_close, fleet, published
 from tests.trainer.test_sharded import BUDGET, Trained, assert_alike, batches, refused, train
 
 ON_TWO = {"num_devices": 2, "context_parallel": 2}
@@ -233,6 +237,25 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(four: RankPool) 
     first, second, third, _ = four.call(left_waiting)
     assert first == second == str([[0.0], [0.0]])
     assert re.match(r"rank 2 of 4 waited \d s for rank 3 \(exchange of a row\): ", third), third
+
+
+@pytest.mark.slow
+def test_a_fleet_whose_ranks_share_rows_trains_what_one_process_does_also_when_one_of_them_stops(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+    folder, expected = folders[True], make_trainer(folders[True], **SETTINGS)
+    told: list[str] = []
+    with fleet(folder, tmp_path, told, rank_timeout_s=5.0, **SETTINGS, **ON_FOUR) as trainer:
+        for batch in batches():
+            if batch.step == 1:
+                os.kill(trainer.pids[3], signal.SIGSTOP)
+            ours, theirs = trainer.step(batch).metrics, expected.step(batch).metrics
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert_close(published(trainer), dict(expected.weights()))
+    assert len(told) == 1 and told[0].startswith(
+        "trainer: rank 3 of 4 did nothing for 5 s (trainer.rank_timeout_s) in "
+    )
 
 
 def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:

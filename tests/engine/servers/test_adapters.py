@@ -13,7 +13,9 @@ import torch
 
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.read_back import HeldTensor
 from rollover.engine.servers.vllm.open import adapter_arguments
+from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.errors import ConfigError, EngineError
 from rollover.weights.adapters import AdapterShape, AdapterSource, LowRank
 from rollover.weights.base import WeightSource
@@ -277,3 +279,10 @@ def test_vllm_makes_room_in_steps_and_no_further() -> None:
         assert arguments == ["--enable-lora", "--max-lora-rank", str(served), "--max-loras", "1"]
     with pytest.raises(ConfigError, match=r"trainer.lora.rank 513: vLLM serves adapters up to rank 512"):
         adapter_arguments(AdapterShape(rank=513, targets=("q_proj",)))
+
+
+def test_a_tensor_of_a_base_beside_which_vllm_puts_adapters_has_its_own_name() -> None:
+    """So its digest is compared with that of the model's folder."""
+    found = dict(held_tensors({"dp0:pp0:pcp0:tp1:model.layers.0.mlp.down_proj.base_layer.weight": "5ca1ab1e"}))
+    place = HeldTensor(name="model.layers.0.mlp.down_proj.weight", part=1, num_parts=2, replica="dp0:pp0:pcp0")
+    assert found == {place: "5ca1ab1e"}

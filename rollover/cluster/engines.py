@@ -100,8 +100,13 @@ def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:
         yield f"{names} {written(form.bundle(device))} of a node, up to {form.max_running} samples at a time"
 
 
-def checked_forms(cluster: ClusterConfig, engine: ServerConfig) -> tuple[tuple[EngineForm, ...], str]:
+def checked_forms(
+    cluster: ClusterConfig, engine: ServerConfig, beside: Sequence[Wanted] = ()
+) -> tuple[tuple[EngineForm, ...], str]:
     """Return the form of each server, and the device that servers take: ``GPU``, or ``CPU`` where no node has one.
+
+    Args:
+        beside: what else the run takes of the cluster.
 
     Raises ``ConfigError`` when the nodes that are alive can never hold all servers.
     """
@@ -111,6 +116,6 @@ def checked_forms(cluster: ClusterConfig, engine: ServerConfig) -> tuple[tuple[E
     nodes = [node.resources for node in alive_nodes(ray)]
     device = "GPU" if any(node.get("GPU") for node in nodes) else "CPU"
     wanted = [Wanted(name=f"engine-{n}", resources=form.bundle(device)) for n, form in enumerate(forms)]
-    if (problem := refusal(wanted, nodes)) is not None:
+    if (problem := refusal([*beside, *wanted], nodes)) is not None:
         raise ConfigError(f"cluster.engines: {problem}")
     return forms, device

@@ -108,6 +108,10 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
         from rollover.engine.embedded.sizing import check
 
         check(_architecture(config), fitted(engine, config, _architecture(config)))
+    if isinstance(config.engine, ServerConfig) and config.cluster is not None and config.cluster.num_engines:
+        from rollover.run.placed_engines import check_places
+
+        return [*_turns(config), *check_places(config.cluster, config.engine, config.trainer)]
     return _turns(config)
 
 

@@ -9,19 +9,27 @@ from pathlib import Path
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.engines import ClusterEngines, checked_forms, described
+from rollover.cluster.fitting import Wanted
+from rollover.cluster.nodes import alive_nodes
 from rollover.engine.servers.config import ServerConfig
 from rollover.run.directory import RunDir
+from rollover.trainer.config import TrainerConfig
 
 _PROBE = "probe"
 
 
-def check_places(cluster: ClusterConfig, engine: ServerConfig) -> list[str]:
+def check_places(cluster: ClusterConfig, engine: ServerConfig, trainer: TrainerConfig) -> list[str]:
     """Say where the servers will go.
 
-    Raises ``ConfigError`` when there is no such cluster, or one that can never hold them.
+    Raises ``ConfigError`` when there is no such cluster, or one that can never hold them beside the trainer's ranks.
     """
-    connect(cluster)
-    forms, device = checked_forms(cluster, engine)
+    nodes, ranks = alive_nodes(connect(cluster)), []
+    if trainer.num_devices > 1:
+        from rollover.cluster.ranks import rank_demand
+
+        demand = rank_demand(cluster, trainer, nodes)
+        ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
+    forms, device = checked_forms(cluster, engine, ranks)
     lines = [f"server {line}" for line in described(forms, device)]
     return [*lines, _way_of_weights(engine)]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rollover import cli
 from rollover.clock import SystemClock
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.connect import connect
@@ -26,6 +27,8 @@ from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import ConfigError
+from rollover.run.placed_engines import check_places
+from rollover.trainer.config import TrainerConfig
 from rollover.weights.sources import FolderWeights
 from tests.cluster.conftest import add_node
 from tests.engine.contract import collect, request
@@ -207,6 +210,31 @@ def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) ->
         with pytest.raises(ConfigError, match=f"cluster.engines: .*{message}"):
             asyncio.run(main(config))
         assert time.monotonic() - begun_s < 5.0
+
+
+def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
+    config = ClusterConfig(
+        address=cluster.address, engines=3, engine_resources={"one": 1.0}, trainer_resources={"one": 1.0}
+    )
+    lines = check_places(replace(config, engines=2), ENGINE, TrainerConfig(num_devices=2, device="cpu"))
+    assert lines[0] == "server engine-0 to engine-1: each CPU 1, one 1 of a node, up to 8 samples at a time"
+    assert "the nodes of all servers must see under the same path" in lines[1]
+    with pytest.raises(ConfigError, match=r"no room for .* beside the others, 5 in all"):
+        check_places(config, ENGINE, TrainerConfig(num_devices=2, device="cpu"))
+
+
+def test_a_run_is_refused_before_it_begins_when_its_servers_can_never_be_placed(
+    cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'extends = "quickstart"\n[engine]\nkind = "embedded_server"\nlaunch = true\n'
+        f'[cluster]\naddress = "{cluster.address}"\nengines = 1\nengine_resources = {{ h20 = 1 }}\n'
+    )
+    for more in (["--dry-run"], ["--run-dir", str(tmp_path / "out")]):
+        assert cli.main(["train", str(file), *more]) == 2
+        assert "engine-0 needs CPU 1, h20 1 on one node" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(cluster: Any, folder: Path) -> None:

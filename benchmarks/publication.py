@@ -33,6 +33,7 @@ from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.clock import SystemClock
+from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import SGLangWeights
@@ -122,8 +123,8 @@ def ways(
 _AS_IT_IS = SGLangWeights._receiver
 
 
-async def _by_tensor(self: Any, label: str, *, keeps_kv: bool) -> Receiver:
-    """Have a server receive tensor by tensor, as it would without being told of buckets."""
+async def _flat(self: Any, label: str, *, keeps_kv: bool) -> Receiver:
+    """Have a server receive each bucket as one tensor, as it would over NCCL."""
     receiver = await _AS_IT_IS(self, label, keeps_kv=keeps_kv)
 
     def calls(address: Mapping[str, Any]) -> TransferCalls:
@@ -131,11 +132,11 @@ async def _by_tensor(self: Any, label: str, *, keeps_kv: bool) -> Receiver:
 
         def announce(bucket: Bucket, is_last: bool) -> tuple[str, Any]:
             path, body = own.announce(bucket, is_last)
-            return path, {key: value for key, value in body.items() if key != "load_format"}
+            return path, {**body, "load_format": "flattened_bucket"}
 
         return replace(own, announce=announce)
 
-    return replace(receiver, plan=replace(receiver.plan, is_flat=False), calls=calls)
+    return replace(receiver, plan=replace(receiver.plan, is_flat=True), calls=calls)
 
 
 async def real_server(folder: Path, alone: LocalTrainer, log: Path, rounds: int) -> dict[str, list[float]]:
@@ -146,9 +147,11 @@ async def real_server(folder: Path, alone: LocalTrainer, log: Path, rounds: int)
         server.start()
         server.wait_until_ready()
         for transfer, form in (("folder", ""), ("gloo", "flat"), ("gloo", "tensors")) * rounds:
-            SGLangWeights._receiver = _AS_IT_IS if form == "flat" else _by_tensor  # type: ignore[method-assign]
-            config = SGLangConfig(urls=(server.url,), weight_transfer=transfer, read_back="never", max_running=16)  # type: ignore[arg-type]
-            pool = await open_sglang(config, folder, run="benchmark", logs=log.parent, clock=SystemClock())
+            SGLangWeights._receiver = _flat if form == "flat" else _AS_IT_IS  # type: ignore[method-assign]
+            how: Any = transfer
+            config = SGLangConfig(urls=(server.url,), weight_transfer=how, read_back="never", max_running=16)
+            places = ThisMachine(log.parent)
+            pool = await open_sglang(config, folder, run="benchmark", places=places, clock=SystemClock())
             folders = WeightFolders(log.parent / "weights", like=folder)
             publisher = Publisher([pool], folders=folders, timeout_s=LIMIT_S)
             try:

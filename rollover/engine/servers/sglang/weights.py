@@ -135,6 +135,7 @@ class SGLangWeights:
     async def _receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
         info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
         backend = self._config.weight_transfer
+        is_flat = backend == "nccl"  # on a CPU copying into one piece costs more than many small broadcasts do
         assert backend != "folder", "a group was asked of a server that reads folders"
         if info.dp_size != 1 or info.pp_size != 1:
             raise EngineError(
@@ -149,7 +150,7 @@ class SGLangWeights:
             name=f"{self._group_name}/{self.num_sends}",
             num_workers=info.tp_size,
             timeout_s=self._config.load_timeout_s,
-            is_flat=True,
+            is_flat=is_flat,
         )
 
         def calls(address: Mapping[str, Any]) -> TransferCalls:
@@ -157,8 +158,9 @@ class SGLangWeights:
 
             def announce(bucket: Bucket, is_last: bool) -> tuple[str, Any]:
                 last = {"weight_version": label, "flush_cache": not keeps_kv} if is_last else {}
-                form = {"flush_cache": False, "abort_all_requests": False, "load_format": "flattened_bucket"}
-                return "/update_weights_from_distributed", {**form, **bucket.described("dtypes"), **name, **last}
+                flat = {"load_format": "flattened_bucket"} if is_flat else {}
+                form = {"flush_cache": False, "abort_all_requests": False, **flat, **name}
+                return "/update_weights_from_distributed", {**form, **bucket.described("dtypes"), **last}
 
             return TransferCalls(
                 meet=("/init_weights_update_group", dict(address)),

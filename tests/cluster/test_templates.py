@@ -20,7 +20,9 @@ case "$(basename "$0") $*" in
   scontrol*) printf 'node-a\\nnode-b\\n' ;;
   *hostname*) echo "10.0.0.7 fe80::1" ;;
   srun*ray*start*) exec sleep 300 ;;
-  rollover*) exit "${RUN_EXITS:-0}" ;;
+  rollover*) # the run ends when Ray has been started on both nodes, and the job ends with it
+    for _ in $(seq 600); do [ "$(grep -c "ray start" "$CALLS")" -ge 2 ] && break; sleep 0.1; done
+    exit "${RUN_EXITS:-0}" ;;
 esac
 """
 

@@ -151,7 +151,9 @@ async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None
     await until(lambda: len(tokens(first)) > 20, "the call is under way")
     await engine.abort([parked.request_id])
     await call
-    assert first[-1].finish_reason == "abort" and engines_of(first) == {"server"}
+    assert (first[-1].finish_reason, engines_of(first)) == ("abort", {"server"}), [
+        (c.engine, len(c.token_ids), c.finish_reason) for c in first
+    ]
     prefix = tokens(first)
     assert_of(model, (), first)
     async with joined(engine, root, "embedded", EMBEDDED) as lines:

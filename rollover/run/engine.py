@@ -58,9 +58,8 @@ async def open_engine(
     if isinstance(config.engine, ServerConfig):
         shared = config.engine.weights_dir
         root = (run.path / "weights" if shared is None else Path(shared) / run.path.name).resolve()
-        if config.engine.launch and not _starts_ours(
-            config.engine
-        ):  # vLLM on a CPU does not reload the output side of a tied matrix
+        # vLLM on a CPU does not reload the output side of a tied matrix.
+        if config.engine.launch and not _starts_ours(config.engine):
             folder = untied(folder, root / "initial")
         folders = WeightFolders(root, like=folder)
         if config.cluster is not None and config.cluster.num_engines:

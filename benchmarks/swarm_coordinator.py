@@ -185,6 +185,7 @@ class Callers:
     def flush(self) -> None:
         written, self.unwritten = self.unwritten, []
         self.journal.append(written)
+        self.journal.sync()
         self.engine.journaled((sample_key(e.sample_id), len(e.segment.token_ids)) for e in written)
 
 

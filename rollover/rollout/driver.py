@@ -188,6 +188,8 @@ class RolloutDriver:
         self._batch_is_due = False
         batch = self._scheduler.consume(self._clock.now_s())
         self.flush()
+        if self._journal is not None:
+            self._journal.sync()  # a checkpoint that has trained this batch may be on the disk soon
         self.ledger.check()
         return batch
 
@@ -241,15 +243,16 @@ class RolloutDriver:
             self._placement.run_ended()
 
     def flush(self) -> None:
-        """Make every event so far durable."""
+        """Write every event so far to the journal, and tell those who hold tokens until they are there."""
         if self._unwritten and self._journal is not None:
             self._journal.append(self._unwritten)  # a failure keeps them: the journal has no holes
             tokens, self._unwritten, self._unwritten_tokens = self._unwritten_tokens, [], {}
             if self._placement is not None:
+                self._journal.sync()  # members forget these tokens now
                 self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
 
     def record(self, event: Event) -> None:
-        """Enter an event of the loop (a saved checkpoint) and make it durable."""
+        """Enter an event of the loop (a saved checkpoint) and write it to the journal."""
         self._scheduler.record(event)
         self.flush()
 

@@ -1,7 +1,7 @@
 """Checkpoints and the journal: together they are the state from which a run goes on.
 
 What it keeps true: a checkpoint names the last event of the journal that it has seen, and is refused with a journal
-that ends before that event.
+that ends before that event. The journal is on the disk before the checkpoint is.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Checkpointer:
         version = self.trainer.version
         if version != self._saved_version:
             self.driver.flush()
+            self.journal.sync()  # or a power cut could leave a checkpoint that is newer than its journal
             self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
             self._saved_version = version
             self.driver.record(CheckpointSaved(time_s=self.clock.now_s(), step=self._oldest_kept()))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollover.engine.base import Capabilities, Chunk, GenerateRequest
+from rollover.engine.base import CallPlacement, Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
@@ -189,6 +189,7 @@ def make_rig(
     lockstep: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     watched: bool = True,
+    placement: CallPlacement | None = None,
     **config: Any,
 ) -> Rig:
     """Defaults: batches of 2 groups of 2 samples, at most 60 tokens each."""
@@ -230,6 +231,7 @@ def make_rig(
         shaping=shaping,
         observer=watch,
         lockstep=lockstep,
+        placement=placement,
     )
     return Rig(driver, engine, state, strategy, sampling, source, scorer, events)
 

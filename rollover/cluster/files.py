@@ -37,16 +37,27 @@ def num_bytes(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in listed(folder))
 
 
-def placed(calls: HostCalls, hosts: Sequence[HostFacts], folder: Path, doing: str) -> dict[str, Path]:
-    """Return where each node has the files of ``folder``, by its id, having sent them where they are not.
+def placed(
+    calls: HostCalls, hosts: Sequence[HostFacts], folders: Sequence[Path], doing: str
+) -> dict[Path, dict[str, Path]]:
+    """Return where each node has the files of each of ``folders``, by its id, having sent them where they are missing.
 
     Raises ``RankLost`` naming the rank whose host does not answer.
+
+    Example: two folders named ``step_20`` that no node has are sent to ``sent-0/step_20`` and ``sent-1/step_20``.
     """
+    return {
+        folder: _placed(calls, hosts, folder, Path(f"sent-{number}") / folder.name, doing)
+        for number, folder in enumerate(folders)
+    }
+
+
+def _placed(calls: HostCalls, hosts: Sequence[HostFacts], folder: Path, sent: Path, doing: str) -> dict[str, Path]:
     digests = {name: sampled_digest(folder / name) for name in listed(folder)}
     first = {host.node_id: rank for rank, host in reversed([*enumerate(hosts)])}
     own = folder.resolve()
     seen = dict(zip(first, _seen(calls, [*first.values()], own, digests, doing), strict=True))
-    there = {node: own if seen[node] else hosts[rank].staging / f"sent-{folder.name}" for node, rank in first.items()}
+    there = {node: own if seen[node] else hosts[rank].staging / sent for node, rank in first.items()}
     lacking = [rank for node, rank in first.items() if not seen[node]]
     if lacking:
         for name in digests:
@@ -69,7 +80,7 @@ def _sending(calls: HostCalls, targets: Sequence[tuple[int, Path]], path: Path) 
     for offset in range(0, max(size, 1), PART_BYTES):
         part = calls.ray.put(np.fromfile(path, dtype=np.uint8, count=PART_BYTES, offset=offset))
         for rank, target in targets:
-            yield rank, calls.actors[rank].write.remote(target, offset, part)
+            yield rank, calls.actors[rank].write.remote(target, size, offset, part)
 
 
 def brought(calls: HostCalls, folders: Mapping[int, Path], target: Path, doing: str) -> int:

@@ -104,10 +104,11 @@ class RankHost:
         """Say whether the node has the same files at the same place, by samples of each."""
         return all(sampled_digest(folder / name) == digest for name, digest in digests.items())
 
-    def write(self, path: Path, offset: int, chunk: NDArray[np.uint8]) -> None:
-        """Write a part of a file; parts may come in any order."""
+    def write(self, path: Path, size: int, offset: int, chunk: NDArray[np.uint8]) -> None:
+        """Write a part of a file of ``size`` bytes; parts may come in any order."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            file.truncate(size)  # a longer file that was there before leaves no tail
             file.seek(offset)
             file.write(chunk.data)
 

@@ -219,8 +219,8 @@ class ClusterRanks(LedRanks):
         ]
         limit_s = max(_ACTOR_S, self._timeout_s)
         self._hosts: list[HostFacts] = calls.all(doing, preparing, timeout_s=limit_s)
-        there = {folder: placed(calls, self._hosts, folder, doing) for folder in read}
-        self.whereabouts = self._described(there)
+        there = placed(calls, self._hosts, read, doing)
+        self.whereabouts = described_ranks(self._hosts, there, model=task.model)
         starting = []
         for rank, (actor, host) in enumerate(zip(calls.actors, self._hosts, strict=True)):
             first = self._hosts[0]
@@ -237,21 +237,6 @@ class ClusterRanks(LedRanks):
             starting.append((rank, actor.start.remote(rank, pickle.dumps(own))))
         for member, pid in zip(self._members, calls.all(doing, starting), strict=True):
             member.pid = pid
-
-    def _described(self, there: Mapping[Path, Mapping[str, Path]]) -> str:
-        by_node: dict[str, list[int]] = {}
-        for rank, host in enumerate(self._hosts):
-            by_node.setdefault(host.node_id, []).append(rank)
-        lines = []
-        for node, ranks in by_node.items():
-            sent = [folder.name for folder, places in there.items() if places[node] != folder.resolve()]
-            reads = f"is sent {' and '.join(sent)}" if sent else "reads the model where it is"
-            name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            lines.append(f"{name} on node {self._hosts[ranks[0]].address}, which {reads}")
-        return (
-            f"trainer: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder"
-            " has to be shared"
-        )
 
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
         self._folders, values = {}, {}
@@ -319,6 +304,34 @@ class ClusterRanks(LedRanks):
                 self._calls.one("a command", told[answer], answer)
             except self._ray.exceptions.RayError:
                 continue
+
+
+def described_ranks(hosts: Sequence[HostFacts], there: Mapping[Path, Mapping[str, Path]], *, model: Path) -> str:
+    """Say where the ranks are, and how they get the files that they read.
+
+    Args:
+        hosts: of each rank.
+        there: where each node has each folder, by the node's id.
+
+    Example: "trainer: rank 0 on node 10.0.0.1, which reads the model where it is; rank 1 on node 10.0.0.2, which is
+    sent the model Qwen3-8B. Batches, ..."
+    """
+    by_node: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_node.setdefault(host.node_id, []).append(rank)
+    addresses = [hosts[ranks[0]].address for ranks in by_node.values()]
+    lines = []
+    for (node, ranks), address in zip(by_node.items(), addresses, strict=True):
+        kinds = {folder: "model" if folder == model else "checkpoint" for folder in there}
+        sent = [f"the {kinds[folder]} {folder.name}" for folder in there if there[folder][node] != folder.resolve()]
+        reads = f"is sent {' and '.join(sent)}" if sent else "reads the model where it is"
+        name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        is_alone = addresses.count(address) == 1  # several nodes can be on one machine
+        lines.append(f"{name} on node {address if is_alone else f'{address} ({node[:8]})'}, which {reads}")
+    return (
+        f"trainer: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder has to"
+        " be shared"
+    )
 
 
 def _num_values(model: Path) -> int:

@@ -16,12 +16,14 @@ from rollover.cluster.config import ClusterConfig
 from rollover.cluster.files import brought, listed, placed
 from rollover.cluster.host import HostFacts, RankHost, sampled_digest
 from rollover.cluster.nodes import ClusterNode
-from rollover.cluster.ranks import rank_demand
+from rollover.cluster.ranks import described_ranks, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
 from rollover.trainer.meeting import interface_of
 from rollover.trainer.rank_process import listening
+
+HERE = Path("/models")  # no test looks there
 
 
 class Method:
@@ -117,11 +119,29 @@ def test_files_are_sent_in_parts_once_to_each_node_that_has_others(
     hosts = [host_at("a", tmp_path / "a0"), host_at("a", tmp_path / "a1"), host_at("b", tmp_path / "b2")]
     with monkeypatch.context() as patch:
         patch.setattr(files, "_seen", lambda calls, ranks, *args: [rank != 0 for rank in ranks])
-        there = placed(calls(RankHost(), RankHost(), RankHost()), hosts, model, "starting")
-    assert there == {"a": tmp_path / "a0" / "sent-model", "b": model}
+        there = placed(calls(RankHost(), RankHost(), RankHost()), hosts, [model], "starting")[model]
+    assert there == {"a": tmp_path / "a0" / "sent-0" / "model", "b": model}
     assert contents_of(there["a"]) == CONTENTS
     assert not (tmp_path / "a1").exists() and not (tmp_path / "b2").exists()
-    assert placed(calls(RankHost(), RankHost(), RankHost()), hosts, model, "starting") == {"a": model, "b": model}
+    asked = calls(RankHost(), RankHost(), RankHost())
+    assert placed(asked, hosts, [model], "starting") == {model: {"a": model, "b": model}}
+
+
+def test_folders_of_one_name_are_sent_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_seen", lambda calls, ranks, *args: [False for _ in ranks])
+    model = write_all(tmp_path / "first" / "step_20", {"config.json": b"{}", "model.safetensors": b"1" * 300})
+    ours = write_all(tmp_path / "second" / "step_20", {"model.safetensors": b"2" * 200, "trainer.json": b"{}"})
+    there = placed(calls(RankHost()), [host_at("a", tmp_path / "a")], [model, ours], "starting")
+    for folder in (model, ours):
+        assert contents_of(there[folder]["a"]) == contents_of(folder)
+
+
+def test_a_file_sent_over_a_longer_one_keeps_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"x" * 100)
+    parts = [(20, b"b" * 10), (0, b"a" * 20)]  # in any order
+    for offset, part in parts:
+        RankHost().write(tmp_path / "config.json", 30, offset, np.frombuffer(part, dtype=np.uint8))
+    assert (tmp_path / "config.json").read_bytes() == b"a" * 20 + b"b" * 10
 
 
 def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
@@ -134,6 +154,21 @@ def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
     assert contents_of(tmp_path / "here") == CONTENTS | {"trainer/two": b"2" * 250}
     assert num_bytes == sum(map(len, CONTENTS.values())) + 250
     assert not first.exists() and not second.exists()
+
+
+def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
+    def at(node: str, address: str) -> HostFacts:
+        return HostFacts(node_id=node, address=address, staging=HERE, folder=HERE, port=0, descriptor=None)
+
+    model, ours = HERE / "first" / "step_20", HERE / "second" / "step_20"
+    hosts = [at("a" * 20, "10.0.0.1"), at("a" * 20, "10.0.0.1"), at("b" * 20, "10.0.0.1"), at("c" * 20, "10.0.0.2")]
+    places = {host.node_id: HERE / "sent" for host in hosts}
+    there = {model: places, ours: places | {"c" * 20: ours}}
+    assert described_ranks(hosts, there, model=model).partition(". ")[0] == (
+        "trainer: ranks 0, 1 on node 10.0.0.1 (aaaaaaaa), which is sent the model step_20 and the checkpoint step_20;"
+        " rank 2 on node 10.0.0.1 (bbbbbbbb), which is sent the model step_20 and the checkpoint step_20;"
+        " rank 3 on node 10.0.0.2, which is sent the model step_20"
+    )
 
 
 def test_a_full_disk_on_a_node_and_a_host_that_fails_or_is_silent_are_told_apart(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when
     settings = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
     with fleet(folder, tmp_path, settings, told, rank_timeout_s=10.0) as trainer:
         assert len({*trainer._ranks.nodes}) == 2
-        assert told[0].startswith("trainer: rank 0 on node ") and "which is sent policy" in told.pop(0)
+        assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
         metrics = [trainer.step(BATCHES[0]).metrics]
         trainer.save(tmp_path / "step_1", {"journal": 17})
         os.kill(trainer.pids[1], signal.SIGKILL)

@@ -28,7 +28,7 @@ DEADLINE_S = 240.0
 STEPS = 40
 """So many that one worker alone has not done them all before the other is there."""
 PAGE = (ROOT / "docs" / "how-to" / "swarm.md").read_text()
-SECTION = PAGE[PAGE.index("## Run a swarm on three laptops") : PAGE.index("### When a worker does not get in")]
+SECTION = PAGE[PAGE.index("## Run a swarm on three laptops") : PAGE.index("### When a worker cannot join")]
 CONTINUED = re.compile(r"\\\n\s*")
 BLOCKS = [CONTINUED.sub(" ", block).splitlines() for block in re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)]
 TRAINER = "192.168.1.10"

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Runs Rollover on the nodes of one SLURM job: a Ray cluster over all of them, and the run on the first.
+# Runs Rollover on the nodes of one SLURM job: starts a Ray cluster on all of them, and the run on the first.
 #
 #     sbatch slurm.sh run.toml --trainer.num_devices 8
 #     sbatch slurm.sh --launch plan.json run.toml
 #
-# All nodes need the same environment (see VENV) and, unless weights go over a process group, one file system.
+# All nodes need the same environment (see VENV) and, unless weights travel through a process group, a shared file system.
 #SBATCH --job-name=rollover
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -17,8 +17,8 @@
 set -euo pipefail
 
 VENV=${VENV:-$HOME/rollover}       # an environment with rollover[train,ray], at this path on every node
-PORT=${PORT:-6379}                 # of Ray's head
-NODE_TYPE=${NODE_TYPE:-}           # a resource that each node offers, one for each GPU: h100, say
+PORT=${PORT:-6379}                 # the port of Ray's head
+NODE_TYPE=${NODE_TYPE:-}           # a resource that each node offers, one unit per GPU, such as h100
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 # shellcheck disable=SC1091
@@ -39,7 +39,7 @@ steps=()
 trap stop EXIT
 trap 'exit 143' TERM
 
-# One step for each node, which ends with the job; ray start --block ends when its node is lost.
+# One step per node, which ends with the job; ray start --block ends when its node is lost.
 for node in "${nodes[@]}"; do
   role=(--address="$address")
   [ "$node" != "$head" ] || role=(--head --port="$PORT" --node-ip-address="${address%:*}")
@@ -49,7 +49,7 @@ for node in "${nodes[@]}"; do
   [ "$node" != "$head" ] || sleep "${HEAD_STARTS_S:-15}"
 done
 
-# The run connects when Ray answers, and waits up to cluster.placement_timeout_s for nodes that are still on their way.
+# The run connects when Ray answers, and waits up to cluster.placement_timeout_s for nodes that have not joined yet.
 command=train
 if [ "${1:-}" = --launch ]; then
   command=launch

@@ -6,8 +6,6 @@ The public names are imported when they are first used, so that ``import rollove
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
-
 if TYPE_CHECKING:
     from rollover.engine.base import Capabilities as Capabilities
     from rollover.engine.base import Chunk as Chunk
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from rollover.types import SamplingParams as SamplingParams
     from rollover.types import Segment as Segment
     from rollover.types import Trajectory as Trajectory
+    from rollover.version import __version__ as __version__
     from rollover.weights.base import WeightTarget as WeightTarget
 
 PUBLIC_MODULES = {
@@ -69,11 +68,12 @@ PUBLIC_MODULES = {
     "Trajectory": "types",
     "View": "rollout.state",
     "WeightTarget": "weights.base",
+    "__version__": "version",
     "simulate": "sim.run",
     "train": "run.api",
 }
 
-__all__ = [*PUBLIC_MODULES, "__version__"]
+__all__ = [*PUBLIC_MODULES]
 
 
 def __getattr__(name: str) -> Any:

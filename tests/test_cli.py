@@ -14,6 +14,7 @@ from rollover.errors import EXTRAS, DataError, ResourceError
 from rollover.run import directory, jobs
 from rollover.run.config import RunConfig, WarmupConfig, load
 from rollover.run.directory import RunDir
+from rollover.version import __version__
 
 TEXT = """\
 steps = 12
@@ -303,7 +304,7 @@ def test_the_module_and_the_console_script_are_the_same_program() -> None:
         subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60).stdout
         for program in ([sys.executable, "-m", "rollover"], *([[str(script)]] if script.exists() else []))
     ]
-    assert set(outputs) == {f"rollover {cli.rollover.__version__}\n"}
+    assert set(outputs) == {f"rollover {__version__}\n"}
 
 
 @pytest.mark.parametrize("place", ["", ".", "full"])

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import click
 
-import rollover
 from rollover.cli import (
     calibrate,
     evaluate,
@@ -33,6 +32,7 @@ from rollover.cli.command import Commands
 from rollover.errors import RolloverError, missing_extra, refusal
 from rollover.privacy import Redactor
 from rollover.run.signals import Stopped, handled, stop
+from rollover.version import __version__
 
 
 @click.group(
@@ -40,7 +40,7 @@ from rollover.run.signals import Stopped, handled, stop
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Run 'rollover COMMAND --help' for the options of a command.",
 )
-@click.version_option(rollover.__version__, prog_name="rollover", message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name="rollover", message="%(prog)s %(version)s")
 def cli() -> None:
     """Train language models with reinforcement learning and waste no rollout."""
 

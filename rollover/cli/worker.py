@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-import rollover
 from rollover.cli import swarm_options
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import ConfigError, require
 from rollover.privacy import Redactor
 from rollover.run.signals import handled, stop
+from rollover.version import __version__
 
 
 class WorkerCommand(ConfiguredCommand):
@@ -106,7 +106,7 @@ def command(
             config,
             cache=cache or default_cache(token),
             tls=tls,
-            software=f"rollover {rollover.__version__}",
+            software=f"rollover {__version__}",
             say=say,
             started=stopping.started,
         )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from rollover.errors import ConfigError
+from rollover.version import __version__
 
 _PACKAGES = {"Ray": "ray", "PyTorch": "torch"}
 
@@ -118,7 +118,7 @@ def versions_here() -> dict[str, str]:
 
     Example: ``{"Python": "3.12", "Rollover": "0.9.0", "Ray": "2.60.0", "PyTorch": "2.13.0"}``
     """
-    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": sys.modules["rollover"].__version__}
+    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "Rollover": __version__}
     for name, package in _PACKAGES.items():
         try:
             found[name] = metadata.version(package)

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import rollover
 from rollover.errors import RunError
 from rollover.integrations.hosted import HostedConfig
 from rollover.report.metrics import MetricsWriter
@@ -30,6 +29,7 @@ from rollover.run.config import resolved
 from rollover.run.directory import RunDir, is_run, refusals, replace_json
 from rollover.settings import toml
 from rollover.settings.schema import build
+from rollover.version import __version__
 
 
 class HostedRun:
@@ -72,7 +72,7 @@ class HostedRun:
                     f"{path} holds the rollouts of an earlier run: {remedy}, or give this one another directory"
                 )
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-            known = {"host": host, "rollover": rollover.__version__}
+            known = {"host": host, "rollover": __version__}
             if self.journal.exists() and is_run(path):
                 began = _check(path, config, facts or {})
                 changed = "".join(f", {name} {value}" for name, value in known.items() if began.get(name) != value)

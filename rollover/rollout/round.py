@@ -43,7 +43,7 @@ class Round:
     """A way of collecting, and what it leads to in a steady state."""
 
     num_batches: int
-    """m: trained from one collection."""
+    """m: the batches that are trained from it."""
     iterations: int
     """D: it is stopped after so many."""
     ratio: float
@@ -127,7 +127,7 @@ def _carried(
 ) -> tuple[float, float, float, float]:
     """Describe groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most rounds
     that one takes part in; the rounds that lie between decoding and training, summed over tokens; and the tokens that
-    are     there when a sample goes on, summed over its resumes, in the mean of groups."""
+    are there when a sample goes on, summed over its resumes, in the mean of groups."""
     rounds_P = np.ceil(longest_P / stop)
     whole_PG, rest_PG = np.divmod(tokens_PG, stop)
     decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # round numbers, summed over tokens

@@ -35,13 +35,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import rollover
 from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
 from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run.config import RunConfig, resolved, restore
 from rollover.settings.schema import on_resume, types_at
 from rollover.settings.toml import KeyPath, dotted
+from rollover.version import __version__
 
 _MAX_NAME_CHARACTERS = 50
 """The part of a config's name that goes into the default name of a directory: file systems allow 255 bytes."""
@@ -341,7 +341,7 @@ def _environment() -> dict[str, str]:
     """Return what a run depends on besides its config: versions, the machine, the commit."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     environment = {
-        "rollover": rollover.__version__,
+        "rollover": __version__,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
         "machine": f"{os.cpu_count()} x {_cpu_model()}, {memory_bytes >> 30} GiB, {platform.platform()}",

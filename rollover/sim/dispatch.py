@@ -14,7 +14,7 @@ from rollover.sim.replica import Replica
 from rollover.types import SampleId
 
 
-class Fleet:
+class ReplicaPool:
     """All replicas, each at the place of its index. Say ``eased`` whenever one has fewer calls, or is up again."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:

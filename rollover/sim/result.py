@@ -49,7 +49,7 @@ class Simulation:
 
 def whole_rounds(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
     """The steps from ``warmup`` on without a first and a last round that may be cut: batches trained from one
-    collection cost it together, and only the first of them shows that. A step begins one if something was decoded for
+    round cost it together, and only the first of them shows that. A step begins one if something was decoded for
     it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on, or from where
     their round began: batches that were collected before take no time."""
     begins = [i for i, step in enumerate(steps) if step.iterations > 0]

@@ -22,7 +22,7 @@ from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.sim.dispatch import Fleet
+from rollover.sim.dispatch import ReplicaPool
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.scenario import Latency, Scenario
@@ -109,7 +109,7 @@ class _Run:
         self._workload = workload
         self._scenario = scenario
         self._rng = rng
-        self._fleet = Fleet([Replica(model, i) for i, model in enumerate(scenario.replicas)])
+        self._pool = ReplicaPool([Replica(model, i) for i, model in enumerate(scenario.replicas)])
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, int, Any]] = []
         self._num_entries = 0
@@ -152,15 +152,15 @@ class _Run:
         if self._waking[index] != self._now_s:
             return  # it was asked to come earlier or later since
         self._waking[index] = math.inf
-        replica = self._fleet.replicas[index]
+        replica = self._pool.replicas[index]
         replica.advance(self._now_s)
         for call in replica.finished():
-            self._fleet.eased(replica)
+            self._pool.eased(replica)
             self._end(call, replica)
         self._schedule(replica)
 
     def _fail(self, index: int) -> None:
-        replica = self._fleet.replicas[index]
+        replica = self._pool.replicas[index]
         replica.advance(self._now_s)
         replica.is_up = False
         self._end_all(replica)
@@ -168,9 +168,9 @@ class _Run:
         self._decide()
 
     def _recover(self, index: int) -> None:
-        replica = self._fleet.replicas[index]
+        replica = self._pool.replicas[index]
         replica.is_up = True
-        self._fleet.eased(replica)
+        self._pool.eased(replica)
         self._decide()
 
     def _end(self, call: Call, replica: Replica) -> None:
@@ -180,7 +180,7 @@ class _Run:
             return
         self._segment(call, self._reason(call), call.num_decoded - call.num_reported)
         if not call.is_whole:
-            self._fleet.parked(sample_id, replica)
+            self._pool.parked(sample_id, replica)
             self._decide()
             return
         self._decide()
@@ -210,11 +210,11 @@ class _Run:
         """The trainer is done: new weights, and the next round."""
         ledger, scheduler = self._ledger, self._scheduler
         version = batch.step + 1
-        self._fleet.advance(self._now_s)
-        meter = Meter.read(self._fleet.replicas, self._now_s)
+        self._pool.advance(self._now_s)
+        meter = Meter.read(self._pool.replicas, self._now_s)
         self._records.append(step_record(batch, meter.since(self._meter)))
         self._meter = meter
-        for replica in self._fleet.replicas:
+        for replica in self._pool.replicas:
             for call, num_decoded in replica.progress():
                 if num_decoded > call.num_reported:
                     self._segment(call, None, num_decoded - call.num_reported)
@@ -228,7 +228,7 @@ class _Run:
         self._lengths = {i: lengths for i, lengths in self._lengths.items() if i in ledger.groups}
         scheduler.begin_round()
         self._decide()
-        for replica in self._fleet.replicas:
+        for replica in self._pool.replicas:
             self._schedule(replica)
 
     # -- doing as told ---------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class _Run:
             length = self._lengths_of(sample_id.group)[sample_id.index]
             remaining = length - entry.num_tokens
             num_tokens = remaining if budget is None else min(remaining, budget)
-            replica = self._fleet.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
+            replica = self._pool.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
             replica.advance(self._now_s)
             changed[replica.index] = replica
             replica.add(
@@ -281,8 +281,8 @@ class _Run:
         """Park everything that runs."""
         if not self._ledger.running:
             return
-        self._fleet.advance(self._now_s)
-        for replica in self._fleet.replicas:
+        self._pool.advance(self._now_s)
+        for replica in self._pool.replicas:
             self._end_all(replica)
 
     def _end_all(self, replica: Replica) -> None:
@@ -295,8 +295,8 @@ class _Run:
             if is_done and call.is_whole:
                 whole.append(call.sample_id)
             else:
-                self._fleet.parked(call.sample_id, replica)
-        self._fleet.eased(replica)
+                self._pool.parked(call.sample_id, replica)
+        self._pool.eased(replica)
         for sample_id in whole:
             seconds = self._latency(self._scenario.reward, sample_id)
             self._enter(self._now_s + seconds, _SCORED, sample_id)

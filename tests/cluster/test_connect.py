@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import rollover
+from rollover.cluster import nodes as cluster_nodes
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, check_versions
@@ -83,8 +83,8 @@ def test_nodes_of_another_version_are_named(cluster: Any, monkeypatch: pytest.Mo
     ray = connect(ClusterConfig(address=cluster.address))
     nodes = alive_nodes(ray)
     check_versions(ray, nodes, timeout_s=60.0)
-    real, other = rollover.__version__, "99.0"
-    monkeypatch.setattr(rollover, "__version__", other)
+    real, other = cluster_nodes.__version__, "99.0"
+    monkeypatch.setattr(cluster_nodes, "__version__", other)
     with pytest.raises(
         ConfigError, match=rf"^node \S+ of the Ray cluster has Rollover {real}, this process {other}: install"
     ):

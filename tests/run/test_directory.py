@@ -99,7 +99,7 @@ def test_each_resume_is_on_record_with_what_had_changed_under_it(
 ) -> None:
     directory.create(CONFIG, tmp_path).close()
     resumed(tmp_path, "one")
-    monkeypatch.setattr(directory.rollover, "__version__", "9.9")
+    monkeypatch.setattr(directory, "__version__", "9.9")
     resumed(tmp_path, "two")
     first, second = json.loads((tmp_path / "config.json").read_text())["meta"]["resumed"].split("; ")
     assert first.endswith(" by one")
@@ -331,6 +331,6 @@ def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with directory.create(CONFIG, tmp_path / "run") as run:
         assert run.changed_environment() == []
-        before = directory.rollover.__version__
-        monkeypatch.setattr(directory.rollover, "__version__", "9.9")
+        before = directory.__version__
+        monkeypatch.setattr(directory, "__version__", "9.9")
         assert run.changed_environment() == [f"rollover {before}, now 9.9"]

@@ -2,11 +2,11 @@
 
 What moves the curve of throughput against lag, and what this does about it (``docs/theory.md``):
 
-* Several batches from one collection share its tail. ``best_round`` weighs that against stopping early and carrying
+* Several batches from one round share its tail. ``best_round`` weighs that against stopping early and carrying
   the rest over, as APRIL (arXiv 2509.18521) does, with the lengths that were seen lately: where many responses reach
   the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them,
   unless prefilling them again under new weights takes longer than waiting.
-* The longest responses are trained first. A token's age counts, so the few tokens of short responses are those that
+* The longest responses are trained first. Lag is counted per token, so the few tokens of short responses are those that
   wait while the batches of a round are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
   lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).

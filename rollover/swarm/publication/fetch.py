@@ -212,7 +212,7 @@ class WeightFetcher:
             )
         seen = self._seen
         if seen is not None and link.digest != seen.manifest:
-            if manifest.age <= (seen.run_epoch, seen.version):
+            if manifest.order <= (seen.run_epoch, seen.version):
                 raise PublicationRefused(
                     f"version {manifest.version} of epoch {manifest.run_epoch} is no news: this worker has had version"
                     f" {seen.version} of epoch {seen.run_epoch}; where the run was set back on purpose, start the"
@@ -228,7 +228,7 @@ class WeightFetcher:
     def _check_base(self, link: _Link, above: PublicationManifest) -> None:
         base = link.manifest
         self._check_run(base)
-        if base.version != above.base_version or base.age >= above.age or base.model != above.model:
+        if base.version != above.base_version or base.order >= above.order or base.model != above.model:
             raise PublicationError(
                 f"version {above.version} of epoch {above.run_epoch} cannot rest on version {base.version} of epoch"
                 f" {base.run_epoch}; it names version {above.base_version} of the same model"

@@ -129,8 +129,8 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
     weights."""
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Epoch and version: of two publications of a run, the newer one has the higher age."""
+    def order(self) -> tuple[int, int]:
+        """Epoch and version, by which the publications of a run are ordered: the newer of two has the larger one."""
         return self.run_epoch, self.version
 
     @property

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from rollover.run.config import RunConfig
+from rollover.settings.schema import types_at
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -40,13 +45,49 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert [name for name in rollover.__all__ if name != "__version__" and f".{name}\n" not in page] == []
 
 
+SETTING = re.compile(r"`(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:[ =][^`]*)?`")
+SECTIONS = {f.name for f in fields(RunConfig)} | {"reward"}
+OF_OTHERS = {
+    "how-to/trl.md": {"model.generate"},
+    "how-to/verl.md": {
+        "algorithm.filter_groups",
+        "algorithm.rollout_correction",
+        "rollout.n",
+        "rollout.response_length",
+        "trainer.default_local_dir",
+        "trainer.rollout_data_dir",
+        "trainer.v1.sampler.sampler_kwargs.rollover",
+    },
+}
+"""Settings and functions of the trainers that a page is about, by page."""
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.stem)
+def test_every_setting_that_a_page_names_exists(page: Path) -> None:
+    named = {name for name in SETTING.findall(page.read_text()) if name.split(".")[0] in SECTIONS}
+    others = OF_OTHERS.get(page.relative_to(ROOT).as_posix().removeprefix("docs/"), set())
+    assert others <= named, "the page no longer names these"
+    assert sorted(name for name in named - others if not is_setting(name)) == []
+
+
+def is_setting(name: str) -> bool:
+    """Whether ``name`` leads to a key of a run's config, of whichever kind; ``reward`` is that of a task source."""
+    path = (["tasks", "train", "0"] if name.startswith("reward.") else []) + name.split(".")
+    return bool(types_at(RunConfig, path))
+
+
+def test_a_setting_of_another_place_is_told_from_one_that_exists() -> None:
+    assert is_setting("rollout.strategy.prefill_tokens_per_iteration") and is_setting("reward.workers")
+    assert not is_setting("rollout.prefill_tokens_per_iteration") and not is_setting("reward.worker")
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [str(page) for page in sorted(DOCS.rglob("*.md")) if str(page.relative_to(DOCS)) not in navigation] == []
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="make docs installs it")
+    pytest.importorskip("mkdocs", reason="make check and make docs install it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr

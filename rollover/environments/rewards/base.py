@@ -32,7 +32,8 @@ class RewardSettings(ABC):
     right, and leaving it out would favour easy ones."""
     workers: Changeable[int] = 2
     """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
-    the event loop: right for verifiers of a few microseconds, which then must not hang."""
+    the event loop: right for verifiers of a few microseconds, which then must not hang. A ``function`` has to be
+    ``async`` for that."""
     retries: Changeable[int] = 1
     """How often a scoring that raised or timed out is tried again before its sample counts as failed."""
     pass_score: Changeable[float] = 1.0

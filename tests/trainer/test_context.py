@@ -29,13 +29,11 @@ from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_samples, make_trainer, untrainable
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_fleet import assert_close, fleet, published
-from tests.trainer.test_sharded import BUDGET, Trained, assert_alike, batches, refused, train
+from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, refused, train
 
 ON_TWO = {"num_devices": 2, "context_parallel": 2}
 ON_FOUR = {"num_devices": 4, "context_parallel": 2}
-SETTINGS: dict[str, Any] = {"micro_batch_tokens": BUDGET, "adam_epsilon": 1e-6}
-"""A first gradient of 1e-8 is little but rounding, and by the usual epsilon Adam makes a step of it: there one process
-that packs its rows in another way is further than 1e-6 from itself."""
+SETTINGS: dict[str, Any] = {"micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,12 @@ UNLIKE = {"time/step_s", "tokens/per_s"}
 """What the clock says."""
 
 
+EPSILON = 1e-4
+"""By Adam's usual epsilon of 1e-8 a gradient that is little but rounding makes a step as large as any other, which
+differs by more than 1e-6 between processors and ways of packing. A large one also shows wrong scales of gradients, which
+Adam otherwise divides out."""
+
+
 class Trained(NamedTuple):
     metrics: list[dict[str, float]]
     drift: list[Any]
@@ -48,6 +54,7 @@ def batches(**shape: Any) -> list[Batch]:
 
 def train(world: World | None, *, folder: Path, given: list[Batch], **settings: Any) -> Trained:
     """Alone, or on one of several ranks."""
+    settings = {"adam_epsilon": EPSILON, **settings}
     trainer = make_trainer(folder, **settings, **({} if world is None else {"world": world}))
     done = [trainer.step(batch) for batch in given]
     return Trained(
@@ -161,7 +168,8 @@ def test_bfloat16_is_as_far_from_float32_as_autocast_is(two: RankPool, folders: 
 
 def after_every_use(world: World, *, folder: Path, given: list[Batch], saved: Path) -> Trained:
     """Score before the first step and between steps, publish and save, and look at what is held."""
-    trainer = make_trainer(folder, world=world, algorithm="reinforce++", mini_batches=2, micro_batch_tokens=BUDGET)
+    settings = {"mini_batches": 2, "micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
+    trainer = make_trainer(folder, world=world, algorithm="reinforce++", **settings)
     done = []
     for batch in given:
         trainer.next_logits([[3, 4, 5], [6]])

@@ -53,12 +53,14 @@ def compute_advantages(
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
         kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
     baseline_B3 = None if baseline_B3 is None else baseline_B3.double()
-    batch = _Rewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3)
-    return _ADVANTAGES[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
+    batch = BatchRewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3)
+    return _FUNCTIONS[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rewards:
+class BatchRewards:
+    """The rewards of a global batch, as advantages compare them."""
+
     rewards_B: Tensor
     group_B: Tensor
     sample_T: Tensor
@@ -84,22 +86,37 @@ class _Rewards:
         return x_B.new_zeros(int(self.group_B.max()) + 1).index_add(0, self.group_B, x_B)
 
 
-def _group_std(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+Compute = Callable[[Algorithm, BatchRewards], Tensor]
+
+_FUNCTIONS: dict[str, Compute] = {}
+
+
+def _advantage(compute: Compute) -> Compute:
+    """Have the row of ``ADVANTAGES`` with the name of this function computed by it."""
+    _FUNCTIONS[compute.__name__] = compute
+    return compute
+
+
+@_advantage
+def group_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     std_B = batch.group_std_B(algorithm.advantage_ddof)
     return (batch.centred_B / (std_B + algorithm.advantage_eps))[batch.sample_T]
 
 
-def _group_mean(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+@_advantage
+def group_mean(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     return batch.centred_B[batch.sample_T]
 
 
-def _leave_one_out(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+@_advantage
+def leave_one_out(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     # R_i - mean of the others = G / (G - 1) * (R_i - mean of all)
     scale_B = batch.counts_B / (batch.counts_B - 1).clamp(min=1)
     return (scale_B * batch.centred_B)[batch.sample_T]
 
 
-def _whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+@_advantage
+def whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     """Reward to go with discount 1: the sample's reward minus the KL of this and all later tokens."""
     to_go_T = batch.rewards_B[batch.sample_T]
     if batch.kl_T is not None:
@@ -107,11 +124,13 @@ def _whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
     return _whiten(algorithm, to_go_T, batch.mask_T)
 
 
-def _group_mean_whitened(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+@_advantage
+def group_mean_whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T)
 
 
-def _history(algorithm: Algorithm, batch: _Rewards) -> Tensor:
+@_advantage
+def history(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     """Return what ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean and the
     deviation of the baseline, which was fixed before the sample began.
 
@@ -127,16 +146,6 @@ def _history(algorithm: Algorithm, batch: _Rewards) -> Tensor:
     squares_B = n_B * std_B**2 + centred_B**2 * (n_B + 1) / n_B.clamp(min=1)
     std_of_all_B = (squares_B / (n_B + 1 - algorithm.advantage_ddof).clamp(min=1)).sqrt()
     return (centred_B / (std_of_all_B + algorithm.advantage_eps))[batch.sample_T]
-
-
-_ADVANTAGES: dict[str, Callable[[Algorithm, _Rewards], Tensor]] = {
-    "group_std": _group_std,
-    "group_mean": _group_mean,
-    "leave_one_out": _leave_one_out,
-    "whitened": _whitened,
-    "group_mean_whitened": _group_mean_whitened,
-    "history": _history,
-}
 
 
 def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from rollover.algorithms.registry import (
+    ADVANTAGES,
     ALGORITHMS,
     CORRECTION_BOUNDS,
+    OBJECTIVES,
     Advantage,
     Aggregation,
     Algorithm,
@@ -119,12 +121,13 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
     """Refuse an override that the rest of the row leaves without effect."""
+    objective = OBJECTIVES[row.objective]
     idle: dict[str, tuple[bool, str]] = {
         **dict.fromkeys(
             ("ratio_level", "old", "clip_low", "clip_high"),
-            (row.objective == "reinforce", "objective is 'reinforce'"),
+            (not objective.has_ratio, f"objective is {row.objective!r}"),
         ),
-        "dual_clip": (row.dual_clip > 0 and row.objective != "ppo_clip", f"objective is {row.objective!r}"),
+        "dual_clip": (row.dual_clip > 0 and not objective.has_dual_clip, f"objective is {row.objective!r}"),
         **dict.fromkeys(
             ("correction_bounds", "correction_level"),
             (row.correction in ("none", "mask_stale"), f"correction is {row.correction!r}"),
@@ -132,7 +135,7 @@ def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
         **dict.fromkeys(("kl_estimator", "kl_in"), (row.kl_coef == 0, "kl_coef is 0")),
         **dict.fromkeys(
             ("advantage_eps", "advantage_ddof"),
-            (row.advantage in ("group_mean", "leave_one_out"), f"advantage is {row.advantage!r}"),
+            (not ADVANTAGES[row.advantage].divides, f"advantage is {row.advantage!r}"),
         ),
     }
     for setting in sorted(given & idle.keys()):

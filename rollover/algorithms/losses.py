@@ -125,7 +125,7 @@ def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = F
     old_T = tokens.proximal_logprobs_T if algorithm.old == "proximal" else tokens.rollout_logprobs_T
     log_ratio_T = _log_ratio_at_level(algorithm, tokens, trainer_T, trainer_T - old_T.detach())
     ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _OBJECTIVES[algorithm.objective](algorithm, ratio_T, trainer_T, tokens.advantages_T)
+    return _FUNCTIONS[algorithm.objective](algorithm, ratio_T, trainer_T, tokens.advantages_T)
 
 
 def _log_ratio_at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:
@@ -138,7 +138,19 @@ def _log_ratio_at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Ten
     return mean_B.detach()[tokens.sample_T] + trainer_T - trainer_T.detach()
 
 
-def _ppo_clip_loss(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
+Compute = Callable[[Algorithm, Tensor, Tensor, Tensor], TokenLosses]
+
+_FUNCTIONS: dict[str, Compute] = {}
+
+
+def _objective(compute: Compute) -> Compute:
+    """Have the row of ``OBJECTIVES`` with the name of this function computed by it."""
+    _FUNCTIONS[compute.__name__] = compute
+    return compute
+
+
+@_objective
+def ppo_clip(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
     """The GRPO, DAPO and GSPO loss: the pessimistic clipped surrogate (arXiv 1707.06347), with the dual clip of
     arXiv 1912.09729."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
@@ -158,7 +170,8 @@ def _ppo_clip_loss(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, adv
     )
 
 
-def _cispo_loss(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
+@_objective
+def cispo(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
     """The CISPO loss (arXiv 2506.13585): log-likelihood weighted by the clipped, detached ratio, so that no token
     loses its gradient."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
@@ -171,14 +184,8 @@ def _cispo_loss(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advant
     )
 
 
-def _reinforce_loss(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
+@_objective
+def reinforce(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
     """The RLOO loss (arXiv 2402.14740): log-likelihood times advantage, without a ratio."""
     never_T = torch.zeros_like(ratio_T, dtype=torch.bool)
     return TokenLosses(loss_T=-advantages_T * trainer_T, ratio_T=ratio_T, low_T=never_T, high_T=never_T, dual_T=never_T)
-
-
-_OBJECTIVES: dict[str, Callable[[Algorithm, Tensor, Tensor, Tensor], TokenLosses]] = {
-    "ppo_clip": _ppo_clip_loss,
-    "cispo": _cispo_loss,
-    "reinforce": _reinforce_loss,
-}

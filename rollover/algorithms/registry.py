@@ -1,10 +1,11 @@
 """The table of algorithms: GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++ and CISPO differ in their settings.
 
 The table is data and needs no torch. What needs none either, a row computes itself: which groups it keeps, which
-samples it trains, how it punishes length. The functions behind its other settings live in ``advantages``, ``losses``,
-``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
-To add an algorithm, add a row to ``ALGORITHMS``: the configuration, the trainer, the dry run and the generated page
-know it by that alone (``tests/algorithms/test_adding_an_algorithm.py``).
+samples it trains, how it punishes length. The functions that compute its other settings are in ``advantages``,
+``losses``, ``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
+To add an algorithm, add a row to ``ALGORITHMS``; to add an advantage or an objective, add a row to ``ADVANTAGES`` or
+``OBJECTIVES``, and a function of the same name to ``advantages`` or ``losses``. The configuration, the trainer, the dry
+run and the generated page know it from that alone (``tests/algorithms/test_adding_an_algorithm.py``).
 """
 
 from __future__ import annotations
@@ -12,13 +13,64 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
 from rollover.types import FinishReason
 
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "whitened", "group_mean_whitened", "history"]
-Objective = Literal["ppo_clip", "cispo", "reinforce"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRow:
+    """Says what must be known of an advantage before one is computed.
+
+    Example: ``ADVANTAGES["history"].compares`` is ``"history"``: it needs samples that are trained one by one.
+    """
+
+    compares: Literal["siblings", "batch", "history"]
+    """What a reward is compared with: the rewards of its group, of the whole batch, or earlier ones."""
+    divides: bool
+    """It is divided by a deviation: ``advantage_eps`` and ``advantage_ddof`` have an effect."""
+
+
+ADVANTAGES: dict[str, AdvantageRow] = {
+    "group_std": AdvantageRow(compares="siblings", divides=True),
+    "group_mean": AdvantageRow(compares="siblings", divides=False),
+    "leave_one_out": AdvantageRow(compares="siblings", divides=False),
+    "whitened": AdvantageRow(compares="batch", divides=True),
+    "group_mean_whitened": AdvantageRow(compares="siblings", divides=True),
+    "history": AdvantageRow(compares="history", divides=True),
+}
+"""By name; the function of that name in ``advantages`` computes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveRow:
+    """Says what must be known of an objective before a loss is computed.
+
+    Example: ``OBJECTIVES["reinforce"].has_ratio`` is false, so ``clip_low`` has no effect beside it.
+    """
+
+    has_ratio: bool
+    """It weights tokens by the ratio of two policies, which is clipped."""
+    trains_ratio: bool = False
+    """Its gradient goes through the ratio: with one ratio per sample, each token moves the loss of all others."""
+    has_dual_clip: bool = False
+    """``dual_clip`` has an effect."""
+
+
+OBJECTIVES: dict[str, ObjectiveRow] = {
+    "ppo_clip": ObjectiveRow(has_ratio=True, trains_ratio=True, has_dual_clip=True),
+    "cispo": ObjectiveRow(has_ratio=True),
+    "reinforce": ObjectiveRow(has_ratio=False),
+}
+"""By name; the function of that name in ``losses`` computes it."""
+
+if TYPE_CHECKING:  # a type checker knows no literal of what a table holds
+    Advantage = str
+    Objective = str
+else:
+    Advantage = Literal[tuple(ADVANTAGES)]
+    Objective = Literal[tuple(OBJECTIVES)]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 OldPolicy = Literal["proximal", "rollout"]
 Aggregation = Literal[
@@ -106,14 +158,14 @@ class Algorithm:
     def needs_proximal(self) -> bool:
         """Is true when ``proximal_logprobs`` enter the loss. If not, the trainer may hand in its detached current
         log-probs in their place; they then serve metrics alone."""
-        ratio = self.objective != "reinforce" and self.old == "proximal"
+        ratio = OBJECTIVES[self.objective].has_ratio and self.old == "proximal"
         kl = self.kl_coef > 0 and self.kl_in == "reward"
         return ratio or kl or self.correction in ("tis", "mis") or self.guard is not None
 
     @property
     def ignores_staleness(self) -> bool:
         """Is true when tokens of older versions are trained as if the current policy had sampled them."""
-        sees_rollout = self.old == "rollout" and self.objective != "reinforce"
+        sees_rollout = self.old == "rollout" and OBJECTIVES[self.objective].has_ratio
         return self.correction == "none" and not sees_rollout
 
     def keeps_group(self, rewards_G: Sequence[float]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.corrections import CorrectionFactors
-from rollover.algorithms.registry import Algorithm
+from rollover.algorithms.registry import OBJECTIVES, Algorithm
 from rollover.types import WasteCause
 
 CAUSES = (
@@ -40,7 +40,7 @@ def _has_gradient(algorithm: Algorithm, tokens: TokenBatch, admitted_T: Tensor) 
     """Say for each token ``[T]`` whether the loss has a slope at its log-prob. ``admitted_T``: neither masked nor
     rejected."""
     by_reward_T = admitted_T & (tokens.advantages_T != 0)
-    if algorithm.ratio_level == "sequence" and algorithm.objective == "ppo_clip":
+    if algorithm.ratio_level == "sequence" and OBJECTIVES[algorithm.objective].trains_ratio:
         # One ratio for the whole sample: each of its unmasked tokens moves the loss of all the others.
         by_reward_B = tokens.sum_per_sample(by_reward_T.to(tokens.loss_mask_T.dtype)) > 0
         by_reward_T = (tokens.loss_mask_T > 0) & by_reward_B[tokens.sample_T]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
+from rollover.algorithms.registry import ADVANTAGES
 from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig
@@ -261,18 +262,19 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     rollout, engine = config.rollout, config.engine
     can = engine.declared
     algorithm = resolve(config.algorithm)
+    advantage = ADVANTAGES[algorithm.advantage]
     single = "group_size is 1" if rollout.group_size == 1 else "unit is 'sample'" if rollout.unit == "sample" else ""
-    if single and algorithm.advantage not in ("whitened", "history"):
+    if single and advantage.compares == "siblings":
         yield (
             f"rollout.{single}, but the advantage {algorithm.advantage!r} of algorithm {algorithm.name!r} compares"
             " siblings: change that, or use algorithm.advantage = 'history' or algorithm.name = 'reinforce++'"
         )
     if single and algorithm.group_filter == "zero_signal":
         yield f"algorithm.group_filter 'zero_signal' would drop every group: rollout.{single}; change one of them"
-    if algorithm.advantage == "history" and not single:
+    if advantage.compares == "history" and not single:
         yield (
-            "algorithm.advantage 'history' is for samples that are trained one by one: set rollout.unit = 'sample',"
-            " or use an advantage that compares siblings"
+            f"algorithm.advantage {algorithm.advantage!r} is for samples that are trained one by one: set rollout.unit"
+            " = 'sample', or use an advantage that compares siblings"
         )
     if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
         yield (

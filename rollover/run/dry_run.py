@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.algorithms.config import resolve
+from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import require
 from rollover.run.config import RunConfig, check_context
 
@@ -48,10 +49,11 @@ def dry_run(config: RunConfig) -> list[str]:
         )
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
-    if r.strategy.sorts_by_length and resolve(config.algorithm).advantage == "whitened":
+    advantage = resolve(config.algorithm).advantage
+    if r.strategy.sorts_by_length and ADVANTAGES[advantage].compares == "batch":
         lines.append(
             f"warning: strategy {r.strategy.kind} trains responses of like length together, and the advantage"
-            " 'whitened' compares those of a batch; strategy april mixes them"
+            f" {advantage!r} compares those of a batch; strategy april mixes them"
         )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     tokenizer = _tokenizer(config)

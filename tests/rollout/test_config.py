@@ -50,6 +50,7 @@ def test_what_the_simulator_alone_can_run_is_said_to_be_so() -> None:
             f"run.toml:1: strategy.kind: '{kind}' is not allowed: it is simulated only"
             f" (rollover simulate --strategies {kind}); to train, use '"
         )
+        assert str(e.value).rsplit("'", 2)[1] in STRATEGIES
     with pytest.raises(
         ConfigError, match=r"run\.toml:1: strategy\.kind: 'aprli' is not allowed; did you mean 'april'?"
     ):

@@ -40,7 +40,8 @@ SIMULATED_ONLY = {
         "fast_lane": "concurrency",
     }.items()
 }
-"""Kinds of ``rollover.sim.strategies``, with what a config that names one is told."""
+"""Kinds of ``rollover.sim.strategies`` alone, which is on a higher floor and cannot be asked here, with what a config
+that names one is told. A test keeps both lists equal."""
 
 __all__ = [
     "SIMULATED_ONLY",

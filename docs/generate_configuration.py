@@ -1,6 +1,6 @@
-"""Writes ``configuration.md`` from the config dataclasses: their fields, defaults and the docstrings beneath.
+"""Writes ``configuration.md`` from the config dataclasses: their fields, defaults and docstrings.
 
-``python docs/generate_configuration.py`` after any change to a config; a test fails while the page is stale.
+Run ``python docs/generate_configuration.py`` after any change to a config; a test fails while the page is stale.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_configuration.py from the source: edit the docstrings there. -->
 
-One TOML file describes one run. Keys that are not listed here are refused, as are values of another type;
+One TOML file describes one run. Keys that are not listed here are refused, and so are values of the wrong type;
 every mistake is reported with its file and line. `rollover train --dry-run CONFIG` prints the complete file
-with all defaults filled in, and that output is itself a config, but for the values of secrets. Numbers are finite
-unless said otherwise.
+with all defaults filled in, and that output is itself a valid config, except for the values of secrets. Numbers are
+finite unless stated otherwise.
 
-Secrets are hidden in all that is printed, drawn or sent away: the values of `launch_env`, those of keys and flags
-with names like token, key, password or cookie, and logins and queries of URLs. `config.json` in the run directory
-keeps them, since a resumed run needs them, and its owner alone can read it. A server that the run starts and that
-prints its own arguments or environment writes them into its log there, which its owner alone can read too.
+Secrets are hidden in everything that is printed, drawn or sent away: the values of `launch_env`, the values of keys and
+flags with names like token, key, password or cookie, and the logins and queries of URLs. `config.json` in the run
+directory contains them, because a resumed run needs them; only its owner can read it. A server that the run starts and
+that prints its own arguments or environment writes them into its log there, which likewise only its owner can read.
 
-Any key can be set on the command line, after the command and in any order:
+You can set any key on the command line, after the command and in any order:
 
 ```
 rollover train run.toml --steps 200 --rollout.group_size 16 --tasks.train.0.weight=2
 ```
 
-Values are written as in TOML; quotes around strings may be left out; `none` unsets a key that can be unset.
+Values are written as in TOML; quotes around strings are optional; `none` unsets a key that can be unset.
 Elements of lists of tables are counted from 0. Paths are relative to the directory where the command is run.
 
-A setting may be changed when a run is resumed (`rollover train --resume RUN --trainer.micro_batch_tokens 4096`) where
-this page says so: what the run learns does not depend on it. Everything else is refused, with the reason.
+A setting may be changed when a run is resumed (`rollover train --resume RUN --trainer.micro_batch_tokens 4096`) if
+this page says so: what the run learns does not depend on it. Any other change is refused, with the reason.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     pages = "\n".join(line for section in _sections(RunConfig, "", {}, FIXED) for line in section)
     return f"{INTRODUCTION}\n{pages.strip()}\n"
 
 
 def _sections(cls: type, path: str, described: dict[type, str], around: OnResume) -> Iterator[list[str]]:
-    """The section of ``cls``, then those of the tables within it; a class is described once. ``around``: what the table
-    says about a change on resume, for keys that say nothing."""
+    """Yield the section of ``cls``, then those of the tables within it; each class is described once. ``around`` says
+    whether the table may change on resume, for keys that do not say so themselves."""
     described[cls] = path
     hints, documents = get_type_hints(cls), _field_docstrings(cls)
     on_resume = {name: said_by(hint) or around for name, hint in get_type_hints(cls, include_extras=True).items()}
@@ -90,7 +90,7 @@ def _sections(cls: type, path: str, described: dict[type, str], around: OnResume
 
 
 def _algorithms() -> Iterator[str]:
-    """The table of algorithms: each row with the settings that differ from those of every row."""
+    """Yield the table of algorithms: each row with the settings that differ from the defaults."""
     plain = {field.name: field.default for field in dataclasses.fields(Algorithm)}
     yield from ("| name | paper | settings |", "|---|---|---|")
     for row in ALGORITHMS.values():
@@ -100,15 +100,15 @@ def _algorithms() -> Iterator[str]:
 
 
 def _heading(cls: type, path: str) -> str:
-    """Tables of several kinds have a section for each."""
+    """Return the heading of a section; a table of several kinds has a section for each kind."""
     kind = get_type_hints(cls).get("kind")
     of_one_kind = get_origin(kind) is Literal and len(get_args(kind)) == 1
     suffix = f' of kind `"{get_args(kind)[0]}"`' if of_one_kind else ""
-    return f"`{path}`{suffix}" if path else "Outside all sections"
+    return f"`{path}`{suffix}" if path else "Top-level settings"
 
 
 def _tables(annotation: Any) -> tuple[list[type], bool]:
-    """The dataclasses behind a key, if it is a table, and whether the key holds a list of them."""
+    """Return the dataclasses of a key, if it is a table, and whether the key holds a list of them."""
     classes: list[type] = []
     is_list = False
     for option in _options(annotation):
@@ -149,7 +149,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
-    """The string literal beneath each field, those of base classes first."""
+    """Return the docstring of each field, those of base classes first."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
@@ -165,7 +165,7 @@ def _field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _prose(docstring: str) -> str:
-    """A docstring as one Markdown paragraph."""
+    """Return a docstring as one Markdown paragraph."""
     return re.sub(r"\s+", " ", docstring.replace("``", "`")).strip()
 
 

@@ -23,17 +23,17 @@ GROUPS = {
     "types": "Records",
     "errors": "Errors",
 }
-"""Rooms of the package by the heading under which the page lists their public names."""
+"""The heading under which the page lists the public names of each package."""
 INTRODUCTION = """\
 These names make up the public interface: import them from `rollover` itself, as in `from rollover import Scheduler`.
-They are imported when they are first used, so `import rollover` is instant and needs no PyTorch. Everything else may
-change between versions."""
+They are imported on first use, so `import rollover` is instant and needs no PyTorch. Everything else may change between
+versions."""
 WIDTH = 100
-"""Characters of a line of help."""
+"""Characters per line of help."""
 
 
 def render_cli() -> str:
-    """The page of the command line: what ``--help`` prints for each command."""
+    """Return the page of the command line: the output of ``--help`` for each command."""
     sections = "\n\n".join(
         f"## `{name}`\n\n```text\n{text.strip()}\n```" for name, text in _helps("rollover", cli, None)
     )
@@ -41,7 +41,7 @@ def render_cli() -> str:
 
 
 def _helps(name: str, command: click.Command, parent: click.Context | None) -> Iterator[tuple[str, str]]:
-    """Each command from ``command`` down by its full name, with its help."""
+    """Yield the full name and the help of ``command`` and of each command below it."""
     settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
     context = click.Context(command, parent, name, color=False, **settings)
     yield context.command_path, click.unstyle(command.get_help(context))
@@ -51,7 +51,7 @@ def _helps(name: str, command: click.Command, parent: click.Context | None) -> I
 
 
 def render_api() -> str:
-    """The page of the public names, which mkdocstrings fills with their docstrings."""
+    """Return the page of the public names, which mkdocstrings fills with their docstrings."""
     lines = ["# Python", "", "<!-- Written by docs/generate_reference.py. -->", "", INTRODUCTION]
     for room, heading in GROUPS.items():
         lines += ["", f"## {heading}"]

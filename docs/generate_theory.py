@@ -1,4 +1,4 @@
-"""Draws the figures of ``theory.md`` and prints its table: simulated runs of each preset beside the closed forms.
+"""Draws the figures of ``theory.md`` and prints its table: simulated runs of each preset next to the closed forms.
 
 ``python docs/generate_theory.py`` takes a few minutes. One pooled engine in units of c0: B0 = 256, prefill at 1600
 tokens per c0, 32 groups of 8, 90 steps of which 20 are warm-up, no training time, caches lost at each update.
@@ -75,7 +75,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
 
 
 def points_of(preset: str) -> dict[str, list[Point]]:
-    """Runs by strategy."""
+    """Return the runs of each strategy."""
     rounds = [play(preset, "april", f"r = {r:g}", over_sampling_batch_size=int(r * BATCH)) for r in RATIOS]
     refills = [play(preset, "concurrency", f"C = {c}", num_running=c) for c in CONCURRENCIES]
     ours = [play(preset, "rollover", f"{lag:g}", unit="sample", lag_target=lag) for lag in LAGS]
@@ -83,7 +83,7 @@ def points_of(preset: str) -> dict[str, list[Point]]:
 
 
 def round_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[float]:
-    """Gains of the best rounds of single samples, caches kept."""
+    """Return the gains of the best rounds of single samples, with caches kept."""
     workload = PRESETS[preset].workload()
     lengths = RecentLengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
     rounds = [best_round(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
@@ -91,7 +91,7 @@ def round_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[fl
 
 
 def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
-    """Gain over sync against lag: the curve, and the runs with their prefill taken out and left in."""
+    """Plot the gain over sync against lag: the curve, and the runs without and with their prefill."""
     figure, axes = plt.subplots(1, len(models), figsize=(13, 4.2))
     for axis, (preset, model) in zip(axes, models.items(), strict=True):
         lags = np.linspace(0.35, 5.2, 200)
@@ -125,7 +125,7 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
 
 
 def draw_hyperbola(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
-    """Lag times K over kappa, against lag."""
+    """Plot lag times K over kappa against lag."""
     figure, axis = plt.subplots(figsize=(6.5, 3.8))
     for (preset, model), marker in zip(models.items(), "osD", strict=True):
         for name, color in (("april", "#c33"), ("concurrency", "#27a")):
@@ -139,7 +139,7 @@ def draw_hyperbola(models: dict[str, StepModel], runs: dict[str, dict[str, list[
 
 
 def _save(figure: Any, path: Path) -> None:
-    """The same figure gives the same file."""
+    """Write the figure, so that the same figure gives the same file."""
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -128,7 +128,7 @@ class AdapterSource:
             TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
             for name, t in self._tensors.items()
         )
-        self.manifest = Manifest(version=version, base_version=base_version, kind="adapter", tensors=tuple(specs))
+        self.manifest = Manifest(version=version, base_version=base_version, tensors=tuple(specs))
 
     @classmethod
     def read(cls, version: int, folder: Path) -> AdapterSource:

@@ -21,21 +21,7 @@ from rollover.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-WeightKind = Literal["full", "delta", "adapter"]
-
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The part of a tensor that one rank holds: the rows from ``start`` up to ``stop`` along dimension ``dim``.
-
-    Example: ``Shard(dim=0, start=512, stop=1024)`` is the second half of a tensor of 1024 rows.
-    """
-
-    dim: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +34,12 @@ class TensorSpec:
     name: str
     """The parameter's name in the Hugging Face checkpoint."""
     shape: tuple[int, ...]
-    """The shape of the whole tensor, also when the source holds a shard of it."""
     dtype: str
     """The number format by torch's name."""
-    shard: Shard | None = None
-    """The part that the source holds; ``None`` when it holds the whole tensor."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor. Raises ``KeyError`` for a number format that weights do not have."""
+        """Return the size of the tensor. Raises ``KeyError`` for a number format that weights do not have."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -65,44 +48,33 @@ class Manifest:
     """The table of contents of one version of the weights.
 
     Example: ``Manifest(version=7, tensors=(TensorSpec(name="w", shape=(4, 2), dtype="float32"),))`` announces all
-    weights of version 7. ``Manifest(version=7, base_version=6, kind="delta", ...)`` announces what to add to version 6.
+    weights of version 7. With ``base_version=6`` it would announce adapters beside those of version 6.
     """
 
     version: int
     base_version: int | None = None
-    """The version that a delta or an adapter applies to; ``None`` for full weights."""
-    kind: WeightKind = "full"
+    """The version whose full weights these adapters belong beside; ``None`` for full weights."""
     tensors: tuple[TensorSpec, ...]
 
     @property
+    def kind(self) -> Literal["full", "adapter"]:
+        return "full" if self.base_version is None else "adapter"
+
+    @property
     def num_bytes(self) -> int:
-        """Size of all tensors, whole. Raises ``KeyError`` for a number format that weights do not have."""
+        """Return the size of all tensors. Raises ``KeyError`` for a number format that weights do not have."""
         return sum(spec.num_bytes for spec in self.tensors)
 
-    def __post_init__(self) -> None:
-        if (self.kind == "full") != (self.base_version is None):
-            raise ValueError(
-                f"weights of kind {self.kind!r} with base version {self.base_version}: a delta or an adapter names the"
-                " version that it applies to, full weights name none"
-            )
-
     def require_full(self, version: int, target: object) -> None:
-        """Raise ``EngineError`` unless these are the full, unsharded weights of ``version``.
+        """Raise ``EngineError`` unless these are the full weights of ``version``.
 
-        Every target that cannot apply a delta, an adapter or a shard calls this before it loads anything.
+        Every target that cannot apply adapters calls this before it loads anything.
         """
         self._require_version(version, target)
         if self.kind != "full":
             raise EngineError(
-                f"{target} loads full weights only, but version {version} is given as {self.kind} of version"
-                f" {self.base_version}; publish the full weights"
+                f"{target} loads full weights only, but version {version} is given as {self}; publish the full weights"
             )
-        for spec in self.tensors:
-            if (shard := spec.shard) is not None:
-                raise EngineError(
-                    f"{target} loads whole tensors only, but of {spec.name!r} it was given rows {shard.start} to"
-                    f" {shard.stop} of dimension {shard.dim} alone; gather the shards first"
-                )
 
     def require_adapter(self, version: int, target: object, *, base_version: int) -> None:
         """Raise ``EngineError`` unless these are adapters of ``version`` for full weights of ``base_version``, which
@@ -111,8 +83,11 @@ class Manifest:
         if self.kind != "adapter" or self.base_version != base_version:
             raise EngineError(
                 f"{target} has weights version {base_version} to put adapters beside, but version {version} is given as"
-                f" {self.kind} of version {self.base_version}; publish the full weights"
+                f" {self}; publish the full weights"
             )
+
+    def __str__(self) -> str:
+        return "full weights" if self.base_version is None else f"adapters beside version {self.base_version}"
 
     def _require_version(self, version: int, target: object) -> None:
         if self.version != version:

@@ -366,13 +366,13 @@ class EngineContract:
 
         self.run(law)
 
-    def test_a_delta_is_refused_where_only_full_weights_can_be_loaded(self) -> None:
+    def test_adapters_beside_weights_that_are_not_there_are_refused(self) -> None:
         async def law(engine: FullEngine) -> None:
-            delta: Any = self.new_weights(1)
-            delta.manifest = replace(delta.manifest, kind="delta", base_version=0)
+            adapters: Any = self.new_weights(1)
+            adapters.manifest = replace(adapters.manifest, base_version=5)
             await engine.pause()
-            with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as delta"):
-                await engine.load(1, delta)
+            with pytest.raises(EngineError, match="version 1 is given as adapters beside version 5; publish the full"):
+                await engine.load(1, adapters)
             await engine.resume()
             assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 

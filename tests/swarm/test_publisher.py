@@ -156,7 +156,7 @@ def test_versions_go_up(tmp_path: Path) -> None:
 
 def test_full_weights_alone_are_published(tmp_path: Path) -> None:
     part = MemoryWeights(1, VERSIONS[1])
-    part.manifest = Manifest(version=1, base_version=0, kind="delta", tensors=part.manifest.tensors)
+    part.manifest = Manifest(version=1, base_version=0, tensors=part.manifest.tensors)
     with pytest.raises(EngineError, match="loads full weights only"):
         open_publisher(tmp_path).publish(part)
 

@@ -36,7 +36,6 @@ from rollover.swarm.publication.manifest import (
     PublicationRefused,
     needed_blobs,
     open_manifest,
-    tensor_bytes,
 )
 from rollover.swarm.publication.materialise import TensorBytes, materialise, model_digest
 from rollover.swarm.publication.stream import load
@@ -242,7 +241,7 @@ class WeightFetcher:
             )
 
     def _check_size(self, manifest: PublicationManifest) -> None:
-        num_bytes = sum(map(tensor_bytes, manifest.tensors))
+        num_bytes = manifest.weights.num_bytes
         if num_bytes > self._max_model_bytes:
             raise PublicationRefused(
                 f"the weights of version {manifest.version} take {num_bytes:,} bytes, this worker has memory for"

@@ -15,7 +15,7 @@ from rollover.hf.folder import PARTIAL, write_folder
 from rollover.hf.raw_tensors import RawTensor, write_raw_tensors
 from rollover.swarm.publication.manifest import PublicationManifest
 from rollover.swarm.publication.materialise import TensorBytes
-from rollover.weights.base import Manifest, TensorSpec
+from rollover.weights.base import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +60,7 @@ class FetchedWeights:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The table of contents for an engine: full weights, however they came."""
-        specs = (TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in self.publication.tensors)
-        return Manifest(version=self.version, tensors=tuple(specs))
+        return self.publication.weights
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return ((name, self._tensors[name]) for name in (self._tensors if names is None else names))

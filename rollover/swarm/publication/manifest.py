@@ -28,7 +28,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from rollover.errors import EngineError
-from rollover.weights.base import DTYPE_BYTES
+from rollover.weights.base import DTYPE_BYTES, Manifest, TensorSpec
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 """A blob's name: the SHA-256 of its bytes in hexadecimal."""
@@ -107,9 +107,14 @@ class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     adapter: PublishedAdapter | None = None
     """To be added to the bytes in the stream; see ``rollover.swarm.publication.low_rank``."""
 
+    @property
+    def spec(self) -> TensorSpec:
+        """Describe the resulting tensor, as an engine is given it."""
+        return TensorSpec(name=self.name, shape=self.shape, dtype=self.dtype)
+
 
 class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The table of contents of one publication.
+    """The table of contents of one publication: which blobs make which tensors. ``weights`` says what they make.
 
     Example: ``PublicationManifest(run_id="sums", run_epoch=1, version=8, base_version=7, kind="delta", ...)``
     """
@@ -132,6 +137,11 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
     def order(self) -> tuple[int, int]:
         """Epoch and version, by which the publications of a run are ordered: the newer of two has the larger one."""
         return self.run_epoch, self.version
+
+    @property
+    def weights(self) -> Manifest:
+        """Return the table of contents for an engine: full weights, in whatever form they were sent."""
+        return Manifest(version=self.version, tensors=tuple(tensor.spec for tensor in self.tensors))
 
     @property
     def wire_bytes(self) -> int:
@@ -209,7 +219,7 @@ def _mistake(manifest: PublicationManifest) -> str | None:
     for tensor in manifest.tensors:
         if tensor.dtype not in DTYPE_BYTES or not DIGEST.fullmatch(tensor.digest):
             return f"tensor {tensor.name!r} has the number format {tensor.dtype!r} and the digest {tensor.digest!r}"
-        if min(tensor.shape, default=0) < 0 or tensor_bytes(tensor) > MAX_TENSOR_BYTES:
+        if min(tensor.shape, default=0) < 0 or tensor.spec.num_bytes > MAX_TENSOR_BYTES:
             return f"tensor {tensor.name!r} has the shape {tensor.shape}"
         if tensor.start < 0 or tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > num_stream_bytes:
             return f"tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes that the blobs hold"
@@ -217,8 +227,8 @@ def _mistake(manifest: PublicationManifest) -> str | None:
             return f"tensor {tensor.name!r} of full weights says what to overwrite"
         if tensor.adapter is not None and (mistake := _adapter_mistake(tensor, tensor.adapter, num_stream_bytes)):
             return mistake
-        if tensor.encoding == "raw" and tensor.num_bytes != tensor_bytes(tensor):
-            return f"tensor {tensor.name!r} has {tensor.num_bytes:,} bytes instead of {tensor_bytes(tensor):,}"
+        if tensor.encoding == "raw" and tensor.num_bytes != tensor.spec.num_bytes:
+            return f"tensor {tensor.name!r} has {tensor.num_bytes:,} bytes instead of {tensor.spec.num_bytes:,}"
     if len({tensor.name for tensor in manifest.tensors}) < len(manifest.tensors):
         return "a tensor is listed twice"
     return None
@@ -234,14 +244,6 @@ def _adapter_mistake(tensor: PublishedTensor, adapter: PublishedAdapter, num_str
     if adapter.start < 0 or adapter.start + num_bytes > num_stream_bytes:
         return f"the adapter of tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes of the blobs"
     return None
-
-
-def tensor_bytes(tensor: PublishedTensor) -> int:
-    """Return the size of the whole tensor."""
-    num_bytes = DTYPE_BYTES[tensor.dtype]
-    for n in tensor.shape:
-        num_bytes *= n
-    return num_bytes
 
 
 def needed_blobs(digest: str, manifest: PublicationManifest) -> Iterator[str]:

@@ -18,7 +18,6 @@ from rollover.swarm.publication.manifest import (
     PublishedAdapter,
     PublishedTensor,
     digest_of,
-    tensor_bytes,
 )
 from rollover.swarm.publication.stream import StreamReader
 from rollover.weights.base import DTYPE_BYTES
@@ -65,10 +64,11 @@ def _tensor(tensor: PublishedTensor, stream: StreamReader, adapters: StreamReade
         stream.read_into(tensor.start, content)
         return content if tensor.adapter is None else _adapted(tensor, tensor.adapter, content, adapters)
     old = base.get(tensor.name)
-    if old is None or old.nbytes != tensor_bytes(tensor):
+    if old is None or old.nbytes != tensor.spec.num_bytes:
         held = "is not among its tensors" if old is None else f"has {old.nbytes:,} bytes there"
         raise PublicationError(
-            f"tensor {tensor.name!r} of {tensor_bytes(tensor):,} bytes overwrites parts of its base version, but {held}"
+            f"tensor {tensor.name!r} of {tensor.spec.num_bytes:,} bytes overwrites parts of its base version, but"
+            f" {held}"
         )
     encoded = np.empty(tensor.num_bytes, dtype=np.uint8)
     stream.read_into(tensor.start, encoded)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
+from rollover.engine.servers.arguments import argument
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import ConfigError
 
@@ -78,14 +79,12 @@ def num_devices(args: Sequence[str]) -> int:
     """
     total = 1
     for names in _SIZES:
-        size = 1
-        for index, arg in enumerate(args):
-            name, equals, value = arg.partition("=")
-            if name not in names:
-                continue
-            text = value if equals else args[index + 1] if index + 1 < len(args) else ""
-            if not text.isdecimal() or int(text) < 1:
-                raise ConfigError(f"engine.launch_args: {name} must be followed by a number of devices, got {text!r}")
-            size = int(text)  # the last one counts
-        total *= size
+        if (text := argument(args, *names)) is None:
+            continue
+        if not text.isdecimal() or int(text) < 1:
+            also = ", ".join(names[1:])
+            raise ConfigError(
+                f"engine.launch_args: {names[0]} (or {also}) must be followed by a number of devices, got {text!r}"
+            )
+        total *= int(text)
     return total

@@ -1,4 +1,4 @@
-"""Works out what a run needs of the memory of its devices, and what to change where that is too much.
+"""Works out what a run needs of the memory of its devices, engines and all, and what to change where it is too much.
 
 Importing this module needs no torch.
 """
@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
-from rollover.run.engine import fitted
+from rollover.run.engine import check_engine
+from rollover.run.engine_memory import all_parts, engine_memory, is_unseen, numbered, share_argument, uncounted
 from rollover.trainer.config import LoraConfig, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
 
+_CACHE_STEP_BYTES = 64 * 2**20
 _KEPT = ("weights", "reference policy", "optimizer")
 """What the trainer keeps from step to step, whatever it gives back."""
 
@@ -49,21 +54,21 @@ class DeviceMemory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in self.parts.items() if num_bytes)
+        needed = f"memory of {self.device}: needs up to {_size(self.total)}{self.turn and ' ' + self.turn}"
         if self.capacity is None:
-            return f"memory of {self.device}: {_size(self.total)} at most: {parts}"
-        verdict = "fits" if self.fits else "does not fit"
-        most = f"{_size(self.total)} of {_size(self.capacity)} at most{self.turn and ' ' + self.turn}"
-        return f"memory of {self.device}: {most}, {verdict}: {parts}"
+            return f"{needed} ({parts})"
+        return f"{needed}, {_size(self.capacity)} available: {'fits' if self.fits else 'does not fit'} ({parts})"
 
 
 def memory_lines(config: RunConfig) -> list[str]:
-    """Say what the trainer and the embedded engine take on each device, and which setting to change if that is too
-    much. Activations are those of the largest pass that responses of the greatest length make.
+    """Say what trainer and engines take on each device, which engines that leaves out, and which setting to change if
+    it is too much. Activations are those of the largest pass that responses of the greatest length make.
 
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.
     """
     needed = device_memory(config)
-    lines = [*map(str, needed), *_left_to_servers(config, needed)]
+    left_out = uncounted(config)
+    lines = [*map(str, needed), *([] if left_out is None else [left_out]), *_left_to_servers(config, needed)]
     if too_small := [memory.device for memory in needed if not memory.fits]:
         advice = next((said for said, changed in _remedies(config) if _all_fit(changed)), None)
         lines.append(
@@ -74,7 +79,7 @@ def memory_lines(config: RunConfig) -> list[str]:
 
 
 def device_memory(config: RunConfig) -> list[DeviceMemory]:
-    """Work out the memory of each device that trainer and embedded engine take."""
+    """Work out the memory of each device that trainer and engines take."""
     from rollover.trainer.memory import training_memory
 
     model, base_dtype = _model(config)
@@ -98,24 +103,22 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         "logits": training.logits,
         "gathered weights": training.gathered,
     }
-    parts: dict[torch.device, dict[str, int]] = {}
+    parts: dict[str, dict[str, int]] = {}
     elsewhere = []
     if config.cluster is not None and config.trainer.num_devices > 1:
         elsewhere.append(DeviceMemory(device="each rank on the cluster", capacity=None, parts=of_trainer))
     for device in () if elsewhere else _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
         held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
         held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})
-    turns: dict[torch.device, str] = {}
-    if isinstance(config.engine, EmbeddedConfig):
-        device, of_engine = _engine_parts(config, config.engine, model, training.num_parameters)
+    turns: dict[str, str] = {}
+    engines = engine_memory(config, training.num_parameters, _capacity)
+    for device, of_engines in all_parts([*engines]).items():
         held = parts.setdefault(device, {})
-        if config.engine.colocated and held:
-            parts[device], turns[device] = _larger_turn(held, of_engine)
+        if config.engine.declared.is_colocated and held:
+            parts[device], turns[device] = _larger_turn(held, of_engines)
         else:
-            held.update(of_engine)
-    here = [
-        DeviceMemory(device=str(d), capacity=_capacity(d), parts=p, turn=turns.get(d, "")) for d, p in parts.items()
-    ]
+            held.update(of_engines)
+    here = [DeviceMemory(device=d, capacity=_capacity(d), parts=p, turn=turns.get(d, "")) for d, p in parts.items()]
     return [*elsewhere, *here]
 
 
@@ -131,58 +134,72 @@ def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) ->
 
 def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Iterator[str]:
     """Say which share of a device servers may take that have it in turn with the trainer."""
-    if not isinstance(config.engine, ServerConfig) or not config.engine.colocated:
+    engine = config.engine
+    if not isinstance(engine, VLLMConfig | SGLangConfig) or not engine.colocated:
         return
     for memory in needed:
-        if memory.capacity is None:
+        if memory.capacity is None or not memory.parts.keys() >= {*_KEPT}:
             continue
         kept = sum(memory.parts[name] for name in _KEPT)
         share = max(0.0, 1 - kept / memory.capacity)
         yield (
             f"memory of {memory.device} while servers generate: the trainer keeps {_size(kept)}; servers there may take"
-            f" at most {share:.2f} of it (--gpu-memory-utilization of vLLM, --mem-fraction-static of SGLang)"
+            f" at most {share:.2f} of the device ({share_argument(engine)})"
         )
 
 
-def _trainer_devices(trainer: TrainerConfig) -> list[torch.device]:
+def _trainer_devices(trainer: TrainerConfig) -> list[str]:
     """Return the device of each rank."""
-    import torch
-
     from rollover.trainer.devices import rank_devices
     from rollover.trainer.models import pick_device
 
-    if trainer.num_devices == 1:
-        return [pick_device(trainer.device)]
-    return [torch.device(name) for name in rank_devices(trainer)]
-
-
-def _engine_parts(
-    config: RunConfig, engine: EmbeddedConfig, model: Mapping[str, Any], num_parameters: int
-) -> tuple[torch.device, dict[str, int]]:
-    from rollover.engine.embedded import sizing
-    from rollover.hf.architecture import Architecture
-
-    engine = fitted(engine, config, Architecture.from_config(model))
-    weights = num_parameters * sizing.dtype_of(engine).itemsize
-    return sizing.device_of(engine.device), {"engine's weights": weights, "engine's cache": engine.kv_cache_bytes}
+    return [numbered(pick_device(trainer.device))] if trainer.num_devices == 1 else [*rank_devices(trainer)]
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes of settings, those first that cost least, each on top of those before."""
-    trainer = config.trainer
+    """Yield changes of settings, those first that cost least, each on top of those before."""
+    if (smaller := _smaller_cache(config, least_share=0.5)) is not None:
+        yield smaller
+    trainer, said = config.trainer, ""
     if not trainer.gradient_checkpointing:
-        trainer = replace(trainer, gradient_checkpointing=True)
-        yield "set trainer.gradient_checkpointing = true", replace(config, trainer=trainer)
-    said = "" if config.trainer.gradient_checkpointing else "set trainer.gradient_checkpointing = true and "
+        trainer, said = replace(trainer, gradient_checkpointing=True), "set trainer.gradient_checkpointing = true"
+        yield said, replace(config, trainer=trainer)
+    before = said and f"{said} and "
     longest = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
     while trainer.micro_batch_tokens > longest:
         trainer = replace(trainer, micro_batch_tokens=max(longest, trainer.micro_batch_tokens // 2))
-        advice = f"{said}lower trainer.micro_batch_tokens to {trainer.micro_batch_tokens}"
-        yield advice, replace(config, trainer=trainer)
+        said = f"{before}lower trainer.micro_batch_tokens to {trainer.micro_batch_tokens}"
+        yield said, replace(config, trainer=trainer)
+    if (smaller := _smaller_cache(replace(config, trainer=trainer))) is not None:
+        advice, changed = smaller
+        yield ", and ".join(filter(None, (said, advice))), changed
     if trainer.lora is None:
         yield "train adapters, [trainer.lora]", replace(config, trainer=replace(config.trainer, lora=LoraConfig()))
         adapters = replace(trainer, lora=LoraConfig())
-        yield f"train adapters, [trainer.lora], and {advice}", replace(config, trainer=adapters)
+        yield ", and ".join(filter(None, ("train adapters, [trainer.lora]", said))), replace(config, trainer=adapters)
+
+
+def _smaller_cache(config: RunConfig, least_share: float = 0.0) -> tuple[str, RunConfig] | None:
+    """Return the largest cache of embedded engines with which all fits; ``None`` where none does that holds the longest
+    sample and ``least_share`` of what the config says."""
+    engine = config.engine
+    if not isinstance(engine, EmbeddedConfig | EmbeddedServerConfig):
+        return None
+    excess = 0
+    for memory in device_memory(config):
+        caches = sum(num_bytes for name, num_bytes in memory.parts.items() if "cache" in name)
+        if not memory.fits and memory.capacity is not None and caches:
+            num_engines = max(1, caches // engine.kv_cache_bytes)
+            excess = max(excess, -(-(memory.total - memory.capacity) // num_engines))
+    smaller = (engine.kv_cache_bytes - excess) // _CACHE_STEP_BYTES * _CACHE_STEP_BYTES
+    if not 0 < smaller < engine.kv_cache_bytes or smaller < least_share * engine.kv_cache_bytes:
+        return None
+    changed = replace(config, engine=replace(engine, kv_cache_bytes=smaller))
+    try:
+        check_engine(changed)
+    except ConfigError:  # the longest sample would not fit
+        return None
+    return f"lower engine.kv_cache_bytes to {smaller}", changed
 
 
 def _all_fit(config: RunConfig) -> bool:
@@ -208,11 +225,13 @@ def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
     return model, getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)
 
 
-def _capacity(device: torch.device) -> int:
-    """The memory of a GPU, or of the machine."""
+def _capacity(device: str) -> int | None:
+    """Return the memory of a GPU, or of the machine; ``None`` for a device that this process does not see."""
     import torch
 
-    if device.type == "cuda":
+    if is_unseen(device):
+        return None
+    if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -31,7 +31,10 @@ def test_the_devices_of_a_server_are_read_from_its_arguments(args: list[str], de
 
 @pytest.mark.parametrize("args", [["--tp"], ["--tp", "two"], ["--tp=0"], ["--tp", "--pp"]])
 def test_a_size_that_is_no_number_is_refused(args: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.launch_args: --tp must be followed by a number of devices"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.launch_args: --tensor-parallel-size \(or .*\) must be followed by a number of devices",
+    ):
         num_devices(args)
 
 

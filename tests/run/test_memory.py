@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 
+from rollover.errors import ConfigError
 from rollover.run import memory
 from rollover.run.config import RunConfig
+from rollover.run.engine_memory import uncounted
 from rollover.run.memory import device_memory, memory_lines
+from rollover.trainer import memory as trainer_memory
 from tests.run.test_config import load
 
 WIDE = (
     *("--model.scratch.hidden_size", "768", "--model.scratch.intermediate_size", "2304"),
     *("--model.scratch.num_layers", "6", "--trainer.device", "cpu", "--engine.device", "cpu"),
 )
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces are functions of their arguments, and of what devices there are: each is made once for all tests."""
+    real = trainer_memory.training_memory
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        key = repr((args, sorted(kwargs.items()), torch.cuda.is_available()))
+        if key not in TRACED:
+            TRACED[key] = real(*args, **kwargs)
+        return TRACED[key]
+
+    monkeypatch.setattr(trainer_memory, "training_memory", traced)
+
+
+TRACED: dict[str, Any] = {}
 
 
 def configured(*options: str) -> RunConfig:
@@ -59,14 +84,14 @@ def test_of_ranks_on_a_cluster_it_says_what_each_takes() -> None:
     here, there = reversed(device_memory(configured("--trainer.num_devices", "64", "--cluster.address", "auto")))
     assert {*here.parts} == {"engine's weights", "engine's cache"}
     assert there.capacity is None and there.fits and there.parts["activations"] == alone.parts["activations"] / 2
-    assert str(there).startswith("memory of each rank on the cluster: ") and " at most: weights " in str(there)
+    assert str(there).startswith("memory of each rank on the cluster: needs up to ") and " (weights " in str(there)
 
 
 def test_it_says_that_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with_capacity(monkeypatch, 64 * 2**30)
     (line,) = memory_lines(configured())
-    assert line.startswith("memory of cpu: ")
-    assert " of 64.0 GiB at most, fits: weights " in line
+    assert line.startswith("memory of cpu: needs up to ")
+    assert ", 64.0 GiB available: fits (weights " in line
 
 
 def test_what_it_advises_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +129,142 @@ def test_engine_and_trainer_that_take_turns_need_the_larger_of_both_beside_what_
         of_engine = apart.parts["engine's weights"] + cache
         in_step = apart.total - kept - of_engine
         assert turns.total == kept + max(of_engine, in_step) < apart.total
-        assert turns.turn == turn and f" at most {turn}, " in str(turns)
+        assert turns.turn == turn and f" {turn}, " in str(turns)
 
 
 def test_servers_that_take_turns_with_the_trainer_are_told_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     with_capacity(monkeypatch, 4 * 2**30)
-    servers = ("--engine.kind", "vllm", "--engine.launch", "true")
-    lines = memory_lines(load("quickstart", [*WIDE[:-2], *servers, "--engine.colocated", "true"]))
-    needed = device_memory(load("quickstart", [*WIDE[:-2], *servers]))[0]
+    lines = memory_lines(with_servers("vllm", "--engine.colocated", "true"))
+    needed = device_memory(with_servers("vllm"))[0]
     share = 1 - 3 * needed.parts["weights"] / 2**32
-    assert sum(f"servers there may take at most {share:.2f} of it" in line for line in lines) == 1
-    assert not any("servers" in line for line in memory_lines(load("quickstart", [*WIDE[:-2], *servers])))
+    may_take = f"servers there may take at most {share:.2f} of the device (--gpu-memory-utilization)"
+    assert sum(may_take in line for line in lines) == 1
+    assert not any("may take" in line for line in memory_lines(with_servers("vllm")))
+
+
+def with_servers(kind: str, *options: str) -> RunConfig:
+    return load("quickstart", [*WIDE[:-2], "--engine.kind", kind, "--engine.launch", "true", *options])
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, num: int, num_bytes: int, visible: str | None = None) -> None:
+    """Have this process see some GPUs, each with so much memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=num_bytes, device=device)
+    )
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+GPU_TRAINER = ("--trainer.device", "cuda", "--trainer.num_devices")
+
+
+def test_servers_of_the_embedded_engine_on_a_cpu_share_its_memory_with_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = 8 * 2**30
+    servers = ("--engine.num_servers", "2", "--engine.kv_cache_bytes", str(cache))
+    (found,) = device_memory(with_servers("embedded_server", *servers))
+    assert found.parts["cache of 2 engines"] == 2 * cache
+    assert found.parts["weights of 2 engines"] == 2 * found.parts["weights"]  # both are float32 here
+    with_capacity(monkeypatch, 16 * 2**30)
+    said = advice(lines := memory_lines(with_servers("embedded_server", *servers)))
+    assert "16.0 GiB available: does not fit" in lines[0]
+    smaller = said.removeprefix("lower engine.kv_cache_bytes to ")
+    (fitting,) = device_memory(
+        with_servers("embedded_server", "--engine.num_servers", "2", "--engine.kv_cache_bytes", smaller)
+    )
+    assert 15.5 * 2**30 < fitting.total <= 16 * 2**30
+
+
+def test_servers_are_counted_on_the_gpus_that_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4, 80 * 2**30)
+    servers = ("--engine.num_servers", "4", "--engine.launch_devices", '["0", "1", "2", "3"]')
+    found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "4", *servers))
+    assert [memory.device for memory in found] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert all(memory.parts["engine's cache"] == 512 * 2**20 and memory.parts["optimizer"] for memory in found)
+    assert all(
+        memory.parts["engine's weights"] == 2 * memory.parts["weights"] for memory in found
+    )  # bfloat16 against a 4th
+
+    on_gpus(monkeypatch, 4, 80 * 2**30, visible="0,1,2,3")
+    servers = ("--engine.num_servers", "4", "--engine.launch_devices", '["4", "5", "2", "3"]')
+    found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "4", *servers))
+    engines = {memory.device: memory.capacity for memory in found if "engine's cache" in memory.parts}
+    assert engines == {"cuda:2": 80 * 2**30, "cuda:3": 80 * 2**30, "GPU 4": None, "GPU 5": None}
+
+    found = device_memory(with_servers("embedded_server", *GPU_TRAINER, "2", "--engine.num_servers", "3"))
+    assert {memory.device: "cache of 3 engines" in memory.parts for memory in found} == {
+        "cuda:0": True,
+        "cuda:1": False,
+    }
+
+
+def test_the_embedded_engine_shares_the_first_gpu_with_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 2, 80 * 2**30)
+    first, second = device_memory(load("quickstart", [*WIDE[:-4], *GPU_TRAINER, "2"]))
+    assert (first.device, second.device) == ("cuda:0", "cuda:1")
+    assert "engine's cache" in first.parts and "engine's cache" not in second.parts
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "devices"),
+    [
+        ("vllm", ("--gpu-memory-utilization", "0.6", "--tensor-parallel-size", "2"), ["cuda:0", "cuda:1"]),
+        ("vllm", ("--gpu_memory_utilization=0.6",), ["cuda:0"]),
+        ("sglang", ("--mem-fraction-static", "0.6"), ["cuda:0"]),
+    ],
+)
+def test_servers_that_are_told_their_share_of_a_gpu_take_so_much(
+    monkeypatch: pytest.MonkeyPatch, kind: str, args: tuple[str, ...], devices: list[str]
+) -> None:
+    on_gpus(monkeypatch, 2, 10 * 2**30)
+    options = (*GPU_TRAINER, "2", "--engine.launch_args", json.dumps(args))
+    found = device_memory(config := with_servers(kind, *options))
+    shares = {memory.device: memory.parts["engine's share"] for memory in found if "engine's share" in memory.parts}
+    assert shares == dict.fromkeys(devices, int(0.6 * 10 * 2**30))
+    assert uncounted(config) is None
+    turns = device_memory(with_servers(kind, *options, "--engine.colocated", "true"))[0]
+    kept = turns.parts["weights"] + turns.parts["optimizer"]
+    assert (turns.turn, turns.total) == ("while it generates", kept + int(0.6 * 10 * 2**30))
+
+
+def test_it_says_which_servers_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = load("quickstart", [*WIDE[:-2], "--engine.kind", "vllm", "--engine.urls", '["http://10.0.0.5:8000"]'])
+    assert uncounted(running) == "memory: not counted is what the 1 server of engine.urls take, which run already"
+    on_cpu = uncounted(with_servers("vllm", "--engine.num_servers", "2"))
+    assert on_cpu == "memory: not counted is what the 2 vllm servers take of the CPU's memory"
+    on_gpus(monkeypatch, 2, 10 * 2**30)
+    assert uncounted(with_servers("sglang", "--engine.num_servers", "2")) == (
+        "memory: not counted is what the 2 sglang servers take: to have it counted, name their share of a GPU in"
+        " engine.launch_args, as in --mem-fraction-static 0.6"
+    )
+    assert uncounted(with_servers("embedded_server")) is None
+    assert memory_lines(with_servers("sglang"))[-1].startswith("memory: not counted is what the 1 sglang server")
+
+
+def test_arguments_of_a_server_overrule_the_config() -> None:
+    args = ("--kv_cache_bytes", str(300 * 2**20), "--dtype", "bfloat16")
+    (found,) = device_memory(with_servers("embedded_server", "--engine.launch_args", json.dumps(args)))
+    assert found.parts["engine's cache"] == 300 * 2**20
+    assert 2 * found.parts["engine's weights"] == found.parts["weights"]
+    with pytest.raises(ConfigError, match=r"^engine\.launch_args: dtype must be one of "):
+        device_memory(with_servers("embedded_server", "--engine.launch_args", '["--dtype", "float8"]'))
+
+
+def test_of_engine_servers_on_a_cluster_it_says_what_each_takes() -> None:
+    found = device_memory(with_servers("embedded_server", "--cluster.address", "auto", "--cluster.engines", "64"))
+    (each,) = (memory for memory in found if memory.device == "each engine server on the cluster")
+    assert each.capacity is None and each.parts["engine's cache"] == 512 * 2**20
+    left_out = uncounted(with_servers("vllm", "--cluster.address", "auto", "--cluster.engines", "64"))
+    assert left_out == "memory: not counted is what the vllm servers on the cluster take"
+
+
+def test_rows_that_cannot_be_smaller_leave_other_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_capacity(monkeypatch, 2**20)
+    config = configured("--trainer.micro_batch_tokens", "64", "--engine.kv_cache_bytes", str(100 * 2**20))
+    assert advice(memory_lines(config)) == "take a smaller model, or a device with more memory"

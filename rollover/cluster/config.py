@@ -64,9 +64,8 @@ class ClusterConfig:
     engine_resources: Mapping[str, float] = field(default_factory=dict)
     """Custom resources that the node of each engine server must have, and of which the server takes so much."""
     placement_timeout_s: float = 60.0
-    """Longest wait for the cluster to answer, and for nodes to be free that it has, or that are to come back after one
-    was lost."""
-
+    """Longest wait for the cluster to answer, for room on its nodes while others use them, and for a node to replace
+    one that was lost. A run that asks for more than the nodes have when it begins is refused at once."""
     engine_lease_s: float = 600.0
     """How long engine servers stay when the process of the run has died and no resumed run has taken them over."""
 

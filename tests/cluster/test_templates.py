@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
 
 FOLDER = Path(__file__).parents[2] / "docs" / "how-to" / "clusters"
 STUB = """\
@@ -19,16 +24,35 @@ echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in
   scontrol*) printf 'node-a\\nnode-b\\n' ;;
   *hostname*) echo "10.0.0.7 fe80::1" ;;
+  srun*node-b*ray*start*) [ -z "${SECOND_ENDS:-}" ] && exec sleep 300; exit 1 ;;
   srun*ray*start*) exec sleep 300 ;;
-  rollover*) # the run ends when Ray has been started on both nodes, and the job ends with it
-    for _ in $(seq 600); do [ "$(grep -c "ray start" "$CALLS")" -ge 2 ] && break; sleep 0.1; done
-    exit "${RUN_EXITS:-0}" ;;
+  rollover*) exit "${RUN_EXITS:-0}" ;;
 esac
 """
+RAY = """\
+import os
+from pathlib import Path
 
 
-def started(tmp_path: Path, *argv: str, **env: str) -> tuple[int, list[list[str]]]:
-    """Run the script with stubs of what it calls. Returns its exit code and all calls."""
+def init(**kwargs):
+    assert kwargs["address"] == "10.0.0.7:6379", kwargs
+
+
+def nodes():
+    calls = Path(os.environ["CALLS"])
+    with calls.open("a") as file:
+        file.write("nodes\\n")
+    started = calls.read_text().count("ray start")
+    joined = min(calls.read_text().count("nodes\\n"), started, int(os.environ["JOIN"]))
+    return [{"Alive": True}] * joined + [{"Alive": False}] * 5
+"""
+"""In place of Ray: of the nodes where it was started one more has joined each time that somebody asks, up to
+``JOIN``."""
+
+
+def started(tmp_path: Path, *argv: str, says: str = "", **env: str) -> tuple[int, list[list[str]]]:
+    """Run the script with stubs of what it calls, and expect ``says`` among its messages. Returns its exit code and all
+    calls."""
     stubs, venv, calls = tmp_path / "bin", tmp_path / "venv" / "bin", tmp_path / "calls"
     stubs.mkdir()
     venv.mkdir(parents=True)
@@ -36,7 +60,11 @@ def started(tmp_path: Path, *argv: str, **env: str) -> tuple[int, list[list[str]
     for name in ("scontrol", "srun", "ray", "rollover"):
         (stubs / name).write_text(STUB)
         (stubs / name).chmod(0o755)
+    (stubs / "python").symlink_to(sys.executable)
+    (stubs / "ray.py").write_text(RAY)
     given = {
+        "PYTHONPATH": str(stubs),
+        "JOIN": "2",
         "PATH": f"{stubs}:{os.environ['PATH']}",
         "CALLS": str(calls),
         "VENV": str(venv.parent),
@@ -48,6 +76,7 @@ def started(tmp_path: Path, *argv: str, **env: str) -> tuple[int, list[list[str]
     done = subprocess.run(
         ["bash", str(FOLDER / "slurm.sh"), *argv], env=given, timeout=60, capture_output=True, text=True, check=False
     )
+    assert says in done.stderr
     return done.returncode, [shlex.split(line, posix=False) for line in calls.read_text().splitlines()]
 
 
@@ -62,6 +91,36 @@ def test_the_slurm_script_starts_ray_on_every_node_and_the_run_on_the_first(tmp_
     (run,) = (call for call in calls if call[0] == "rollover")
     assert run[1:5] == ["train", "run.toml", "--trainer.num_devices", "8"]
     assert run[5:7] == ["--cluster.address", "10.0.0.7:6379"]
+    assert calls[: calls.index(run)].count(["nodes"]) >= 2  # it has waited for the second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (
+            {"JOIN": "1", "NODES_START_S": "2"},
+            "slurm.sh: 1 of 2 nodes have joined Ray at 10.0.0.7:6379 within 2 s (NODES_START_S); the output of",
+        ),
+        ({"JOIN": "1", "SECOND_ENDS": "1"}, "slurm.sh: 'ray start' has ended on node-b; its output above says why"),
+    ],
+)
+def test_the_slurm_script_does_not_begin_a_run_without_all_nodes(
+    tmp_path: Path, env: dict[str, str], says: str
+) -> None:
+    code, calls = started(tmp_path, "run.toml", says=says, **env)
+    assert code == 1
+    assert not any(call[0] == "rollover" for call in calls)
+
+
+@pytest.mark.slow
+def test_the_slurm_script_counts_the_nodes_of_a_cluster(cluster: Any) -> None:
+    (program,) = re.findall(r"python -c '\n(.*?)'", (FOLDER / "slurm.sh").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program, cluster.address], timeout=120, capture_output=True, text=True, check=True
+    )
+    there = connect(ClusterConfig(address=cluster.address)).nodes()
+    assert int(done.stdout.splitlines()[-1]) == sum(node["Alive"] for node in there) >= 3
 
 
 def test_the_slurm_script_launches_plans_and_hands_the_exit_code_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ set -euo pipefail
 VENV=${VENV:-$HOME/rollover}       # an environment with rollover[train,ray], at this path on every node
 PORT=${PORT:-6379}                 # the port of Ray's head
 NODE_TYPE=${NODE_TYPE:-}           # a resource that each node offers, one unit per GPU, such as h100
+NODES_START_S=${NODES_START_S:-300} # longest wait for all nodes to join Ray
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 # shellcheck disable=SC1091
@@ -31,6 +32,10 @@ address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | a
 resources='{}'
 [ -z "$NODE_TYPE" ] || resources="{\"$NODE_TYPE\": $GPUS}"
 
+fail() {
+  echo "slurm.sh: $*" >&2
+  exit 1
+}
 stop() {
   kill "${steps[@]}" 2>/dev/null || true
   wait || true
@@ -49,7 +54,28 @@ for node in "${nodes[@]}"; do
   [ "$node" != "$head" ] || sleep "${HEAD_STARTS_S:-15}"
 done
 
-# The run connects when Ray answers, and waits up to cluster.placement_timeout_s for nodes that have not joined yet.
+alive_nodes() {
+  timeout 60 python -c '
+import sys
+
+import ray
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(sum(node["Alive"] for node in ray.nodes()))
+' "$address" 2>/dev/null | tail -n 1
+}
+
+# A run that needs more than the nodes that are there when it begins is refused at once, so all of them join first.
+deadline=$((SECONDS + NODES_START_S))
+until alive=$(alive_nodes) && [ "${alive:-0}" -ge "${#nodes[@]}" ]; do
+  for i in "${!nodes[@]}"; do
+    kill -0 "${steps[$i]}" 2>/dev/null || fail "'ray start' has ended on ${nodes[$i]}; its output above says why"
+  done
+  [ "$SECONDS" -lt "$deadline" ] || fail "${alive:-0} of ${#nodes[@]} nodes have joined Ray at $address within" \
+    "$NODES_START_S s (NODES_START_S); the output of 'ray start' above says why"
+  sleep 1
+done
+
 command=train
 if [ "${1:-}" = --launch ]; then
   command=launch

@@ -517,7 +517,7 @@ all_down_timeout_s = 600.0
 connect_timeout_s = 300.0
 first_token_timeout_s = 900.0
 token_timeout_s = 300.0
-control_timeout_s = 300.0
+control_timeout_s = 60.0
 logprob_tolerance = 0.001
 [trainer]
 learning_rate = 1e-3
@@ -550,7 +550,7 @@ def test_a_run_survives_a_frozen_and_a_killed_server(
         )
     try:
         wait_for_step(training, run, 2)
-        servers[1].freeze()
+        servers[1].freeze()  # in an update, as a rule: the other waits for it as long as control_timeout_s says
         wait_for_step(training, run, 4)
         servers[1].thaw()
         wait_for_step(training, run, 5)

@@ -55,8 +55,9 @@ def response(sample_key: str, start: int = 0, end: int = LENGTH) -> tuple[int, .
     return tuple(token_at(sample_key, i) for i in range(start, end))
 
 
-def head(version: int) -> Head:
-    return Head(version=version, manifest=hashlib.sha256(f"manifest {version}".encode()).hexdigest())
+def head(version: int, epoch: int = 1) -> Head:
+    """The publication of a version by one start of the run; a manifest names its epoch."""
+    return Head(version=version, manifest=hashlib.sha256(f"manifest {epoch} {version}".encode()).hexdigest())
 
 
 def request(

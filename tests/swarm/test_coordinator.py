@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send, ServesAnew
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.machine.publications import EarlierPublication
 from rollover.swarm.wire.messages import (
     Ack,
+    Adopt,
     Assign,
     Decoded,
     Goodbye,
     Head,
     Heartbeat,
-    HeldCall,
     Hello,
     Leaving,
     Ready,
@@ -220,48 +222,101 @@ def test_what_a_member_offers_that_had_lost_its_lease_is_accepted_late_and_count
     assert (hub.counters.adopted_calls, hub.counters.late_accepted) == (1, int(lapses))
 
 
-def test_tokens_of_weights_that_a_run_restarted_from_an_older_checkpoint_has_not_made_are_let_go() -> None:
-    first, worker = coordinator(), ModelWorker("a")
-    first.published(head(3))
-    join(first, worker)
-    worker.got(sent(first.opened(request("g0.0")), Assign)[0])
-    decoded(worker, "g0.0#0.", 30)
-    second = restarted(2, at=1)
-    effects = second.connected("a", worker.hello(), 0.0)
-    assert sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
-    worker.version, worker.served = 1, {1: head(1)}
-    for message in worker.start(sent(effects, Welcome)[0]):
-        second.received(worker.lease, message, 0.0)
-    assert len(sent(second.opened(request("g0.0", 1, num_done=12)), Assign)) == 1
-
-
-def restarted(epoch: int, *, at: int) -> Coordinator:
+def restarted(epoch: int, *, at: int, earlier: Iterable[EarlierPublication] = ()) -> Coordinator:
     """Return the coordinator of a run that was started again from a checkpoint."""
     run = RunIdentity(run_id="run", run_epoch=epoch, vocab_size=VOCAB, max_context_tokens=64)
-    hub = Coordinator(run, Head(version=0, manifest=""), ttl_s=TTL_S, exact=False, checks=False)
-    hub.published(head(at))
+    hub = Coordinator(run, Head(version=0, manifest=""), ttl_s=TTL_S, exact=False, checks=False, earlier=earlier)
+    hub.published(head(at, epoch))
     return hub
 
 
-@pytest.mark.parametrize(
-    ("epoch", "restart_at", "head_now", "kept"),
-    [(2, 3, 3, True), (2, 3, 5, True), (2, 2, 2, False), (2, 2, 7, False), (3, 3, 3, False)],
-)
-def test_held_tokens_are_taken_only_where_their_versions_are_what_they_were(
-    epoch: int, restart_at: int, head_now: int, kept: bool
-) -> None:
-    """The worker has served version 3 in epoch 1; a run that went on from version 2 has made another version 3 since."""
+def of_epoch(epoch: int, *versions: int) -> list[EarlierPublication]:
+    return [EarlierPublication(run_epoch=epoch, head=head(version, epoch)) for version in versions]
+
+
+def decoding_at(version: int) -> ModelWorker:
+    """Return a worker that has decoded 30 tokens of ``g0.0`` in epoch 1 under a version."""
     first, worker = coordinator(), ModelWorker("a")
-    first.published(head(3))
+    if version:
+        first.published(head(version))
     join(first, worker)
     worker.got(sent(first.opened(request("g0.0")), Assign)[0])
     decoded(worker, "g0.0#0.", 30)
-    later = restarted(epoch, at=restart_at)
-    if head_now > restart_at:
-        later.published(head(head_now))
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("earlier", "epoch", "restart_at", "head_now", "kept"),
+    [
+        pytest.param(of_epoch(1, 2, 3), 2, 3, 3, True, id="resumed where it was"),
+        pytest.param(of_epoch(1, 2, 3), 2, 3, 5, True, id="and has gone on"),
+        pytest.param(of_epoch(1, 2, 3), 2, 2, 2, False, id="gone back"),
+        pytest.param(of_epoch(1, 2, 3), 2, 2, 7, False, id="gone back, and its number is reached again"),
+        pytest.param([*of_epoch(1, 2, 3), *of_epoch(2, 3, 4)], 3, 4, 4, True, id="a start was missed"),
+        pytest.param([*of_epoch(1, 2, 3), *of_epoch(2, 2, 3)], 3, 3, 3, False, id="a start that went back was missed"),
+        pytest.param(of_epoch(1, 2), 2, 3, 3, False, id="not on record"),
+        pytest.param([], 2, 3, 3, False, id="nothing on record"),
+    ],
+)
+def test_tokens_from_an_earlier_start_are_taken_only_if_their_weights_are_on_record_and_the_run_has_kept_them(
+    earlier: list[EarlierPublication], epoch: int, restart_at: int, head_now: int, kept: bool
+) -> None:
+    """The worker has served version 3 in epoch 1; a run that resumed from version 2 has made another version 3 since."""
+    worker = decoding_at(3)
+    later = restarted(epoch, at=restart_at, earlier=earlier)
+    for version in range(restart_at + 1, head_now + 1):
+        later.published(head(version, epoch))
     effects = later.connected("a", worker.hello(), 0.0)
-    assert bool(sent(effects, Release)) is not kept
+    assert sent(effects, Release) == ([] if kept else [Release(call_ids=("g0.0#0.",))])
+    assert later.members["a"].served == ({3: head(3).manifest} if kept else {})
     assert bool(later.members["a"].held) is kept and not later.members["a"].distrust
+    for effect in sent(effects, Release):
+        worker.got(effect)
+    worker.version, worker.served = head_now, {head_now: head(head_now, epoch)}
+    for message in worker.start(sent(effects, Welcome)[0]):
+        later.received(worker.lease, message, 0.0)
+    opened = later.opened(request("g0.0", 1, num_done=12))
+    assert (len(sent(opened, Adopt)), len(sent(opened, Assign))) == ((1, 0) if kept else (0, 1))
+
+
+def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reached_again() -> None:
+    """Epoch 1 was at version 7, the run resumed from version 5, and the worker says truly that it has served 7."""
+    hub, worker = restarted(2, at=5, earlier=of_epoch(1, 5, 6, 7)), ModelWorker("a")
+    worker.run_id, worker.run_epoch, worker.version = "run", 1, 7
+    worker.served = {version: head(version) for version in (5, 6, 7)}
+    (welcome,) = sent(hub.connected("a", worker.hello(), 0.0), Welcome)
+    assert hub.members["a"].served == {5: head(5).manifest}
+    worker.version, worker.served = 5, {5: head(5, 2)}
+    for message in worker.got(welcome):
+        hub.received(worker.lease, message, 0.0)
+    for version in (6, 7):
+        hub.published(head(version, 2))
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    news = worker.change(head(7, 2))
+    (piece,) = decoded(worker, "g0.0#0.", 10)
+    assert piece.version == 7
+    assert hub.received(worker.lease, piece, 1.0) == [], "it has not said yet that it serves version 7 of this start"
+    assert hub.counters.unconfirmed_tokens == 10
+    assert ServesAnew("a", news) in hub.received(worker.lease, news, 1.0)
+    (out,) = hub.received(worker.lease, piece, 1.0)
+    assert isinstance(out, Deliver) and len(out.piece.token_ids) == 10
+
+
+def test_a_heartbeat_confirms_only_what_was_published() -> None:
+    hub, worker = restarted(2, at=5, earlier=of_epoch(1, 4, 5, 6)), ModelWorker("a")
+    join(hub, worker)
+    hub.published(head(6, 2))
+    never = Head(version=3, manifest="f" * 64)
+    served = (never, head(4), head(5, 2), head(6))
+    hub.received(worker.lease, beat(serving=head(5, 2), served=served), 1.0)
+    assert hub.members["a"].served == {4: head(4).manifest, 5: head(5, 2).manifest}
+
+
+def test_a_worker_that_was_started_again_has_served_nothing() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    hub.connected("a", ModelWorker("a").hello(), 1.0)
+    assert hub.members["a"].served == {}
 
 
 def test_the_last_tokens_of_a_call_are_acknowledged_however_many_notices_come() -> None:
@@ -549,30 +604,12 @@ class Swarm(DrivenSwarm):
         self.open.clear()
 
     @invariant()
-    def nobody_has_more_than_there_is_room_for(self) -> None:
+    def nobody_is_given_more_than_there_is_room_for(self) -> None:
+        """Calls that a member held already come on top: nobody decodes those again."""
         for member in self.hub.members.values():
-            assert member.ready is None or member.num_running <= 2 + len(member.reserved) or member.held is not None
+            given = [call_id for call_id, call in self.hub.calls_of(member) if not call.held_as]
+            assert member.ready is None or len(given) + len(member.reserved) <= member.ready.max_running
 
 
 TestSwarm = Swarm.TestCase
 TestSwarm.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
-
-
-def test_tokens_of_the_weights_that_a_start_of_the_run_began_with_are_taken_from_the_start_before() -> None:
-    """The same weights are published again, in the new epoch under another manifest."""
-    run = RunIdentity(run_id="run", run_epoch=2, vocab_size=VOCAB, max_context_tokens=64)
-    coordinator = Coordinator(run, Head(version=0, manifest=""), ttl_s=10.0, exact=False, checks=False)
-    coordinator.published(head(3))
-    before = Head(version=3, manifest="f" * 64)
-
-    def hello(*served: Head) -> Hello:
-        held = (HeldCall(call_id="old", sample_key="g0.0.", start=0, end=4, is_running=True),)
-        return Hello(protocols=(1,), software="model", run_id="run", run_epoch=1, served=served, held=held)
-
-    coordinator.connected("laptop", hello(before), 0.0)
-    assert coordinator.members["laptop"].served == {3: before.manifest}
-    assert "g0.0." in coordinator.members["laptop"].held
-    coordinator.published(head(4))
-    effects = coordinator.connected("phone", hello(before, Head(version=4, manifest="e" * 64)), 0.0)
-    assert any(isinstance(e, Send) and isinstance(e.message, Release) for e in effects)  # not those of this start
-    assert not coordinator.members["phone"].held

@@ -29,6 +29,7 @@ from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.machine.publications import EarlierPublication
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
 from rollover.swarm.coordinator.status.snapshot import StatusFile
@@ -93,6 +94,7 @@ async def open_swarm(
         exact=config.mode == "pull",
         checks=checks,
         blob_urls=(*blob_urls(config, os.environ), *(over_nats.blob_urls if over_nats is not None else ())),
+        earlier=_earlier(publisher),
     )
     credentials = Credentials(root / "workers.json")
     formats = Counter(info.dtype for info in read_weight_infos(folder).values())
@@ -120,6 +122,14 @@ async def open_swarm(
         gateway.bind()
     await _open_page(engine, config, board)
     return engine
+
+
+def _earlier(publisher: SwarmPublisher) -> tuple[EarlierPublication, ...]:
+    """Return what earlier starts of the run have published, as far as it is on record."""
+    return tuple(
+        EarlierPublication(run_epoch=kept.run_epoch, head=Head(version=kept.version, manifest=kept.manifest))
+        for kept in publisher.kept
+    )
 
 
 async def _nats_side(config: SwarmConfig) -> NatsSide | None:

@@ -145,6 +145,11 @@ class SwarmPublisher:
         """The newest publication, which may be of an earlier epoch; ``None`` before the first."""
         return self._log.head
 
+    @property
+    def kept(self) -> tuple[KeptPublication, ...]:
+        """The publications that can be fetched, oldest first; those of earlier epochs too."""
+        return self._log.kept
+
     def publish(self, source: WeightSource) -> PublishedWeights:
         """Publish full weights of a new version. When it raises, the head is what it was, or the new version is whole.
 

@@ -32,9 +32,9 @@ from rollover.swarm.coordinator.machine.effects import (
     SentAway,
     ServesAnew,
 )
-from rollover.swarm.coordinator.machine.epochs import holds_foreign_tokens
 from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.machine.placing import Placing
+from rollover.swarm.coordinator.machine.publications import EarlierPublication, Publications
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.reconcile import confirmed, disagreements
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
@@ -91,6 +91,7 @@ class Coordinator:
         exact: bool,
         checks: bool,
         blob_urls: tuple[str, ...] = (),
+        earlier: Iterable[EarlierPublication] = (),
     ) -> None:
         self.run = run
         self.head = head
@@ -99,8 +100,9 @@ class Coordinator:
         self.checks = checks
         self._ttl_s = ttl_s
         self._blob_urls = blob_urls
-        self._publications = {head.version: head.manifest} if head.manifest else {}
-        self._began_at = head.version
+        self._publications = Publications(earlier)
+        if head.manifest:
+            self._publications.add(head)
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
         self._ranking = Ranking(checks=checks)
@@ -145,19 +147,19 @@ class Coordinator:
         )
 
     def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
-        """Go on with the open calls that a worker holds; remember the others as offers; fail those it has lost."""
+        """Resume the open calls that a worker holds; remember the others as offers; fail those it has lost."""
         self._placing.forget(member)
+        started_again = f"{member.name} was started again"
         if hello.run_id != self.run.run_id:
-            return self._calls.failed(member, f"{member.name} was started anew", set(member.calls))
+            member.served.clear()
+            return self._calls.failed(member, started_again, set(member.calls))
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
-        # Weights with which this start of the run began are those of the start before, under another manifest.
-        common = self._began_at if hello.run_epoch == self.run.run_epoch - 1 else -1
-        if held and holds_foreign_tokens(hello, self.run.run_epoch, self._began_at, self.head):
+        if held and not all(map(self._publications.knows, hello.served)):
             effects.append(Send(member.lease, Release(call_ids=tuple(held))))
             held = {}
-        self._confirm(member, hello.served, common)
-        effects += self._calls.failed(member, f"{member.name} was started anew", member.calls - held.keys())
+        self._confirm(member, hello.served)
+        effects += self._calls.failed(member, started_again, member.calls - held.keys())
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
             if call is not None and call.member == member.name:
@@ -168,11 +170,9 @@ class Coordinator:
                 effects += self._placing.offer(member, offer)
         return effects
 
-    def _confirm(self, member: SwarmMember, heads: Iterable[Head], common: int = -1) -> None:
-        """Tokens of a member may come from these publications."""
-        for head in heads:
-            if head.version <= common or self._publications.get(head.version, head.manifest) == head.manifest:
-                member.served[head.version] = head.manifest
+    def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
+        """Tokens of a member may come from those of these publications that are known."""
+        member.served.update((head.version, head.manifest) for head in heads if self._publications.knows(head))
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
         """The connection of a lease is gone; the lease goes on until its time is over."""
@@ -306,7 +306,7 @@ class Coordinator:
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
         """Take note of a confirmed version. One that was never published is a lie or a mix-up."""
         version, manifest = serving.version, serving.manifest
-        if self._publications.get(version) != manifest:
+        if not self._publications.is_of_this_start(version, manifest):
             raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
         if member.version is not None and version < member.version:
             return []  # the message is late
@@ -314,7 +314,7 @@ class Coordinator:
         if version == member.version:
             return []
         self._ranking.changed(member)
-        effects: list[Effect] = [] if version in member.served else [ServesAnew(member.name, serving)]
+        effects: list[Effect] = [] if member.served.get(version) == manifest else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
@@ -368,7 +368,7 @@ class Coordinator:
         member.is_resting = member.is_resting and self._placing.now_s < member.rests_until_s
         self._ranking.changed(member)
         member.num_held, member.is_full = beat.num_held, beat.is_full
-        self._confirm(member, (head for head in beat.served if head.version <= self.head.version))
+        self._confirm(member, beat.served)
         if beat.serving is not None:
             effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))
         if beat.ready is not None and beat.ready != member.ready:
@@ -400,10 +400,9 @@ class Coordinator:
     def published(self, head: Head) -> list[Effect]:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
-        self._began_at = self._began_at if self._publications else head.version
         self.head, self._calls.newest, self._placing.newest = head, head.version, head.version
         self._placing.published_s = self._placing.now_s
-        self._publications[head.version] = head.manifest
+        self._publications.add(head)
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:

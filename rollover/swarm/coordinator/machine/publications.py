@@ -1,0 +1,70 @@
+"""The publications that a token may come from: those of this start of the run, and those of earlier starts that it has
+resumed from.
+
+A run that starts again resumes from a checkpoint of version *r* and publishes it again, under another manifest, since
+a manifest names its start (its epoch). Versions up to *r* are what they were. Those above *r* are made again from other
+batches, so a publication of an earlier start above *r* is not one of this run, even if its number is reached again.
+
+What it keeps true: a publication is known by its version and its digest together. One of an earlier start is known only
+if it is on record, so a digest that was never published is not known under any version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from rollover.swarm.wire.messages import Head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierPublication:
+    """A publication of an earlier start of the run.
+
+    Example: ``EarlierPublication(run_epoch=1, head=Head(version=7, manifest="9c1e..."))``
+    """
+
+    run_epoch: int
+    """The number of that start: 1 for the first."""
+    head: Head
+
+
+class Publications:
+    """The publications of a run, by version and digest.
+
+    Args:
+        earlier: those of earlier starts that are on record, oldest first.
+
+    Example: epoch 1 published versions 5, 6 and 7, and epoch 2 began with 6. Then versions 5 and 6 of epoch 1 are known
+    as well as version 6 of epoch 2, and version 7 of epoch 1 is not.
+    """
+
+    def __init__(self, earlier: Iterable[EarlierPublication] = ()) -> None:
+        self._earlier = tuple(earlier)
+        self._resumed: frozenset[Head] = frozenset()
+        self._of_this_start: dict[int, str] = {}
+
+    def add(self, head: Head) -> None:
+        """A version is published in this start of the run."""
+        if not self._of_this_start:
+            self._resumed = _resumed(self._earlier, head.version)
+        self._of_this_start[head.version] = head.manifest
+
+    def is_of_this_start(self, version: int, manifest: str) -> bool:
+        """Return whether this start of the run has published a version under this digest."""
+        return self._of_this_start.get(version) == manifest
+
+    def knows(self, head: Head) -> bool:
+        """Return whether tokens sampled from a publication are tokens of this run."""
+        return self.is_of_this_start(head.version, head.manifest) or head in self._resumed
+
+
+def _resumed(earlier: Iterable[EarlierPublication], began_at: int) -> frozenset[Head]:
+    """Return what is left of earlier publications now that a start has begun with version ``began_at``: each start
+    replaces the versions above the one that it began with."""
+    left: list[Head] = []
+    for _, group in groupby(earlier, key=lambda each: each.run_epoch):
+        heads = [each.head for each in group]
+        left = [head for head in left if head.version <= heads[0].version] + heads
+    return frozenset(head for head in left if head.version <= began_at)

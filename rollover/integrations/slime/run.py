@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError, EngineTimeout, RunError
+from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts
 from rollover.integrations.hosted import check_capabilities
@@ -273,20 +274,8 @@ def _stops(args: Namespace, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a response: those of the model, which SGLang knows too, and those of the user."""
     asked = getattr(args, "rollout_stop_token_ids", None) or ()
     own = [asked] if isinstance(asked, int) else [*asked]
-    return tuple(dict.fromkeys([*stop_token_ids(Path(args.hf_checkpoint), tokenizer), *_of_hub(args), *own]))
-
-
-def _of_hub(args: Namespace) -> list[int]:
-    """Return the end tokens of a model that is named by its place on the hub, and so has no folder to be read."""
-    if Path(args.hf_checkpoint).is_dir():
-        return []
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(args.hf_checkpoint).eos_token_id
-    except OSError:  # it has none
-        return []
-    return [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
+    folder = resolve_model(args.hf_checkpoint, weights=False)
+    return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), *own]))
 
 
 def _facts(args: Namespace) -> dict[str, Any]:

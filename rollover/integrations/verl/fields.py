@@ -1,6 +1,7 @@
 """Trajectories as verl's trainer reads them: keys, fields and tags of its TransferQueue, and inputs of its rewards.
 
-The names are those of verl 0.9's ``AgentLoopWorkerTQ``; torch and verl are imported by the functions that need them.
+The names are those of the ``AgentLoopWorkerTQ`` of verl 0.9.0 and 0.9.1; torch and verl are imported by the functions
+that need them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from rollover.integrations.verl.rows import Row
 from rollover.types import Trajectory
 
-_NOT_STORED = ("multi_modal_data",)
+_NOT_STORED = ("multi_modal_data", "__rollout_n__", "__do_sample__")
 
 
 def key(row: Row, place: int) -> str:
@@ -21,10 +22,11 @@ def key(row: Row, place: int) -> str:
     return f"{row['uid']}_{place}_0"
 
 
-def fields(trajectory: Trajectory, row: Row, *, reward: dict[str, Any] | None) -> dict[str, Any]:
+def fields(trajectory: Trajectory, row: Row, *, first_step: int, reward: dict[str, Any] | None) -> dict[str, Any]:
     """Return what verl stores of a trajectory. Tensors have one dimension: prompt, response or both.
 
     Args:
+        first_step: verl's number of the training step that version 0 of this run belongs to.
         reward: verl's ``reward_score`` and ``reward_extra_info``; ``None`` where its trainer computes them.
     """
     import torch
@@ -32,7 +34,7 @@ def fields(trajectory: Trajectory, row: Row, *, reward: dict[str, Any] | None) -
     prompts = torch.tensor(trajectory.prompt.token_ids, dtype=torch.int64)
     responses = torch.tensor(trajectory.token_ids, dtype=torch.int64)
     mask = torch.ones_like(responses)
-    extra: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **_steps(trajectory)}
+    extra: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **_steps(trajectory, first_step)}
     found: dict[str, Any] = {
         **{name: value for name, value in row.items() if name not in _NOT_STORED},
         "session_id": trajectory.sample_id.index,
@@ -63,21 +65,19 @@ def tag(trajectory: Trajectory, row: Row, *, first_step: int) -> dict[str, Any]:
         first_step: verl's number of the training step that version 0 of this run belongs to.
     """
     num_prompt, num_response = len(trajectory.prompt.token_ids), trajectory.num_tokens
-    steps = _steps(trajectory)
     return {
         "status": "success",
         "prompt_len": num_prompt,
         "response_len": num_response,
         "seq_len": num_prompt + num_response,
         "global_steps": row["global_steps"],
-        "min_global_steps": first_step + steps["min_global_steps"],
-        "max_global_steps": first_step + steps["max_global_steps"],
+        **_steps(trajectory, first_step),
     }
 
 
-def _steps(trajectory: Trajectory) -> dict[str, int]:
+def _steps(trajectory: Trajectory, first_step: int) -> dict[str, int]:
     versions = [s.policy_version for s in trajectory.segments if s.token_ids] or [0]
-    return {"min_global_steps": min(versions), "max_global_steps": max(versions)}
+    return {"min_global_steps": first_step + min(versions), "max_global_steps": first_step + max(versions)}
 
 
 def reward_input(trajectory: Trajectory, row: Row) -> Any:

@@ -35,8 +35,8 @@ class AgentLoopManager:
     ) -> None:
         if type(llm_client).__name__.startswith("FullyAsync"):
             raise ConfigError(
-                f"verl's {type(llm_client).__name__} goes on by itself when it is stopped, so that nobody can keep what"
-                " was decoded: use trainer.v1.trainer_mode=sync, whose client does not"
+                f"verl's {type(llm_client).__name__} resumes stopped responses by itself, so what was decoded cannot be"
+                " kept: use trainer.v1.trainer_mode=sync, whose client does not resume them"
             )
         if teacher_client is not None:
             raise ConfigError("distillation cannot be used with Rollover's agent-loop manager: no teacher is asked")
@@ -44,7 +44,7 @@ class AgentLoopManager:
         self.llm_client = llm_client
         self.reward_loop_worker_handles = reward_loop_worker_handles
         self.submitted: list[Any] = []
-        """Batches of prompts that nobody has taken yet."""
+        """Batches of prompts that were not taken yet."""
         self._evaluation = evaluation
 
     @classmethod

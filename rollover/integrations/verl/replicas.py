@@ -1,11 +1,12 @@
 """verl's replicas as an engine, through its plain client, and aborted as replicas.
 
-verl's client for partial rollouts goes on by itself when its replica is stopped, so that nobody can keep what was
-decoded: the plain client hands it over. A replica that was stopped takes no call before verl has given it new weights,
-and says in each answer which training step those are of.
+verl's client for partial rollouts resumes a stopped response by itself, so what was decoded could not be kept: the
+plain client returns it. An aborted replica is closed: calls that reach it afterwards wait until ``resume_generation``
+opens it, and another abort does not end them. verl's synchronous trainer never opens its replicas, so ``abort`` does.
+Each answer names the training step of the weights that sampled it.
 
 What it keeps true: a token has the version that its replica names, which is that of the rollout; a call ends when verl
-says so, or at a deadline.
+says so, or at a deadline; outside ``abort`` no replica is closed.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ class GeneratesTokens(Protocol):
 class StopsCalls(Protocol):
     """The part of verl's ``RolloutReplica`` that is used.
 
-    Example: ``await replica.abort_all_requests()`` has every call of its servers return with what it has.
+    Example: after ``await replica.abort_all_requests()`` every call that its servers had is over, and new ones wait
+    for ``await replica.resume_generation()``.
     """
 
     async def abort_all_requests(self) -> Any: ...
+
+    async def resume_generation(self) -> Any: ...
 
 
 class VerlReplicas:
@@ -147,19 +151,36 @@ class VerlReplicas:
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See ``Engine.abort``. All calls of the replicas end; those that were not to end are tried again by their
-        callers. Asks again until they have: a call may be on its way. Raises ``EngineTimeout`` when some do not."""
+        """See ``Engine.abort``. All calls of the replicas end, and callers retry those that were not to end. The
+        replicas take calls again when this returns.
+
+        A call may reach its replica after the abort, and then waits there: each round opens the replicas to let such
+        calls in, and the next one ends them.
+
+        Raises:
+            EngineTimeout: some calls did not end within ``abort_timeout_s``.
+            EngineError: a replica failed to stop, or to resume.
+        """
         wait_s = _FIRST_WAIT_S
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._abort_timeout_s
-        while open_calls := [self._calls[i] for i in request_ids if i in self._calls and not self._calls[i].done()]:
-            if loop.time() > give_up_s:
+        try:
+            async with asyncio.timeout(self._abort_timeout_s) as deadline:
+                while open_calls := self._open(request_ids):
+                    await asyncio.gather(*(replica.abort_all_requests() for replica in self._replicas))
+                    await asyncio.wait(open_calls, timeout=wait_s)
+                    await asyncio.gather(*(replica.resume_generation() for replica in self._replicas))
+                    if late_calls := self._open(request_ids):
+                        await asyncio.wait(late_calls, timeout=_FIRST_WAIT_S)  # they must be in before the next abort
+                    wait_s = min(2 * wait_s, _MAX_WAIT_S)
+        except Exception as error:
+            if deadline.expired():
+                num_open, longest_s = len(self._open(request_ids)), self._abort_timeout_s
                 raise EngineTimeout(
-                    f"{self!r} did not hand over {len(open_calls)} calls within {self._abort_timeout_s:g} s"
-                )
-            await asyncio.gather(*(replica.abort_all_requests() for replica in self._replicas))
-            await asyncio.wait(open_calls, timeout=wait_s)
-            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+                    f"{self!r} did not hand over {num_open} calls within {longest_s:g} s (abort_timeout_s)"
+                ) from None
+            raise EngineError(f"{self!r} could not be stopped: {type(error).__name__}: {error}") from error
+
+    def _open(self, request_ids: Collection[str]) -> list[asyncio.Task[Any]]:
+        return [self._calls[i] for i in request_ids if i in self._calls and not self._calls[i].done()]
 
     def stats(self) -> EngineStats:
         return replace(self._stats, num_running=len(self._calls), policy_version=self._version)
@@ -171,13 +192,13 @@ class VerlReplicas:
 
 
 def _finish_reason(request: GenerateRequest, ids: Sequence[int], stop_reason: str | None) -> FinishReason:
-    """verl tells only responses that were aborted from those that were not."""
+    """verl's vLLM says ``aborted`` or ``completed``, and its SGLang ``abort``, ``stop`` or ``length``."""
     last = ids[-1] if ids else None
     if last in request.params.stop_token_ids:
         return FinishReason.STOP
     if len(request.response_ids) + len(ids) >= request.params.max_new_tokens:
         return FinishReason.LENGTH
-    if stop_reason == "aborted":
+    if stop_reason in ("aborted", "abort"):
         return FinishReason.ABORT
     raise EngineError(
         f"{request.request_id}: ended for the reason {stop_reason!r} at token {last}, which is neither a stop token nor"

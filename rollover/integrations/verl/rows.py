@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollover.errors import DataError
+from rollover.integrations.verl.settings import SINGLE_TURN
 from rollover.types import Prompt
 
 Row = Mapping[str, Any]
@@ -29,6 +30,7 @@ class VerlRows:
 
     Args:
         encode: the ids of a prompt, in the model's chat template.
+        group_size: responses to each prompt.
         refill: has the trainer submit so many more, which then come through ``add``.
         chunk: how many it can submit at a time.
 
@@ -37,9 +39,15 @@ class VerlRows:
     """
 
     def __init__(
-        self, encode: Callable[[Any], list[int]], refill: Callable[[int], object] | None, *, chunk: int
+        self,
+        encode: Callable[[Any], list[int]],
+        refill: Callable[[int], object] | None,
+        *,
+        group_size: int,
+        chunk: int,
     ) -> None:
         self._encode = encode
+        self._group_size = group_size
         self._refill = refill
         self._chunk = chunk
         self._rows: dict[str, Row] = {}
@@ -47,11 +55,25 @@ class VerlRows:
         self._uids: list[str] = []
 
     def add(self, batch: Any) -> None:
-        """Take over prompts in their order."""
+        """Take over prompts in their order. Raises ``DataError`` for one that asks for what is not done here."""
         for row in rows_of(batch):
+            self._refuse(row)
             uid = str(row["uid"])
             self._rows[uid] = row
             self._uids.append(uid)
+
+    def _refuse(self, row: Row) -> None:
+        """verl's own agent loop follows these columns of a prompt."""
+        for column, followed in (
+            ("__rollout_n__", self._group_size),
+            ("__do_sample__", True),
+            ("agent_name", SINGLE_TURN),
+        ):
+            if (asked := row.get(column, followed)) != followed:
+                raise DataError(
+                    f"prompt {row['uid']}: its column {column} is {asked}, and with Rollover's replay buffer every"
+                    f" prompt has {followed}: leave the column out"
+                )
 
     def row(self, prompt: Prompt) -> Row:
         return self._rows[prompt.columns["uid"]]
@@ -68,7 +90,8 @@ class VerlRows:
                 self._refill(self._chunk)
             if len(self._uids) == before:
                 raise DataError(
-                    f"a rollout needs prompt {index}, and verl's trainer has submitted {before}: its refill gave none"
+                    f"a rollout needs prompt {index}, and verl's trainer has submitted {before}: its refill_fn added"
+                    " none"
                 )
         uid = self._uids[index]
         messages = self._rows[uid]["raw_prompt"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
 from rollover.integrations.record import HostedRun
@@ -20,7 +21,7 @@ from rollover.integrations.verl.fields import fields, key, tag
 from rollover.integrations.verl.replicas import GeneratesTokens, StopsCalls, VerlReplicas
 from rollover.integrations.verl.rewards import VerlScorer
 from rollover.integrations.verl.rows import VerlRows
-from rollover.integrations.verl.settings import SUPPORTED, VerlSettings
+from rollover.integrations.verl.settings import VerlSettings, verl_version
 from rollover.rollout.events import Event, GroupDropped, GroupOpened
 from rollover.types import Batch, Prompt
 
@@ -37,7 +38,8 @@ class VerlParts:
     reward_workers: Sequence[Any] | None
     """``None`` where verl's trainer computes rewards itself, once it has a batch."""
     tokenizer: Any
-    model: Path
+    model: str
+    """Its folder, or its place on the hub."""
     max_running: int
     max_context_tokens: int
 
@@ -94,9 +96,9 @@ class VerlRun:
                 HostedRun(
                     folder,
                     settings.hosted,
-                    host=f"verl {SUPPORTED[-1]}",
+                    host=f"verl {verl_version()}",
                     resume=False,
-                    remedy="verl's prompts are not restored, so each start is a run of its own: move it away",
+                    remedy="a run inside verl cannot be resumed, so move it away",
                 )
             )
             self._feed = Feed(
@@ -147,7 +149,7 @@ class VerlRun:
             for trajectory in group.trajectories:
                 reward = None if self._scorer is None else self._scorer.take(trajectory)
                 made.keys.append(key(row, trajectory.sample_id.index))
-                made.fields.append(fields(trajectory, row, reward=reward))
+                made.fields.append(fields(trajectory, row, first_step=self._first_step, reward=reward))
                 made.tags.append(tag(trajectory, row, first_step=self._first_step))
         return made
 
@@ -159,7 +161,7 @@ class VerlRun:
                 engine=self._engine,
                 source=self._rows,
                 scorer=self._scorer or ScoredByHost(),
-                stop_token_ids=stop_token_ids(parts.model, parts.tokenizer),
+                stop_token_ids=stop_token_ids(resolve_model(parts.model, weights=False), parts.tokenizer),
             )
         finally:
             await self._engine.close()

@@ -38,7 +38,9 @@ class ReplayBuffer:
         self._evaluation = Stock(refill_fn=refill_fn, **given)
         self._trainer = getattr(refill_fn, "__self__", None)
         if self._trainer is None:
-            raise ConfigError("verl's refill_fn is no method of its trainer, whose replicas are needed; use verl 0.9")
+            raise ConfigError(
+                "verl's refill_fn is not a method of its trainer, whose replicas are needed: use verl 0.9"
+            )
         self._refill = refill_fn
         self._run: VerlRun | None = None
         self._rows: VerlRows | None = None
@@ -105,7 +107,7 @@ class ReplayBuffer:
                 " (trainer.v1.sync.parameter_sync_step): with Rollover a step is one batch, so use 1"
             )
         chunk = config.data.get("gen_batch_size") or config.data.train_batch_size
-        self._rows = VerlRows(self._encoder(settings), self._more, chunk=chunk)
+        self._rows = VerlRows(self._encoder(), self._more, group_size=settings.hosted.rollout.group_size, chunk=chunk)
         return VerlRun(
             settings,
             self._parts(settings),
@@ -123,25 +125,32 @@ class ReplayBuffer:
             replicas=replicas,
             reward_workers=manager.reward_loop_worker_handles,
             tokenizer=trainer.tokenizer,
-            model=Path(manager.config.actor_rollout_ref.model.path),
+            model=_model(manager.config.actor_rollout_ref.model.path, trainer.tokenizer),
             max_running=settings.options.max_running or rollout.max_num_seqs * len(replicas),
             max_context_tokens=rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length,
         )
 
-    def _encoder(self, settings: VerlSettings) -> Any:
+    def _encoder(self) -> Any:
         assert self._trainer is not None, "it was looked for"
-        tokenizer = self._trainer.tokenizer
-        extra = dict(self._manager.config.data.get("apply_chat_template_kwargs") or {})
+        tokenizer, config = self._trainer.tokenizer, self._manager.config
+        extra = dict(config.data.get("apply_chat_template_kwargs") or {})
+        longest = config.actor_rollout_ref.rollout.prompt_length
 
         def encode(messages: Any) -> list[int]:
             found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **extra)
-            return [int(token) for token in (found["input_ids"] if hasattr(found, "keys") else found)]
+            ids = [int(token) for token in (found["input_ids"] if hasattr(found, "keys") else found)]
+            return ids[-longest:]  # verl's agent loop cuts long prompts at the left
 
         return encode
 
 
+def _model(path: str, tokenizer: Any) -> str:
+    """Return where the model can be read: verl copies one that lies elsewhere, and opens the tokenizer of the copy."""
+    return str(tokenizer.name_or_path) if "://" in path else path
+
+
 def _unused(folder: Path) -> Path:
-    """Return a directory without a run. verl does not restore its prompts, so each start is a run of its own, also a
-    second one from the same checkpoint."""
+    """Return a directory without a run. verl does not restore its prompts, so each start is a run of its own, including
+    a second one from the same checkpoint."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([folder], names) if not (path / "journal.sqlite").exists())

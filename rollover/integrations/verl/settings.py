@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from rollover.errors import ConfigError
@@ -16,9 +16,13 @@ from rollover.settings import toml
 from rollover.settings.schema import build
 
 SUPPORTED = ("0.9",)
-"""Versions of verl that this was read against: 0.9.0, of 2026-08."""
+"""Versions of verl that are accepted. Read were the wheels of 0.9.0 (2026-08) and 0.9.1 (2026-09), with their vLLM and
+SGLang replicas. For Rollover they differ in two ways: closed vLLM replicas of 0.9.1 have calls wait at a gate of verl's
+rather than vLLM's, and 0.9.1 raises where an abort has failed, which 0.9.0 logs."""
 SOURCE = "trainer.v1.sampler.sampler_kwargs.rollover"
 """Where users write settings, for messages."""
+SINGLE_TURN = "single_turn_agent"
+"""The agent loop that Rollover stands in for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +112,46 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value]
 
 
-def _refuse(config: Any) -> None:
+def verl_version() -> str:
+    """Return the version of verl that runs, installed or on the path. Raises ``ConfigError`` where there is none."""
     try:
-        found = metadata.version("verl")
+        return metadata.version("verl")
     except metadata.PackageNotFoundError:
-        found = f"{SUPPORTED[-1]}.0"  # a checkout on the path: its own names are all there is
-    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        pass
+    try:
+        return str(import_module("verl").__version__)
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            "verl is neither installed nor on the path, or does not say its version: run this inside verl"
+            f" {' or '.join(SUPPORTED)}"
+        ) from None
+
+
+def _refuse(config: Any) -> None:
+    if not (found := verl_version()).startswith(tuple(f"{version}." for version in SUPPORTED)):
         known = " and ".join(SUPPORTED)
         raise ConfigError(f"verl {found} is installed, and this was written for {known}: install that")
     rollout, v1 = config.actor_rollout_ref.rollout, config.trainer.v1
-    mode = v1.trainer_mode
+    mode, name = v1.trainer_mode, rollout.get("name")
+    loop = (rollout.get("agent") or {}).get("default_agent_loop") or SINGLE_TURN
+    # SGLang replicas keep a token of the context free.
+    longest = rollout.prompt_length + rollout.response_length + (name == "sglang")
+    context = rollout.get("max_model_len") or longest
     refused = {
         f"trainer.v1.trainer_mode={mode}": (mode != "sync", "its replicas decode beside the trainer: use sync"),
+        f"actor_rollout_ref.rollout.name={name}": (
+            name == "trtllm",
+            "its replicas ignore how many tokens a resumed response may still have: use vllm or sglang",
+        ),
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}": (
+            loop != SINGLE_TURN,
+            "a prompt gets one response, without tools or turns",
+        ),
+        f"actor_rollout_ref.rollout.max_model_len={context}": (
+            context < longest,
+            f"a prompt and a response of full length need {longest} tokens: raise it",
+        ),
+        "actor_rollout_ref.rollout.ignore_eos": (bool(rollout.get("ignore_eos")), "responses end at the end token"),
         "actor_rollout_ref.rollout.calculate_log_probs=false": (
             not rollout.calculate_log_probs,
             "stale tokens need the log-probs that they were sampled with",
@@ -132,6 +164,10 @@ def _refuse(config: Any) -> None:
         "algorithm.filter_groups.enable": (
             bool((config.algorithm.get("filter_groups") or {}).get("enable")),
             "groups are not filtered here",
+        ),
+        "trainer.v1.sampler.sync_refill_failed_groups": (
+            bool(v1.sampler.get("sync_refill_failed_groups")),
+            "Rollover replaces failed groups itself: leave it out",
         ),
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
             bool(rollout.get("enable_rollout_routing_replay")),

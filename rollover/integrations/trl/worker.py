@@ -11,8 +11,11 @@ nothing gets that old: a batch is as many samples as the trainer takes between t
 trained at version ``s``, and the bound of the feed, which is no higher than TRL's, holds there. A sample is labelled
 with the version of its *oldest* token.
 
-What it keeps true: samples are put into the queue batch by batch, in order; never more than ``batches_ahead`` batches
-wait there; what the thread fails with is raised by ``check_health``, by whose deadline the trainer looks.
+Weights are published between batches: ``send_weights`` waits until the batch that is being collected is complete.
+
+What it keeps true: samples are put into the queue batch by batch, in order, and each batch has as many as the trainer
+takes, whatever has failed; never more than ``batches_ahead`` batches wait there; a batch counts as trained once newer
+weights are sent; what the thread fails with is raised by ``check_health``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +34,7 @@ import numpy as np
 from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.integrations.feed import Feed
 from rollover.rollout.config import RolloutConfig
-from rollover.types import Batch, Group, Trajectory
+from rollover.types import Batch, Group, Trajectory, WasteCause
 
 _POLL_S = 0.05
 
@@ -121,6 +124,12 @@ class RolloutWorker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._alive_s = time.monotonic()
+        """When the thread last did something, while it does not wait for the feed."""
+        self._waits_for_feed = False
+        """The feed has deadlines of its own, and a batch may take longer than the trainer's."""
+        self._group_size = rollout.group_size
+        self._without_signal: dict[int, int] = {}
+        """Tokens with an advantage of 0, by batch; of those that are not recorded as trained yet."""
 
     # -- the worker ------------------------------------------------------------------------------------------
 
@@ -145,7 +154,7 @@ class RolloutWorker:
             self._feed = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Hear which version TRL counts. It is one more than that of the feed, which counts from 0.
+        """Check the version that TRL counts. It is one more than that of the feed, which counts from 0.
 
         Raises:
             RunError: it is not the version whose weights were sent last.
@@ -157,17 +166,20 @@ class RolloutWorker:
             )
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what the worker failed with.
+        """Raise what the worker failed with. A batch that is being collected may take as long as the feed allows.
 
         Raises:
-            RolloverError: as the feed does.
-            RunError: nothing was heard of the worker for ``stale_after_s``.
+            RolloverError: as the feed does, which reports one that stands still after ``rollout.stall_timeout_s``.
+            RunError: ``rewards`` or ``messages`` have not returned for ``stale_after_s``.
         """
         if self._error is not None:
             raise self._error
         silent_s = time.monotonic() - self._alive_s
-        if silent_s > stale_after_s:
-            raise RunError(f"the rollout worker has put nothing into the queue for {silent_s:.0f} s")
+        if silent_s > stale_after_s and not self._waits_for_feed:
+            raise RunError(
+                f"the rewards of a group have taken {silent_s:.0f} s so far: make them faster, or raise"
+                " AsyncGRPOConfig.heartbeat_stale_after_s"
+            )
 
     # -- the weight transfer ---------------------------------------------------------------------------------
 
@@ -177,17 +189,18 @@ class RolloutWorker:
             self._feed = self._open_feed()
 
     def pause(self) -> None:
-        """Do nothing: what runs is stopped, or goes on, when the weights are there."""
+        """Do nothing: running samples are stopped, or continue, when the weights are there."""
 
     def resume(self) -> None:
         """Do nothing, as ``pause`` does."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Publish the next version of the weights."""
+        """Publish the next version of the weights, once the batch that is being collected is complete."""
         self.init_weight_transfer()
         assert self._feed is not None
         tensors, version = list(iterator), self._version + 1
         with self._turn:
+            self._trained_before(version)
             self._feed.publish(version, lambda: self._load(version, tensors))
         with self._published:
             self._version = version
@@ -197,6 +210,14 @@ class RolloutWorker:
         """Release everything."""
         self.stop()
 
+    def _trained_before(self, version: int) -> None:
+        """Record that the trainer has trained the batches before ``version``. None of them is asked for again."""
+        assert self._feed is not None
+        for step in sorted(step for step in self._without_signal if step < version):
+            untrained = self._without_signal.pop(step)
+            self._feed.trained(step, {WasteCause.ZERO_ADVANTAGE: untrained} if untrained else {})
+            self._feed.saved(step + 1)
+
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _produce(self) -> None:
@@ -204,14 +225,24 @@ class RolloutWorker:
             version = 0
             while self._wait_for(version - self._bound):
                 assert self._feed is not None
-                with self._turn:
+                with self._turn, self._waiting_for_feed():
                     batch = self._feed.batch(version)
+                    self._without_signal[version] = 0
                 if not self._put(batch):
                     return
                 version += 1
         except BaseException as error:
             if not self._stopping.is_set():
                 self._error = error
+
+    @contextmanager
+    def _waiting_for_feed(self) -> Iterator[None]:
+        self._waits_for_feed = True
+        try:
+            yield
+        finally:
+            self._alive_s = time.monotonic()
+            self._waits_for_feed = False
 
     def _wait_for(self, version: int) -> bool:
         """Wait until weights of ``version`` or newer are published; return whether they are."""
@@ -224,7 +255,11 @@ class RolloutWorker:
     def _put(self, batch: Batch) -> bool:
         """Put the samples of a batch into the queue as it empties; return whether all are there."""
         for group in batch.groups:
-            for sample in self._samples(group):
+            samples = self._samples(group)
+            self._without_signal[batch.step] += sum(
+                t.num_tokens for t, sample in zip(group.trajectories, samples, strict=False) if sample.advantage == 0.0
+            )
+            for sample in samples:
                 while not self._stopping.is_set():
                     self._alive_s = time.monotonic()
                     with suppress(queue.Full):
@@ -233,35 +268,44 @@ class RolloutWorker:
         return not self._stopping.is_set()
 
     def _samples(self, group: Group) -> list[Any]:
+        """Return a sample for each trajectory, and then one in place of each sibling that failed."""
         values = self._rewards(group)
         totals = [_total(each.values()) for each in values]
         advantages, std = normalised(totals)
-        made = []
-        for trajectory, each, total, advantage in zip(group.trajectories, values, totals, advantages, strict=True):
-            oldest = trajectory.oldest_version
-            if oldest is None:
-                raise RolloverError(f"{trajectory.sample_id} holds no token")
-            prompt, completion = self._messages(trajectory)
-            num_prompt = len(trajectory.prompt.token_ids)
-            made.append(
-                self._make_sample(
-                    prompt=prompt,
-                    completion=completion,
-                    input_ids=np.array([*trajectory.prompt.token_ids, *trajectory.token_ids], dtype=np.int64),
-                    completion_mask=np.repeat([0, 1], [num_prompt, trajectory.num_tokens]),
-                    old_log_probs=np.array([0.0] * num_prompt + [*trajectory.rollout_logprobs], dtype=np.float32),
-                    advantage=advantage,
-                    model_version=oldest + 1,  # TRL counts the publication before the first step
-                    group_id=group.group_id,
-                    metrics={
-                        "reward": total,
-                        "reward_std": std,
-                        **{f"rewards/{name}": value for name, value in each.items()},
-                    },
-                    enqueued_at=time.time(),
-                )
+        made = [
+            self._sample(
+                trajectory,
+                trajectory.num_tokens,
+                advantage,
+                {"reward": total, "reward_std": std, **{f"rewards/{name}": value for name, value in each.items()}},
             )
-        return made
+            for trajectory, each, total, advantage in zip(group.trajectories, values, totals, advantages, strict=True)
+        ]
+        # The trainer waits for whole batches, and fails on a row without a token to train: a sibling's first token
+        # stands in, which has no gradient with an advantage of 0.
+        fillers = self._group_size - len(made)
+        return made + [self._sample(group.trajectories[0], 1, 0.0, {}) for _ in range(fillers)]
+
+    def _sample(self, trajectory: Trajectory, num_tokens: int, advantage: float, metrics: Mapping[str, float]) -> Any:
+        """Return the first ``num_tokens`` of a response as the trainer takes them."""
+        oldest = trajectory.oldest_version
+        if oldest is None:
+            raise RolloverError(f"{trajectory.sample_id} holds no token")
+        prompt, completion = self._messages(trajectory)
+        prompt_ids, num_prompt = trajectory.prompt.token_ids, len(trajectory.prompt.token_ids)
+        logprobs = trajectory.rollout_logprobs[:num_tokens]
+        return self._make_sample(
+            prompt=prompt,
+            completion=completion,
+            input_ids=np.array([*prompt_ids, *trajectory.token_ids[:num_tokens]], dtype=np.int64),
+            completion_mask=np.repeat([0, 1], [num_prompt, num_tokens]),
+            old_log_probs=np.array([0.0] * num_prompt + [*logprobs], dtype=np.float32),
+            advantage=advantage,
+            model_version=oldest + 1,  # TRL counts the publication before the first step
+            group_id=trajectory.sample_id.group,
+            metrics=dict(metrics),
+            enqueued_at=time.time(),
+        )
 
 
 def normalised(rewards: Sequence[float]) -> tuple[list[float], float]:

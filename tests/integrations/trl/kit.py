@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import datasets
 import torch
 from trl import GRPOConfig
 
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.errors import EngineError
 from rollover.integrations.trl import GRPOTrainer
 from rollover.integrations.trl.answers import Answers
 from rollover.rollout.events import CheckpointSaved
@@ -111,6 +113,23 @@ def trainer(
         rollover=rollover(asked),
         observer=observer,
     )
+
+
+class Flawed:
+    """An engine in which one sample always fails."""
+
+    def __init__(self, engine: Any, sample_key: str) -> None:
+        self._engine = engine
+        self._sample_key = sample_key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if request.sample_key == self._sample_key:
+            raise EngineError("this one does not come")
+        async for chunk in self._engine.generate(request):
+            yield chunk
 
 
 def journaled(folder: Path) -> list[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollover.engine.base import Chunk, GenerateRequest
-from rollover.errors import EngineError, EngineMismatch, RunError
+from rollover.errors import EngineMismatch, RunError
 from rollover.integrations.trl import rollouts
 from rollover.integrations.trl.answers import Answers
 from rollover.report.record import read_run
@@ -25,6 +24,7 @@ from tests.integrations.trl.kit import (
     APRIL,
     GENERATIONS,
     PROMPTS,
+    Flawed,
     Seen,
     WatchedTrainer,
     arguments,
@@ -257,23 +257,6 @@ def test_sync_is_trls_own_trainer_on_the_same_samples(tiny_model: Path, tmp_path
 
 
 # -- samples that fail --------------------------------------------------------------------------------------------
-
-
-class Flawed:
-    """An engine in which one sample always fails."""
-
-    def __init__(self, engine: Any, sample_key: str) -> None:
-        self._engine = engine
-        self._sample_key = sample_key
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        if request.sample_key == self._sample_key:
-            raise EngineError("this one does not come")
-        async for chunk in self._engine.generate(request):
-            yield chunk
 
 
 def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_the_baseline(

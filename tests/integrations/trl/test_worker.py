@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,21 +23,27 @@ from rollover.rollout.generation import sample_seed
 from rollover.rollout.strategies import AprilConfig
 from rollover.types import Group, SampleId, Trajectory
 from tests.engine.fake import FakeEngine, logprob_at, token_at
+from tests.integrations.trl.kit import Flawed
 from tests.rollout.kit import Prompts, lognormal
 from tests.weights.kit import FakeWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
-PROMPTS, GENERATIONS, BOUND = 3, 2, 2
+PROMPTS, GENERATIONS, BOUND = 3, 3, 2
 PER_VERSION = PROMPTS * GENERATIONS
 
 
 class Trainer:
     """Takes samples as TRL's trainer does: it sends weights first, counts from 1, and drops what is too old."""
 
-    def __init__(self, folder: Path, *, stall_timeout_s: float = 60.0, auto: bool = True) -> None:
-        self.engine = FakeEngine(lognormal(8, 1.0, cap=40), auto=auto)
+    def __init__(
+        self, folder: Path, *, stall_timeout_s: float = 60.0, auto: bool = True, fails: str | None = None
+    ) -> None:
+        self.engine: Any = FakeEngine(lognormal(8, 1.0, cap=40), auto=auto)
+        if fails is not None:
+            self.engine = Flawed(self.engine, fails)
         self.rollout = RolloutConfig(
+            max_retries=0 if fails else 3,
             rollout_batch_size=PROMPTS,
             group_size=GENERATIONS,
             max_new_tokens=40,
@@ -74,6 +81,14 @@ class Trainer:
             [{"role": "assistant", "content": str(trajectory.sample_id)}],
         )
 
+    def begin_decoding(self) -> None:
+        """Begin with an engine that is ticked by hand, and wait until it has calls."""
+        self.begin()
+        deadline_s = time.monotonic() + 60
+        while not self.engine.requests:
+            assert time.monotonic() < deadline_s, "the engine was asked for nothing"
+            time.sleep(0.002)
+
     def sync(self) -> None:
         self.worker.pause()
         self.worker.send_weights(iter([("w", None), ("v", None)]))
@@ -87,8 +102,10 @@ class Trainer:
         self.worker.start()
 
     def take(self, num: int) -> list[Any]:
-        taken = []
+        taken: list[Any] = []
+        deadline_s = time.monotonic() + 60
         while len(taken) < num:
+            assert time.monotonic() < deadline_s, f"{len(taken)} of {num} samples came"
             try:
                 taken.append(self.worker.rollout_buffer.get(timeout=5))
             except queue.Empty:
@@ -237,6 +254,74 @@ def test_what_the_worker_fails_with_reaches_the_trainer(made: Any) -> None:
             time.sleep(0.005)
 
 
+def test_a_batch_may_take_longer_than_trl_waits_for_a_sign_of_life(made: Any) -> None:
+    trainer = made(auto=False)
+    trainer.begin_decoding()
+    time.sleep(0.01)
+    trainer.worker.check_health(0.005)
+
+
+def test_rewards_that_do_not_return_are_named(made: Any) -> None:
+    trainer, judging, judged = made(), threading.Event(), threading.Event()
+
+    def rewards(group: Group) -> Sequence[Mapping[str, float]]:
+        judging.set()
+        judged.wait(60)
+        return [{} for _ in group.trajectories]
+
+    trainer.worker._rewards = rewards
+    trainer.begin()
+    assert judging.wait(60)
+    time.sleep(0.01)
+    try:
+        with pytest.raises(RunError, match=r"the rewards of a group have taken 0 s so far: .*heartbeat_stale_after_s"):
+            trainer.worker.check_health(0.005)
+    finally:
+        judged.set()
+
+
+def test_a_failed_sibling_leaves_its_batch_whole_and_the_loss_as_it_was(made: Any) -> None:
+    """Otherwise the trainer would wait for the missing sample for ever."""
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, FixedCountBatcher
+
+    trainer = made(fails="g1.1.")
+    trainer.begin()
+    groups: dict[int, list[Any]] = defaultdict(list)
+    while 1 not in groups:
+        for sample in trainer.take(PER_VERSION):
+            groups[sample.group_id].append(sample)
+        trainer.sync()
+    assert {len(siblings) for siblings in groups.values()} == {GENERATIONS}
+    *scored, filler = groups[1]
+    assert [len(sample.input_ids) > 4 for sample in scored] == [True, True], "a filler has one token"
+    assert filler.completion_mask.tolist() == [0, 0, 0, 1] and (filler.advantage, filler.metrics) == (0.0, {})
+    assert filler.input_ids.tolist() == scored[0].input_ids[:4].tolist()
+    assert filler.old_log_probs.tolist() == scored[0].old_log_probs[:4].tolist()
+    rewards = [sample.metrics["reward"] for sample in scored]
+    assert [sample.advantage for sample in scored] == pytest.approx(normalised(rewards)[0])
+    row = {name: getattr(filler, name) for name in ("input_ids", "completion_mask", "old_log_probs", "advantage")}
+    (alone,) = next(iter(FixedCountBatcher([{**row, "group_id": 1, "metrics": {}}], 1, 1)))
+    tensors = DataCollatorForRollout(pad_token_id=0)([[alone]])
+    assert tensors["advantages"].tolist() == [[0.0]], "TRL fails on a row without any term of the loss"
+
+
+def test_batches_count_as_trained_once_newer_weights_are_sent(made: Any) -> None:
+    trainer, without_signal = made(), 0
+    signal, trainer.worker._rewards = (
+        trainer.worker._rewards,
+        lambda group: signal(group) if group.group_id % 2 else [{"same": 1.0}] * len(group.trajectories),
+    )
+    trainer.begin()
+    feed = trainer.worker._feed
+    for step in range(4):
+        taken = trainer.take(PER_VERSION)
+        without_signal += sum(int(sample.completion_mask.sum()) for sample in taken if sample.advantage == 0.0)
+        assert min(feed._open.driver.ledger.batches) == step
+        trainer.sync()
+        assert feed.account()["rollout/wasted_tokens/zero_advantage"] == without_signal > 0
+    assert len(feed._open.driver.ledger.batches) <= BOUND + 1
+
+
 def test_stopping_twice_is_no_error_and_leaves_no_thread(made: Any) -> None:
     trainer = made()
     trainer.begin()
@@ -248,10 +333,6 @@ def test_stopping_twice_is_no_error_and_leaves_no_thread(made: Any) -> None:
 
 def test_stopping_does_not_wait_for_a_batch(made: Any) -> None:
     trainer = made(auto=False)
-    trainer.begin()
-    deadline_s = time.monotonic() + 60
-    while not trainer.engine.requests:
-        assert time.monotonic() < deadline_s, "the engine was asked for nothing"
-        time.sleep(0.002)
+    trainer.begin_decoding()
     trainer.worker.stop()
     trainer.worker.check_health(60)

@@ -147,7 +147,7 @@ def check(ours: Path, theirs: Path, said: str, losses: Sequence[Loss]) -> None:
     assert len(told) in (len(losses), len(losses) - 1), f"{len(losses)} losses, {len(told)} messages"  # the last may
     # come when nothing is asked of ranks any more
     for message, loss in zip(told, losses, strict=False):
-        how = "was killed (SIGKILL)" if loss.number == signal.SIGKILL else "it was stopped (SIGSTOP)"
+        how = "was killed (SIGKILL, " if loss.number == signal.SIGKILL else "it was stopped (SIGSTOP)"
         assert message.startswith(f"rank {loss.rank} of ") and how in message, f"{loss} was told as: {message}"
 
 

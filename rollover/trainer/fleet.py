@@ -99,6 +99,9 @@ class FleetTrainer:
         """What was trained or skipped since the checkpoint: to be done again when ranks are lost."""
         self._num_lost = 0
         """How often ranks were lost since the last step that was new."""
+        self._ran_out = False
+        """Memory or disk ran out at one of these times. New processes are tried once: a fragmented allocator may have
+        been the reason."""
         self._is_closed = False
         self._turn = threading.Lock()
         self._lease = Lease()
@@ -235,7 +238,7 @@ class FleetTrainer:
             done = self._surely(lambda ranks: self._once(ranks, way, batch), retried=_LOST_OR_FULL)
             self._since.append((way, batch))
             self._version += 1
-            self._num_lost = 0
+            self._num_lost, self._ran_out = 0, False
         return done
 
     def _once(self, ranks: LedRanks, way: Way, batch: Batch) -> Any:
@@ -260,12 +263,22 @@ class FleetTrainer:
         if self._is_closed:
             raise error
         if self._num_lost > self._config.max_restarts:
-            error.add_note(f"the ranks of the trainer were started {self._num_lost} times in vain")
+            times = "once" if self._num_lost == 1 else f"{self._num_lost} times"
+            error.add_note(
+                f"the trainer's ranks were lost {times} without a new step in between (trainer.max_restarts ="
+                f" {self._config.max_restarts})"
+            )
             raise error
+        if isinstance(error, ResourceError):
+            if self._ran_out:
+                error.add_note("it ran out again after the trainer's ranks were restarted")
+                raise error
+            self._ran_out = True
         since = "the model that the run began with" if self._checkpoint is None else self._checkpoint.name
+        steps = f"{(repeated := len(self._since))} step{'s' * (repeated != 1)}"
         self._notify(
-            f"trainer: {error}; starting its {len(self._devices)} ranks again from {since}, with"
-            f" {len(self._since)} steps to repeat (restart {self._num_lost} of {self._config.max_restarts})"
+            f"trainer: {error}; restarting all {len(self._devices)} ranks from {since}, {steps} to repeat"
+            f" (restart {self._num_lost} of {self._config.max_restarts})"
         )
 
     def _open_ranks(self) -> LedRanks:

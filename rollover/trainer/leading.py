@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover import errors
-from rollover.errors import RolloverError
+from rollover.errors import ResourceError, RolloverError
 from rollover.trainer.messages import Done, Failed, RankTask
 
 _COLLECTIVE_MARGIN = 2.0
@@ -44,7 +44,7 @@ def collective_timeout_s(timeout_s: float) -> float:
 class RankLost(RolloverError, RuntimeError):
     """A rank that died, hangs, or failed in a way that nobody has foreseen; the others have been ended.
 
-    Example: ``rank 1 of 2 was killed (SIGKILL) in step 7``
+    Example: ``rank 1 of 2 was killed (SIGTERM) in step 7``
     """
 
 
@@ -79,7 +79,7 @@ class RankProcess(Protocol):
     """It has ended, and no answer comes from it any more."""
 
     def fate(self) -> str:
-        """Say how it ended, as in "was killed (SIGKILL)"."""
+        """Say how it ended, as in "was killed (SIGTERM)"."""
         ...
 
     def is_stopped(self) -> bool:
@@ -122,6 +122,9 @@ class LedRanks(ABC):
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._failures: list[int] = []
+        """The ranks that have failed in the present command, in the order in which that became known here: clocks of
+        several machines cannot be compared."""
 
     @property
     @abstractmethod
@@ -168,6 +171,7 @@ class LedRanks(ABC):
         Raises ``RankLost``, or the error that a rank has met; the ranks have been ended then.
         """
         try:
+            self._failures = []
             for member in self.members:
                 member.answer = None
             self._tell(command, arguments)
@@ -181,16 +185,14 @@ class LedRanks(ABC):
     def _answers(self, doing: str) -> list[Any]:
         seen, active_s = self.progress.copy(), time.monotonic()
         while waiting := self._waiting():
-            if self._collect(waiting, _POLL_S):
+            if self._receive(waiting, _POLL_S):
                 active_s = time.monotonic()
-            if any(not isinstance(p.answer, Done | None) or p.is_gone for p in self.members):
+            if self._failures:
                 self._fail(doing)
             if not np.array_equal(self.progress, seen):
                 seen, active_s = self.progress.copy(), time.monotonic()
             elif time.monotonic() - active_s >= (limit_s := self._limit_s(doing, waiting)):
                 raise RankLost(self._hanging(doing, waiting, limit_s))
-        if any(not isinstance(p.answer, Done) for p in self.members):
-            self._fail(doing)
         return [p.answer.result for p in self.members if isinstance(p.answer, Done)]
 
     def _waiting(self) -> list[RankProcess]:
@@ -201,28 +203,29 @@ class LedRanks(ABC):
         is_stopped = any(p.is_stopped() for p in waiting)
         return self._timeout_s if doing != "loading" or is_stopped else max(self._timeout_s, _START_S)
 
+    def _receive(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
+        """Take the answers that are there, and keep count of failures. Returns whether there were any answers."""
+        is_any = self._collect(waiting, timeout_s)
+        self._failures += [p.rank for p in self.members if _has_failed(p) and p.rank not in self._failures]
+        return is_any
+
     def _fail(self, doing: str) -> NoReturn:
         """Raise for the first failure, once it is known which that is."""
         deadline_s = time.monotonic() + _GRACE_S
         while waiting := self._waiting():
-            if (rest_s := deadline_s - time.monotonic()) <= 0 or self._found_first():
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0 or any(_blame(self.members[rank]) <= _DIED for rank in self._failures):
                 break
-            self._collect(waiting, min(rest_s, _POLL_S))
-        died = [p for p in self.members if p.is_gone and p.answer is None]
-        if died:
-            raise RankLost(f"rank {died[0].rank} of {self.size} {died[0].fate()} in {doing}")
-        refusals = [(p, p.answer) for p in self.members if isinstance(p.answer, Failed)]
-        process, first = min(refusals, key=lambda pair: (pair[1].is_secondary, pair[1].at_s))
-        if first.kind and not first.is_secondary:
-            raise getattr(errors, first.kind)(first.message)
-        raise RankLost(f"rank {process.rank} of {self.size} failed in {doing}: {first.message}")
-
-    def _found_first(self) -> bool:
-        """Say whether a failure is known that was certainly not caused by another."""
-        foreseen = (p.answer for p in self.members if isinstance(p.answer, Failed))
-        return any(p.is_gone and p.answer is None for p in self.members) or any(
-            answer.kind and not answer.is_secondary for answer in foreseen
-        )
+            self._receive(waiting, min(rest_s, _POLL_S))
+        first = min((self.members[rank] for rank in self._failures), key=_blame)
+        name = f"rank {first.rank} of {self.size}"
+        if not isinstance(first.answer, Failed):
+            raise RankLost(f"{name} {first.fate()} in {doing}")
+        if _blame(first) == _FORESEEN:
+            is_of_place = first.answer.kind == ResourceError.__name__  # a device or a disk of its own
+            message = f"{name}: {first.answer.message}" if is_of_place else first.answer.message
+            raise getattr(errors, first.answer.kind)(message)
+        raise RankLost(f"{name} failed in {doing}: {first.answer.message}")
 
     def _hanging(self, doing: str, waiting: Sequence[RankProcess], limit_s: float) -> str:
         stopped = [p for p in waiting if p.is_stopped()]
@@ -232,3 +235,21 @@ class LedRanks(ABC):
         names = ", ".join(f"rank {p.rank}" for p in stopped or behind)
         has = "it was stopped (SIGSTOP)" if stopped else "the others wait for it" if len(behind) == 1 else "they hang"
         return f"{names} of {self.size} did nothing for {limit_s:g} s (trainer.rank_timeout_s) in {doing}: {has}"
+
+
+_FORESEEN, _DIED, _UNFORESEEN, _SECONDARY = range(4)
+"""Kinds of failures, that which explains the others first."""
+
+
+def _has_failed(process: RankProcess) -> bool:
+    return isinstance(process.answer, Failed) or (process.is_gone and process.answer is None)
+
+
+def _blame(process: RankProcess) -> int:
+    """Return the kind of a rank's failure: an error that Rollover foresees is certainly a rank's own, and so is nearly
+    always a sudden end; other errors may come of losing another rank."""
+    if not isinstance(process.answer, Failed):
+        return _DIED
+    if process.answer.is_secondary:
+        return _SECONDARY
+    return _FORESEEN if process.answer.kind else _UNFORESEEN

@@ -63,13 +63,11 @@ class Done:
 class Failed:
     """A command failed, and the rank has ended.
 
-    Example: ``Failed("ResourceError", "training ran out of memory: ...", at_s=812.5, is_secondary=False)``
+    Example: ``Failed("ResourceError", "training ran out of memory: ...", is_secondary=False)``
     """
 
     kind: str
     """The class in ``rollover.errors`` nearest to the error's; empty for any other error, which nobody has foreseen."""
     message: str
-    at_s: float
-    """When, by the clock of the machine."""
     is_secondary: bool
-    """Another rank was the first to fail."""
+    """It came of waiting for another rank, which was the first to fail."""

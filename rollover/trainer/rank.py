@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rollover import errors
-from rollover.errors import RolloverError, is_full
+from rollover.errors import RolloverError, is_full, refusal, system_error
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.meeting import meet
@@ -33,7 +33,7 @@ from rollover.trainer.rank_process import PROGRESS
 from rollover.trainer.sending import RankSender, specs_of
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
-from rollover.trainer.world import PeerLost, World
+from rollover.trainer.world import PeerLost, World, is_of_collective
 
 _PARENT_CHECK_S = 1.0
 
@@ -174,17 +174,13 @@ class _telling:
 
 
 def _refused(error: BaseException) -> Failed:
-    if is_full(error):
-        return Failed("ResourceError", str(error), at_s=time.monotonic(), is_secondary=False)
+    if is_full(error) and (cause := system_error(error)) is not None:
+        return Failed("ResourceError", refusal(cause), is_secondary=False)
     known = (cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
     found = next(known, None)
     message = str(error) if isinstance(error, RolloverError) else f"{type(error).__name__}: {error}"
-    return Failed(
-        found.__name__ if found is not None else "",
-        message,
-        at_s=time.monotonic(),
-        is_secondary=isinstance(error, PeerLost),
-    )
+    is_secondary = isinstance(error, PeerLost) or is_of_collective(error)
+    return Failed(found.__name__ if found is not None else "", message, is_secondary=is_secondary)
 
 
 def _unpickled(path: Path) -> Any:

@@ -52,14 +52,14 @@ def start_rank(
 
 
 def exit_of(popen: subprocess.Popen[bytes]) -> str:
-    """Say how a process has ended that has closed its connection, as in "was killed (SIGKILL)"."""
+    """Say how a process has ended that has closed its connection, as in "was killed (SIGTERM)"."""
     try:
         code = popen.wait(END_S)
     except subprocess.TimeoutExpired:
         return "closed its connection"
     if code >= 0:
         return f"ended (exit code {code})"
-    return f"was killed ({signal.Signals(-code).name})" + ("; was it out of memory?" if code == -9 else "")
+    return f"was killed ({signal.Signals(-code).name}{', possibly out of memory' if code == -signal.SIGKILL else ''})"
 
 
 def is_stopped(pid: int) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import takewhile
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,21 @@ class PeerLost(RolloverError, RuntimeError):
 
     Example: ``rank 0 of 2 waited 600 s for rank 1 (log-probs): ...``
     """
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Say whether an error comes from an exchange with other ranks that PyTorch made by itself, as FSDP2 does in every
+    pass: it is raised from ``torch.distributed``, and nothing but PyTorch has been called from there.
+
+    Example: ``RuntimeError("... Connection closed by peer ...")`` in the pass of rank 0, when rank 1 has ended.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    innermost = takewhile(lambda name: name.partition(".")[0] == "torch", reversed(frames))
+    return any(name.startswith("torch.distributed") for name in innermost)
 
 
 class World:
@@ -107,6 +124,8 @@ class World:
         started_s = time.monotonic()
         try:
             collective()
+        except torch.OutOfMemoryError:  # that is this rank's own
+            raise
         except RuntimeError as error:  # gloo's errors and NCCL's are of this kind
             waited_s = time.monotonic() - started_s
             names = " and ".join(f"rank {rank}" for rank in self._behind(among or range(self.size)))

@@ -33,7 +33,7 @@ _TICK_S = 0.2
 class SenderLost(EngineError):
     """The sender of weights has failed, and none of those that were to receive them. Sending them again may work.
 
-    Example: ``rank 1 of 2 was killed (SIGKILL) in sending version 7``
+    Example: ``rank 1 of 2 was killed (SIGTERM) in sending version 7``
     """
 
 

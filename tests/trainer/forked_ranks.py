@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,13 +17,15 @@ from rollover.trainer.ranks import _Process
 from tests.trainer.rank_pool import fork_server
 
 
-def start(rank: int, logs: Path | None) -> _Process:
-    """Stands in for ``ranks._start``."""
+def start(rank: int, logs: Path | None, *, prepare: Callable[[int], None] | None = None) -> _Process:
+    """Stands in for ``ranks._start``. ``prepare`` is called in the process with its rank, before all else."""
     assert logs is not None
     logs.mkdir(parents=True, exist_ok=True)
     context = fork_server()
     ours, theirs = multiprocessing.Pipe()
-    process = context.Process(target=_main, args=(theirs, str(logs / f"trainer-rank-{rank}.log")), daemon=True)
+    first = None if prepare is None else partial(prepare, rank)
+    given = (theirs, str(logs / f"trainer-rank-{rank}.log"), first)
+    process = context.Process(target=_main, args=given, daemon=True)
     process.start()
     theirs.close()
     popen: Any = _Forked(process)
@@ -46,7 +50,9 @@ class _Forked:
         return self._process.exitcode
 
 
-def _main(connection: Connection, log: str) -> None:
+def _main(connection: Connection, log: str, first: Callable[[], None] | None) -> None:
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if first is not None:
+        first()
     serve(connection)

@@ -19,12 +19,15 @@ import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
-from rollover.errors import ConfigError, ModelError, RolloverError
+from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
+from rollover.trainer import rank as rank_module
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.leading import RankLost
+from rollover.trainer.local import LocalTrainer
+from rollover.trainer.messages import Failed
 from rollover.trainer.staging import Staging
 from rollover.types import WasteCause
 from tests.trainer import forked_ranks
@@ -228,7 +231,7 @@ def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_bee
     for message, loss in zip(told, [loss for losses in LOSSES for loss in losses], strict=True):
         assert message.startswith("trainer: rank 1 of 2 ") and " of 3)" in message
         if loss.number == signal.SIGKILL:
-            assert "was killed (SIGKILL)" in message
+            assert "was killed (SIGKILL, possibly out of memory) in " in message
         else:
             assert "did nothing for 5 s (trainer.rank_timeout_s) in " in message
             assert "it was stopped (SIGSTOP)" in message
@@ -264,6 +267,57 @@ def test_memory_that_runs_out_on_one_rank_is_tried_again_and_named(
     assert len(told) == 1 and "(restart 1 of 3)" in told[0]
 
 
+def failing(folder: Path, error: Exception, times: int, rank: int) -> None:
+    """Have rank 1 raise ``error`` in the middle of step 1, so many times in all, and write down what others tell."""
+    accumulate, refused = LocalTrainer._accumulate, rank_module._refused
+
+    def failing_accumulate(trainer: Any, *args: Any) -> Any:
+        count = len(list(folder.glob("raised-*")))
+        if trainer.version == 1 and count < times:
+            (folder / f"raised-{count}").touch()
+            raise error
+        return accumulate(trainer, *args)
+
+    def noted(error: BaseException) -> Failed:
+        answer = refused(error)
+        (folder / "rank-0").write_text(f"{answer.is_secondary} {answer.message}")
+        return answer
+
+    if rank == 0:
+        rank_module._refused = noted
+    else:
+        LocalTrainer._accumulate = failing_accumulate  # type: ignore[method-assign]
+
+
+def test_memory_that_runs_out_again_on_one_rank_ends_the_run_with_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = partial(failing, tmp_path, torch.OutOfMemoryError("CUDA out of memory"), 9)
+    monkeypatch.setattr(ranks, "_start", partial(forked_ranks.start, prepare=prepare))
+    told: list[str] = []
+    with fleet(folder, tmp_path, told) as trainer:
+        trainer.step(BATCHES[0])
+        with pytest.raises(ResourceError, match=r"^rank 1 of 2: training ran out of memory: lower trainer\.") as raised:
+            trainer.step(BATCHES[1])
+    assert raised.value.__notes__ == ["it ran out again after the trainer's ranks were restarted"]
+    assert len(told) == 1 and "trainer: rank 1 of 2: training ran out of memory" in told[0]
+    assert "(restart 1 of 3)" in told[0] and len(list(tmp_path.glob("raised-*"))) == 2
+
+
+def test_a_rank_that_loses_its_connection_is_not_blamed_for_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = partial(failing, tmp_path, KeyError("broken"), 1)
+    monkeypatch.setattr(ranks, "_start", partial(forked_ranks.start, prepare=prepare))
+    told: list[str] = []
+    with fleet(folder, tmp_path, told) as trainer:
+        for batch in BATCHES[:2]:
+            trainer.step(batch)
+    (message,) = told
+    assert message.startswith("trainer: rank 1 of 2 failed in step 1: KeyError: 'broken'; ")
+    assert (tmp_path / "rank-0").read_text().startswith("True RuntimeError: ")  # in a pass: FSDP2's own collective
+
+
 def test_restarts_are_limited_and_the_last_loss_is_the_message(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,9 +325,12 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(
     told: list[str] = []
     with fleet(folder, tmp_path, told, max_restarts=0) as trainer:
         os.kill(trainer.pids[0], signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"^rank 0 of 2 was killed \(SIGKILL\)") as raised:
+        with pytest.raises(
+            RankLost, match=r"^rank 0 of 2 was killed \(SIGKILL, possibly out of memory\) in step 0"
+        ) as raised:
             trainer.step(BATCHES[0])
-    assert raised.value.__notes__ == ["the ranks of the trainer were started 1 times in vain"]
+    (note,) = raised.value.__notes__
+    assert note == "the trainer's ranks were lost once without a new step in between (trainer.max_restarts = 0)"
     assert told == []
 
 

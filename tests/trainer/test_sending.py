@@ -146,5 +146,5 @@ def test_a_rank_that_is_lost_while_it_sends_is_replaced_and_the_weights_are_the_
         one[0]._on_bucket = lambda bucket: None
         send(trainer.weights_to_send(), one, {})
         assert one[0].held == expected
-        assert len(told) == 1 and "with 1 steps to repeat (restart 1 of 3)" in told[0]
+        assert len(told) == 1 and "1 step to repeat (restart 1 of 3)" in told[0]
         trainer.step(make_batch(step=1))

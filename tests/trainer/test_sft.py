@@ -155,7 +155,7 @@ def test_a_rank_of_the_warm_up_that_is_lost_is_named(
 
     monkeypatch.setattr(ranks, "_start", start)
     settings = config(num_steps=3, batch_size=4, num_devices=2)
-    with pytest.raises(ranks.RankLost, match=r"^rank 1 of 2 was killed \(SIGKILL\); .* in step 1 of the warm-up"):
+    with pytest.raises(ranks.RankLost, match=r"^rank 1 of 2 was killed \(SIGKILL, .*\) in step 1 of the warm-up"):
         run_sft(
             folder,
             itertools.cycle(EXAMPLES),

@@ -8,4 +8,4 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 
 EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | EmbeddedServerConfig
-"""Told apart by ``kind``; the first is meant where it is left out."""
+"""Configs are told apart by ``kind``; the first is used when it is left out."""

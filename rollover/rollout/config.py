@@ -1,4 +1,4 @@
-"""The ``[rollout]`` section: what all strategies share, and the strategy with its options."""
+"""The ``[rollout]`` section: the settings that all strategies share, and the strategy with its options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RolloutConfig(SharedConfig):
     """
 
     strategy: Annotated[AnyStrategyConfig, ByKind(elsewhere=SIMULATED_ONLY)] = field(default_factory=AprilConfig)
-    """How much is started, what is stopped and what is trained first. `strategy = "sync"` is short for a table
+    """Decides how much is started, what is stopped and what is trained first. `strategy = "sync"` is short for a table
     `[rollout.strategy]` with `kind = "sync"` and no options."""
 
     def __post_init__(self) -> None:
@@ -31,17 +31,17 @@ class RolloutConfig(SharedConfig):
 
     @property
     def staleness_bound(self) -> int:
-        """``max_staleness`` with its default filled in."""
+        """Return ``max_staleness`` with its default filled in."""
         return self.strategy.staleness_bound(self)
 
     def build_strategy(self, engine: Capabilities) -> Strategy:
-        """The strategy with its options, on an engine that can do so much."""
+        """Return the strategy with its options, for an engine with these capabilities."""
         return self.strategy.build(self, engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on how long and how often the driver puts up with trouble.
+    """Limits on how long and how often the driver tolerates failures.
 
     Example: ``Limits(stall_timeout_s=120.0)`` ends a run in which nothing was decoded or scored for two minutes.
     """

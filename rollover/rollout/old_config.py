@@ -1,7 +1,7 @@
-"""``[rollout]`` tables as earlier versions stored them, in the form of today. For recorded runs alone: a user's file is
-read as it stands.
+"""Converts ``[rollout]`` tables stored by earlier versions into today's form. It applies only to recorded runs: a
+user's file is read as it stands.
 
-Until version 1 the options of all strategies stood beside the strategy's name: ``{"strategy": "april",
+Before version 1 the options of all strategies stood next to the strategy's name: ``{"strategy": "april",
 "over_sampling_batch_size": 64, "num_running": None, ...}``; those of other strategies were unset.
 """
 

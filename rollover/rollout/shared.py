@@ -1,4 +1,4 @@
-"""The settings of a rollout that every strategy shares. Strategies see these; ``RolloutConfig`` adds the strategy."""
+"""The settings of a rollout that every strategy shares and sees. ``RolloutConfig`` adds the strategy."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from rollover.settings.changes import Changeable
 from rollover.types import SamplingParams
 
 MAX_BATCH_SAMPLES = 2**20
-"""Bounds what a mistyped number makes the driver hold open before anything else fails."""
+"""Bounds the number of samples that a mistyped number makes the driver hold open before anything else fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedConfig:
-    """The size of a batch, the bound of its staleness, how responses are sampled and how much trouble is borne.
+    """The size of a batch, its staleness bound, the sampling of responses, and the tolerance of failures.
 
     Example:
         ``SharedConfig(rollout_batch_size=4, group_size=8)`` trains 4 groups of 8 samples, 32 responses, per step.
     """
 
     rollout_batch_size: int = 32
-    """Prompts, and so groups, per training step."""
+    """Prompts, and therefore groups, per training step."""
     group_size: int = 8
     """Samples per prompt."""
     unit: Literal["group", "sample"] = "group"
-    """What is trained as soon as it is scored: whole groups, or single samples, which wait for no sibling. `sample`
-    needs an advantage that does not compare siblings (`algorithm.advantage = "history"`)."""
+    """What is trained as soon as it has been scored: whole groups, or single samples, which wait for no siblings.
+    `sample` needs an advantage that does not compare siblings (`algorithm.advantage = "history"`)."""
     max_staleness: int | None = None
-    """Bound in policy versions: training step minus the version of the oldest token trained in it. When absent, 0 for
-    strategies that are on-policy, as many as the over-sampling can need for those that discard, else 4 or what the
-    strategy's options need, whichever is more."""
+    """Staleness bound in policy versions: training step minus the version of the oldest token trained in it. When left
+    out: 0 for on-policy strategies; as many as the over-sampling can need for strategies that discard; otherwise 4 or
+    as many as the strategy's options need, whichever is more."""
     max_new_tokens: int = 1024
-    """Budget of a whole response, across all resumes."""
+    """Token budget of a whole response, across all resumes."""
     temperature: float = 1.0
     top_p: float = 1.0
-    """Below 1, log-probs are those of the truncated distribution and importance ratios are no longer exact."""
+    """Below 1, log-probs are those of the truncated distribution, and importance ratios are no longer exact."""
     top_k: int = 0
-    """0 switches it off; as for `top_p`."""
+    """0 disables it; otherwise the remark about `top_p` applies here too."""
     stop_strings: tuple[str, ...] = ()
-    """A response ends with the token that completes one of these, beside the tokenizer's end token."""
+    """A response ends with the token that completes one of these strings, or with the tokenizer's end token."""
     save_every_tokens: Changeable[int] = 256
-    """A running sample's tokens reach the journal at least this often; a killed process loses no more per sample."""
+    """A running sample's tokens are written to the journal at least this often; a killed process loses no more than
+    this per sample."""
     stall_timeout_s: Changeable[float] = 600.0
-    """With nothing decoded or scored for this long, the run stops and names the samples it waits for."""
+    """When nothing has been decoded or scored for this long, the run stops and names the samples it is waiting for."""
     max_retries: Changeable[int] = 3
-    """Engine failures in a row, without a token in between, that one sample survives; each time it goes on from its
+    """Consecutive engine failures, without a token in between, that one sample survives; each time it resumes from its
     last streamed token."""
 
     def __post_init__(self) -> None:
@@ -69,12 +70,13 @@ class SharedConfig:
 
     @property
     def num_samples(self) -> int:
-        """Responses per training step."""
+        """Return the number of responses per training step."""
         return self.rollout_batch_size * self.group_size
 
     @property
     def num_siblings(self) -> int:
-        """Groups that share a prompt: all its samples where each is trained by itself, else one."""
+        """Return the number of groups that share a prompt: all its samples when each is trained by itself, otherwise
+        one."""
         return self.group_size if self.unit == "sample" else 1
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:

@@ -1,7 +1,7 @@
-"""One file, one run: ``RunConfig`` composes the configs of the components and adds nothing of theirs.
+"""One file describes one run: ``RunConfig`` composes the configs of the components and adds nothing to them.
 
 What is loaded here is complete and valid: every key is known, typed and in range, and no two sections
-contradict each other. It is never changed afterwards. Importing this module needs no torch.
+contradict each other. It is never changed afterwards. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -60,18 +60,17 @@ RUN_FILES = (
         "wandb",
     ),
 )
-"""The entries of a run directory, in which no variant may have its own directory."""
+"""The entries of a run directory. No variant may take one of these names for its own directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The policy: a model that exists, or one built from nothing. Give exactly one of the two."""
+    """The policy: an existing model, or one built from scratch. Give exactly one of the two."""
 
     path: Changeable[str | None] = None
-    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A run that goes on may find it in another
-    place."""
+    """Hugging Face folder or hub id of a Llama, Qwen2 or Qwen3 model. A resumed run may load it from another place."""
     scratch: ScratchConfig | None = None
-    """A small decoder with random weights, and a tokenizer made for the tasks."""
+    """A small decoder with random weights, and a tokenizer trained for the tasks."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.scratch is None):
@@ -84,10 +83,10 @@ class WarmupConfig(SFTConfig):
     """Supervised fine-tuning on worked solutions: before the first step, or alone with ``rollover sft``."""
 
     sources: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
-    """Whose solutions; those of ``tasks.train`` when left out."""
+    """Sources of the worked solutions; `tasks.train` when left out."""
     bare_answers: float = 0.0
-    """Share of the examples that show the last line of the solution alone. The model then learns to guess as well as to
-    work things out, and reinforcement learning has something to choose."""
+    """Share of the examples that show only the last line of the solution. The model then learns to guess as well as to
+    work things out, which leaves reinforcement learning something to choose between."""
 
     def __post_init__(self) -> None:
         SFTConfig.__post_init__(self)
@@ -100,17 +99,17 @@ class EvalConfig:
     """Accuracy on held-out prompts, before the first step, during training and after the last."""
 
     every_steps: int = 0
-    """Training steps between two evaluations; 0 evaluates before the first step and after the last only."""
+    """Training steps between evaluations; 0 evaluates only before the first step and after the last."""
     num_prompts: Fixed[int] = 200
-    """Prompts of each evaluation source. At 200, an accuracy of 50 % has a standard error of 3.5 points."""
+    """Prompts from each evaluation source. With 200 prompts, an accuracy of 50 % has a standard error of 3.5 points."""
     samples_per_prompt: int = 1
-    """Responses to each prompt; at least the largest of ``k``."""
+    """Responses to each prompt; at least the largest value of ``k``."""
     k: tuple[int, ...] = (1,)
-    """Which pass@k to report: the chance that one of k responses is right."""
+    """Values of k for which to report pass@k, the probability that at least one of k responses is right."""
     temperature: float = 1.0
-    """1 measures the policy that is trained; 0 is greedy, with one sample per prompt."""
+    """1 measures the policy that is being trained; 0 is greedy decoding, which needs one sample per prompt."""
     max_new_tokens: int | None = None
-    """Budget of a response, in tokens; the rollout's when left out."""
+    """Token budget of a response; `rollout.max_new_tokens` when left out."""
 
     def __post_init__(self) -> None:
         for key, least in (
@@ -155,28 +154,28 @@ class RunConfig:
 
     model: ModelConfig
     seed: int = 0
-    """Of everything random: prompts, sampling noise, weights from scratch."""
+    """Seeds everything random: prompts, sampling noise and weights built from scratch."""
     steps: Annotated[
         int, OnResume(_stays_when_scheduled, "may change on resume, unless the learning rate has a schedule")
     ] = 100
-    """Training steps; each trains one batch and makes one policy version."""
+    """Number of training steps; each trains one batch and produces one policy version."""
     deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
-    """Bit-for-bit repeatable on one machine (CPU), also across a restart; slower."""
+    """Makes the run repeatable bit for bit on one machine (CPU), even across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
     engine: Annotated[EngineConfig | SwarmConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sft: WarmupConfig | None = None
-    """Supervised warm-up before the first step; none when left out."""
+    """Supervised warm-up before the first step; no warm-up when left out."""
     cluster: Changeable[ClusterConfig | None] = None
-    """A Ray cluster on which the trainer's ranks and engine servers run; this machine alone when left out."""
+    """A Ray cluster on which the trainer's ranks and engine servers run; only this machine is used when left out."""
     checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
     eval: Changeable[EvalConfig] = field(default_factory=EvalConfig)
     logging: Changeable[LoggingConfig] = field(default_factory=LoggingConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Runs to compare, by name: what each changes of this config, as in ``[variants.april.rollout]`` followed
-    by ``strategy = "april"``. All start from the same initial policy."""
+    """Runs to compare, by name; each table lists the changes to this config, as in ``[variants.april.rollout]``
+    followed by ``strategy = "april"``. All variants start from the same initial policy."""
 
     @property
     def warmup_sources(self) -> tuple[SourceConfig, ...]:
@@ -432,7 +431,8 @@ def _build_variant(config: RunConfig, name: str, written: toml.Document) -> RunC
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Table by table; one whose ``kind`` changes takes nothing over. A string in place of a table is its kind."""
+    """Merge table by table; a table whose ``kind`` changes inherits nothing. A string in place of a table is its
+    kind."""
     merged = dict(base)
     for key, change in changes.items():
         old = merged.get(key)
@@ -448,8 +448,8 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Invert ``resolved``, with overrides applied; ``source`` names the data in messages. Configs that earlier
-    versions stored are understood."""
+    """Invert ``resolved`` and apply overrides; ``source`` names the data in messages. Configs stored by earlier
+    versions are accepted."""
     stored = _upgraded(without_keys_of_other_kinds(data))
     stored["variants"] = {name: _upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
     return build(RunConfig, toml.Document(name=source, data=stored), parse_overrides(overrides))

@@ -1,4 +1,4 @@
-"""The settings of training. Plain frozen records: importing this module does not import torch."""
+"""The settings of training, as plain frozen records. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ class StepConfig:
     """Settings of one optimizer step: AdamW, its schedule and clip, and how the passes run."""
 
     section: ClassVar[str] = "trainer"
-    """Where messages send the user."""
+    """The section of the config that messages refer to."""
     learning_rate: float = 1e-6
-    """Peak learning rate. The default suits full fine-tuning of a pretrained model of a billion parameters or
-    more; small models want 1e-4 to 1e-3."""
+    """Peak learning rate. The default suits full fine-tuning of a pretrained model with a billion parameters or more;
+    small models need 1e-4 to 1e-3."""
     schedule: Schedule = "constant"
-    """Shape after the warm-up: flat, or falling to ``final_lr_ratio`` at the last step of the run."""
+    """Shape of the schedule after the warm-up: constant, or decaying to ``final_lr_ratio`` at the last step of the
+    run."""
     warmup_steps: int = 0
-    """Steps over which the rate rises linearly from ``learning_rate / warmup_steps``."""
+    """Steps over which the learning rate rises linearly, starting at ``learning_rate / warmup_steps``."""
     final_lr_ratio: float = 0.0
-    """Where ``linear`` and ``cosine`` end, as a share of ``learning_rate``."""
+    """Final learning rate of ``linear`` and ``cosine``, as a fraction of ``learning_rate``."""
     adam_beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     adam_beta2: float = 0.999
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     adam_epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices; norms and biases are never decayed. Off, since policy updates are small
+    """Decoupled weight decay of matrices; norms and biases are never decayed. Off by default: policy updates are small,
     and decay would pull a pretrained model away for a reason other than reward."""
     max_grad_norm: float = 1.0
-    """The global gradient norm is clipped to this; 0 switches clipping off."""
+    """Upper bound to which the global gradient norm is clipped; 0 disables clipping."""
     micro_batch_tokens: Inexact[int] = 8192
-    """Token budget of one forward and backward pass (prompts included). Memory grows with it, the gradient
-    does not depend on it. A sequence longer than the budget gets a pass of its own."""
+    """Token budget of one forward and backward pass, prompts included. Memory grows with it; the gradient does not
+    depend on it. A sequence longer than the budget gets a pass of its own."""
     dtype: DType = "float32"
-    """``bfloat16`` runs the matrix products under autocast; master weights, gradients, optimizer state and
-    the log-softmax stay float32, so small updates are not rounded away (16 bytes per parameter)."""
+    """``bfloat16`` runs the matrix products under autocast; master weights, gradients, optimizer state and the
+    log-softmax stay float32, so that small updates are not rounded away (16 bytes per parameter)."""
     gradient_checkpointing: Inexact[bool] = False
     """Recompute activations in the backward pass: less memory for about a third more time."""
     device: Inexact[str] = "auto"
-    """``auto`` takes the first GPU where there is one, else the CPU; or any PyTorch device such as
-    ``cuda:1``."""
+    """``auto`` takes the first GPU if there is one, otherwise the CPU. Any PyTorch device works, such as ``cuda:1``."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
@@ -79,7 +79,7 @@ def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
 Publish = Literal["merged", "adapter"]
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""All matrices of the layers that are supported."""
+"""All matrices of the layers of the supported models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +95,13 @@ class LoraConfig:
     alpha: float = 32.0
     """Products are scaled by ``alpha / rank``."""
     targets: tuple[str, ...] = LORA_TARGETS
-    """The matrices that get one, by the last part of their names. All of the layers when left out: adapters beside
-    attention alone learn less."""
+    """The matrices that get an adapter, by the last part of their names. All matrices of the layers by default:
+    adapters on attention alone learn less."""
     publish: Changeable[Publish] = "merged"
-    """How engines get them. ``merged``: as full weights, which every engine takes and serves at full speed.
-    ``adapter``: alone, a hundredth of the bytes, to an engine that has the model: the embedded one merges them itself;
-    vLLM and SGLang compute them beside it, and have to be started for it."""
+    """Form in which engines receive the adapters. ``merged``: as full weights, which every engine accepts and serves at
+    full speed. ``adapter``: the adapters alone, a hundredth of the bytes, for an engine that already has the model: the
+    embedded engine merges them itself; vLLM and SGLang apply them beside the model, and have to be started with LoRA
+    enabled."""
 
     def __post_init__(self) -> None:
         _require(self.rank >= 1, "rank", self.rank, "at least 1")
@@ -115,24 +116,24 @@ class TrainerConfig(StepConfig):
     """The policy-gradient trainer."""
 
     mini_batches: int = 1
-    """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the
-    start of the batch, so the clip bounds the movement of the whole step."""
+    """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the start of the
+    batch, so the clip bounds the movement of the whole step."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the model's own weights."""
     num_devices: Inexact[int] = 1
-    """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with a process of its own:
-    the first so many GPUs of this machine, or as many processes on the CPU; with `[cluster]` those of its nodes. 1
-    trains in the process of the run."""
+    """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with its own process: the
+    first `num_devices` GPUs of this machine, or that many processes on the CPU; with `[cluster]`, devices of its nodes.
+    1 trains inside the run's own process."""
     context_parallel: Inexact[int] = 1
-    """Devices that share each pass along the sequence, for contexts that one cannot hold: activations of
-    ``micro_batch_tokens`` are split over so many, and all-to-all exchanges surround attention (Ulysses, arXiv
-    2309.14509). Divides ``num_devices`` and the attention heads and key-value heads of the model."""
+    """Devices that share each pass along the sequence, for contexts that do not fit on one: activations of
+    ``micro_batch_tokens`` are split over them, and all-to-all exchanges surround attention (Ulysses, arXiv 2309.14509).
+    Must divide ``num_devices`` and the model's numbers of attention heads and key-value heads."""
     max_restarts: Changeable[int] = 3
-    """With several devices: how often in a row their processes are started again from the last checkpoint, after one of
-    them was lost, before the run gives up. Every step that is new begins the count anew."""
+    """With several devices: number of times in a row that their processes are restarted from the last checkpoint after
+    one of them is lost, before the run gives up. Every new step resets the count."""
     rank_timeout_s: Changeable[float] = 600.0
-    """With several devices: when none of their processes gets anything done for so long, they are ended, and the one
-    that the others wait for is named."""
+    """With several devices: time without progress in any of their processes after which they are ended and the one that
+    the others wait for is named."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
@@ -143,7 +144,7 @@ class TrainerConfig(StepConfig):
         _require(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "above 0")
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide what is learned; a checkpoint goes on only under the same ones."""
+        """Return the settings that decide what is learned; a checkpoint can be resumed only under the same ones."""
         kept = _fixed(self)
         if self.lora is not None:
             kept["lora"] = _fixed(self.lora)
@@ -151,7 +152,7 @@ class TrainerConfig(StepConfig):
 
 
 def _fixed(settings: Any) -> dict[str, Any]:
-    """Return the settings of a record that say nothing of a resumed run."""
+    """Return the settings of a record that do not say whether they may change on resume."""
     hints = get_type_hints(type(settings), include_extras=True)
     kept = {f.name for f in fields(settings) if said_by(hints[f.name]) is None}
     return {name: value for name, value in asdict(settings).items() if name in kept}
@@ -163,16 +164,16 @@ class SFTConfig(StepConfig):
 
     section: ClassVar[str] = "sft"
     learning_rate: float = 1e-5
-    """Peak learning rate; for pretrained models."""
+    """Peak learning rate; the default suits pretrained models."""
     num_steps: int = 200
-    """Optimizer steps. A count and not a time, so that a run can be repeated."""
+    """Optimizer steps. A count rather than a duration, so that a run can be repeated."""
     batch_size: int = 64
     """Examples per optimizer step."""
     num_devices: Inexact[int] = 1
-    """Devices of this machine over which the warm-up is sharded, as ``trainer.num_devices`` is for what follows. It has
-    no place on a cluster."""
+    """Devices of this machine over which the warm-up is sharded, as `trainer.num_devices` does for the steps that
+    follow. The warm-up does not run on a cluster."""
     context_parallel: Inexact[int] = 1
-    """Devices that share each pass along the sequence, as in ``trainer.context_parallel``."""
+    """Devices that share each pass along the sequence, as in `trainer.context_parallel`."""
 
     def __post_init__(self) -> None:
         StepConfig.__post_init__(self)
@@ -184,13 +185,14 @@ class SFTConfig(StepConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Settings that decide when the trainer's state goes to disk."""
+    """Settings that decide when the trainer's state is written to disk."""
 
     every_steps: int = 20
-    """Batches between checkpoints; after a crash at most this many training steps are repeated (no rollout
-    is). 0 saves at the end of the run only."""
+    """Batches between checkpoints; after a crash at most this many training steps are repeated, but no rollout is. 0
+    saves only at the end of the run."""
     keep_last: int = 2
-    """Older checkpoints are deleted. Two, so that one is whole whatever happens to the disk."""
+    """Number of checkpoints to keep; older ones are deleted. Two by default, so that one is complete whatever happens
+    while the next is written."""
 
     def __post_init__(self) -> None:
         _require(self.every_steps >= 0, "every_steps", self.every_steps, "at least 0 (0 is only at the end)")
@@ -199,23 +201,24 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchConfig:
-    """A small Qwen3 decoder built from nothing. The defaults make about 0.5 M parameters."""
+    """A small Qwen3 decoder built from scratch. The defaults make about 0.5 M parameters."""
 
     hidden_size: int = 128
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
-    """Divides ``num_heads``."""
+    """Must divide ``num_heads``."""
     intermediate_size: int = 384
     """Width of the gated MLP."""
     max_position: int = 512
-    """Prompt plus response, in tokens."""
+    """Longest prompt plus response, in tokens."""
     tie_embeddings: bool = True
-    """One matrix for input and output: at this size the embedding is a large share of the parameters."""
+    """Use one matrix for input and output: at this size the embedding is a large share of the parameters."""
     initializer_range: float = 0.08
-    """Standard deviation of the initial weights. The usual 0.02 is for wide models; narrow ones start faster above."""
+    """Standard deviation of the initial weights. The usual 0.02 is for wide models; narrow ones learn faster at first
+    with a larger value."""
     vocab_size: int = 320
-    """Most entries the tokenizer may have: 256 bytes, the special tokens, and merges for the rest."""
+    """Maximum number of entries in the tokenizer: 256 bytes, the special tokens, and merges for the rest."""
 
     def __post_init__(self) -> None:
         for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):

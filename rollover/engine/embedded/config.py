@@ -1,4 +1,4 @@
-"""Settings of the embedded engine. Torch-free."""
+"""Settings of the embedded engine. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from rollover.engine.base import DeclaredCapabilities, check_colocated
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
-"""Tables and buffers of these sizes are made at once."""
+"""Upper bounds of settings that determine the size of tables and buffers allocated at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
-    """Settings of the embedded engine; what it samples is in each request."""
+    """Settings of the embedded engine. Sampling parameters come with each request."""
 
     kind: Literal["embedded"] = "embedded"
-    """``"embedded"`` chooses this engine; so does leaving ``kind`` out."""
+    """``"embedded"`` selects this engine; it is the default."""
     device: Inexact[str] = "auto"
-    """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes the first GPU when there is one."""
+    """``cpu``, ``cuda`` or ``cuda:N``; ``auto`` takes the first GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and cache; ``auto`` is bfloat16 on a GPU and float32 on a CPU, where half precision is
+    """Number format of weights and cache; ``auto`` is bfloat16 on a GPU and float32 on a CPU, where half precision is
     slow."""
     max_running: Inexact[int] = 64
-    """Samples decoded at the same time. More fill the machine better until the cache is too small for
+    """Samples decoded at the same time. A higher number uses the machine better until the cache becomes too small for
     them."""
     max_context_tokens: Changeable[int | None] = None
-    """Longest prompt plus response; unset, it is what ``tasks.max_prompt_tokens`` and ``max_new_tokens`` come to."""
+    """Longest prompt plus response; the sum of ``tasks.max_prompt_tokens`` and ``max_new_tokens`` when left out."""
     kv_cache_bytes: Inexact[int] = 512 * 2**20
-    """Memory for the key-value cache of running and parked samples and of prompts. Never exceeded: what finished
-    responses left is evicted first, then the least recently used blocks of parked samples and prompts, then the
-    youngest running sample is preempted; what was evicted is computed again when it is needed."""
+    """Memory for the key-value cache of running samples, parked samples and prompts. It is never exceeded: blocks of
+    finished responses are evicted first, then the least recently used blocks of parked samples and prompts, and finally
+    the youngest running sample is preempted. Evicted blocks are recomputed when they are needed."""
     draft_rows: Inexact[int] = 0
-    """Rows of a decode iteration that draft tokens may fill up (speculative decoding): with B samples decoding, fewer
-    than this, ``draft_rows - B`` draft tokens are verified along, the likeliest first. Choose the number of rows at
-    which an iteration takes twice as long as with next to none: tokens are drafted where that pays. What is sampled
-    stays the same; the last, longest samples finish sooner where responses repeat each other. 0 switches it off."""
+    """Rows of a decode iteration that draft tokens may fill (speculative decoding): while B samples decode, and B is
+    below this number, the likeliest ``draft_rows - B`` draft tokens are verified along with them. Choose the number of
+    rows at which an iteration takes twice as long as with almost none: tokens are drafted only where that pays. The
+    sampled tokens stay the same; the last, longest samples finish sooner when responses repeat each other. 0 disables
+    it."""
     block_size_tokens: Inexact[int] = 32
-    """Tokens per block of the key-value cache, the unit in which it is shared and evicted. Smaller wastes less at the
-    end of each sample, larger costs less per step."""
+    """Tokens per block of the key-value cache, the unit in which it is shared and evicted. Smaller blocks waste less at
+    the end of each sample; larger ones cost less per step."""
     prefill_chunk_tokens: Inexact[int] = 2048
-    """Most tokens prefilled between two decode iterations, padding included: what a long prompt may delay
-    the running samples by."""
+    """Maximum number of tokens, padding included, that are prefilled between two decode iterations. It limits how long
+    a long prompt can delay the running samples."""
     cpu_kernels: Inexact[Literal["auto", "compiled", "torch"]] = "auto"
-    """How a CPU computes: ``compiled`` by kernels built with the machine's C compiler (some seconds at the start),
-    ``torch`` by PyTorch's operations, at a third of the speed; ``auto`` compiles where it can. The compiled ones
-    compute and cache in float32, whatever the type of the weights. It has no effect on a GPU."""
+    """Kernels used on a CPU: ``compiled`` builds them with the machine's C compiler (a few seconds at startup),
+    ``torch`` uses PyTorch's operations, at a third of the speed, and ``auto`` compiles if it can. The compiled kernels
+    compute and cache in float32, whatever the type of the weights. This setting has no effect on a GPU."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """How a weight update treats cached tokens. ``recompute`` drops them, so that every token is sampled
-    from the one policy it is labelled with; ``keep`` costs nothing and samples from new weights over old
-    cache."""
+    """Treatment of cached tokens in a weight update. ``recompute`` drops them, so that every token is sampled from
+    exactly the policy it is labelled with; ``keep`` costs nothing, and samples from new weights over the old cache."""
     colocated: Changeable[bool] = False
-    """The trainer trains on the same device: while it does, weights and cache are given back to it. What was cached is
-    then computed again, and strategies that generate while the trainer trains cannot be used."""
+    """The trainer trains on the same device, and the engine gives back the memory of its weights and cache while it
+    does. The cache is then recomputed, and strategies that generate during training cannot be used."""
     stream_interval_tokens: Inexact[int] = 16
-    """Tokens per streamed chunk; what is lost at most when the process dies. 1 streams every token."""
+    """Tokens per streamed chunk, which is also the most that is lost when the process dies. 1 streams every token."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that the engine reports and the trainer's for the same
-    weights. Measured on a few tokens at the start and, unless ``top_p`` or ``top_k`` cut the distribution, on every
-    batch; the run stops beyond it. Left out, it is 0.002 where engine and trainer compute in float32, and 0.1 where one
-    of them computes in bfloat16."""
+    weights. It is measured on a few tokens at startup and, unless ``top_p`` or ``top_k`` cut the distribution, on every
+    batch; the run stops when it is exceeded. When left out, it is 0.002 if engine and trainer both compute in float32,
+    and 0.1 if one of them computes in bfloat16."""
     command_timeout_s: Changeable[float] = 300.0
-    """Longest wait for an iteration to end or weights to load before the engine is called dead."""
+    """Longest wait for an iteration to end or weights to load before the engine is considered dead."""
 
     @property
     def declared(self) -> DeclaredCapabilities:

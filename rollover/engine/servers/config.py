@@ -1,5 +1,5 @@
-"""Settings that every engine behind HTTP shares: where its servers are and how long to wait for them.
-Torch-free."""
+"""Settings shared by every engine behind HTTP: where its servers are and how long to wait for them. Importing this
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -29,99 +29,99 @@ def _is_reachable(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Servers to use, or to start; all serve the same model."""
+    """Servers to use, or to start. All of them serve the same model."""
 
     urls: Changeable[tuple[str, ...]] = ()
-    """Servers that are running already, as in `http://10.0.0.5:8000`. Give these or set `launch`."""
+    """Servers that are already running, as in `http://10.0.0.5:8000`. Give either these or `launch`."""
     launch: Changeable[bool] = False
     """Start servers on this machine and stop them at the end; their logs are kept in the run directory."""
     num_servers: Changeable[int] = 1
-    """Servers to start with `launch`."""
+    """Number of servers to start with `launch`."""
     launch_command: Changeable[tuple[str, ...]] = ("python",)
-    """Program that starts a server, with the interpreter of the environment that the server is installed
-    in."""
+    """Program that starts a server, with the interpreter of the environment in which the server is installed."""
     launch_args: Changeable[tuple[str, ...]] = ()
-    """Further arguments for it: `["--tensor-parallel-size", "2"]`, say."""
+    """Additional arguments for it, such as `["--tensor-parallel-size", "2"]`."""
     launch_env: Changeable[Mapping[str, str]] = field(default_factory=dict)
-    """Environment variables for it, beside this program's own."""
+    """Environment variables for it, in addition to those of this program."""
     launch_devices: Changeable[tuple[str, ...]] = ()
-    """`CUDA_VISIBLE_DEVICES` of each server that is started; all see every device when left out."""
+    """`CUDA_VISIBLE_DEVICES` of each server that is started; every server sees all devices when left out."""
     launch_timeout_s: Changeable[float] = 900.0
     """Longest wait for a started server to load its model and answer."""
     stop_timeout_s: Changeable[float] = 20.0
-    """How long a started server may take to stop before it is killed."""
+    """Time a started server gets to stop before it is killed."""
     api_key_env: Changeable[str | None] = None
-    """Name of the environment variable that holds the servers' API key, sent as a bearer token."""
+    """Name of the environment variable that holds the servers' API key, which is sent as a bearer token."""
     verify_tls: Changeable[bool] = True
     """Check the certificate of an `https` server."""
     ca_file: Changeable[str | None] = None
     """Certificates to check it against (PEM); the system's when left out."""
     max_running: Changeable[int | tuple[int, ...]] = 64
-    """Samples decoded at the same time by each server, or by the server of each of the `urls` in turn: `[64, 256]`.
-    Its own limit should be no lower, or calls queue there."""
+    """Samples decoded at the same time by each server, or a list with one number for each of the `urls`, as in `[64,
+    256]`. The server's own limit should not be lower, or calls queue there."""
     weights_dir: Changeable[str | None] = None
-    """Folder through which weights reach the servers, at the same path on their machines; `weights` in the
+    """Folder through which weights reach the servers; it must have the same path on their machines. `weights` in the
     run directory when left out."""
     colocated: Changeable[bool] = False
-    """The trainer trains on the servers' devices: while it does, they give weights and cache back to it. What was
-    cached is then computed again, and strategies that generate while the trainer trains cannot be used."""
+    """The trainer trains on the servers' devices, and they give back the memory of weights and cache while it does. The
+    cache is then recomputed, and strategies that generate during training cannot be used."""
     connect_timeout_s: Changeable[float] = 10.0
     """Longest wait for a connection."""
     first_token_timeout_s: Changeable[float] = 300.0
-    """Longest wait for the first token of a call: prefill, and the server's queue."""
+    """Longest wait for the first token of a call, including prefill and the server's queue."""
     token_timeout_s: Changeable[float] = 60.0
-    """Longest silence of a call that has begun."""
+    """Longest silence of a call that has started streaming."""
     busy_timeout_s: Changeable[float] = 120.0
-    """How long a call is offered again to a server that answers 429 or 503."""
+    """Time for which a call is retried at a server that answers 429 or 503."""
     control_timeout_s: Changeable[float] = 30.0
     """Longest wait for the answer to any other call."""
     abort_timeout_s: Changeable[float] = 10.0
-    """How long a server may take to hand over stopped calls. After half of it all its calls are stopped, after all
-    of it their connections are closed."""
+    """Time a server gets to hand over stopped calls. After half of it all its calls are stopped; after all of it their
+    connections are closed."""
     load_timeout_s: Changeable[float] = 300.0
-    """Longest wait for weights to load, and, with `colocated`, for memory to be given back or taken again."""
+    """Longest wait for weights to load and, with `colocated`, for memory to be released or reclaimed."""
     read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
-    """When the digests that a server computes of its tensors are compared with the weights that it was given. `auto`:
-    after each load from a folder of a model up to 1 GiB, and after the first of a larger one, since it takes a second
-    per GiB, in which nothing is decoded; weights that the trainer sends are told by the log-prob check. `always`: after
-    each load, and all go through folders, which alone can be compared with."""
+    """When to compare the digests that a server computes of its tensors with the weights it was given. `auto`: after
+    each load from a folder for models up to 1 GiB, and only after the first load of a larger model, because it takes a
+    second per GiB during which nothing is decoded; weights sent by the trainer are verified with the log-prob check.
+    `always`: after each load, and all weights go through folders, because only those can be compared. `never`: not at
+    all."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
-    weights. Measured on a few tokens of each server at the start, after each weight update and before one rejoins,
-    and, unless `top_p` or `top_k` cut the distribution, on every batch. A server beyond it is taken out. When left out,
-    0.002 where weights and trainer are float32, since bfloat16 makes 0.004 and more; 0.1 where one of them is in half
-    precision."""
+    weights. It is measured on a few tokens of each server at startup, after each weight update and before a server
+    rejoins, and, unless `top_p` or `top_k` cut the distribution, on every batch. A server that exceeds it is taken out.
+    When left out: 0.002 if weights and trainer are float32, because bfloat16 produces 0.004 and more; 0.1 if one of
+    them is in half precision."""
     health_interval_s: Changeable[float] = 5.0
     """Time between two health checks of a server."""
     health_timeout_s: Changeable[float] = 10.0
-    """Longest wait for the answer to a health check; two late ones in a row and the server is taken out."""
+    """Longest wait for the answer to a health check; a server with two late answers in a row is taken out."""
     rejoin_max_interval_s: Changeable[float] = 60.0
-    """A server that was taken out is tried again after twice the time each time, up to this."""
+    """Longest interval between attempts to bring back a server that was taken out; the interval doubles up to this."""
     all_down_timeout_s: Changeable[float] = 120.0
-    """How long calls wait for a server to come back when all are out."""
+    """Longest time for which calls wait for a server to come back when all are out."""
 
     @property
     def switch_timeout_s(self) -> float:
-        """Longest that a server which keeps its deadlines takes to stand still, and to go on."""
+        """Return the longest time that a server which keeps its deadlines takes to pause and to resume."""
         return 4 * self.control_timeout_s
 
     @property
     def install_timeout_s(self) -> float:
-        """Longest that such a server takes to have new weights: calls stopped, weights loaded, cache emptied, label set
-        and read back; before and after it, where ``colocated``, memory taken."""
+        """Return the longest time that such a server takes to install new weights: calls stopped, weights loaded, cache
+        emptied, label set and read back; and, with ``colocated``, memory reclaimed before and after it."""
         taken_s = 2 * self.load_timeout_s * self.colocated
         return self.abort_timeout_s + self.load_timeout_s + taken_s + 3 * self.control_timeout_s
 
     @property
     def sleep_timeout_s(self) -> float:
-        """Longest that a server which keeps its deadlines takes to give its memory back."""
+        """Return the longest time that a server which keeps its deadlines takes to release its memory."""
         return self.abort_timeout_s + self.load_timeout_s + 4 * self.control_timeout_s
 
     @property
     def update_timeout_s(self) -> float:
-        """Longest that an update of all servers takes, those that fail included; what takes longer is our own fault.
-        Weights that are sent to all in one group may have to be sent again: without those that have failed, and then to
-        one server after the other."""
+        """Return the longest time that an update of all servers takes, including those that fail; if it takes longer,
+        the fault is our own. Weights that are sent to all servers in one group may have to be sent again: without those
+        that have failed, and then to one server after the other."""
         again_s = 0.0
         if getattr(self, "weight_transfer", "folder") != "folder":
             again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
@@ -170,13 +170,13 @@ class ServerConfig:
             raise ValueError(f"max_running must be positive, got {min(each)}")
 
     def running(self, url: str | None = None) -> int:
-        """``max_running`` of the server at one of the ``urls``, or of any that is started."""
+        """Return ``max_running`` of the server at one of the ``urls``, or of any server that is started."""
         if isinstance(self.max_running, int):
             return self.max_running
         return next(n for own, n in zip(self.urls, self.max_running, strict=True) if own.rstrip("/") == url)
 
     def _check_idle_settings(self) -> None:
-        """A setting that has no effect is a mistake."""
+        """Reject settings that have no effect."""
         fields = self.__dataclass_fields__
         of_launch = ("launch_command", "launch_args", "launch_devices", "num_servers")
         changed = [key for key in of_launch if getattr(self, key) != fields[key].default]

@@ -1,5 +1,4 @@
-"""The strategies that runs can use. Each file holds one and its options; each has a row in
-``AnyStrategyConfig``."""
+"""The strategies that runs can use. Each has a file, with its options, and a row in ``AnyStrategyConfig``."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ AnyStrategyConfig = (
     | InFlightConfig
     | RolloverConfig
 )
-"""Told apart by ``kind``; the first is meant where a config names none."""
+"""Options are told apart by ``kind``; the first is used when a config names none."""
 
 STRATEGIES: dict[str, type[StrategyConfig]] = kinds(AnyStrategyConfig)
-"""By kind."""
+"""The classes of options, by kind."""
 
 SIMULATED_ONLY = {
     kind: f"it is simulated only (rollover simulate --strategies {kind}); to train, use {instead!r}"
@@ -40,8 +39,8 @@ SIMULATED_ONLY = {
         "fast_lane": "concurrency",
     }.items()
 }
-"""Kinds of ``rollover.sim.strategies`` alone, which is on a higher floor and cannot be asked here, with what a config
-that names one is told. A test keeps both lists equal."""
+"""Kinds that exist only in ``rollover.sim.strategies``, with the advice for a config that names one. They are listed
+here because this package may not import that one; a test keeps both lists equal."""
 
 __all__ = [
     "SIMULATED_ONLY",

@@ -23,17 +23,18 @@ from rollover.rollout.strategy import OnFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class April(Oversample):
-    """A round starts with ``launched_groups`` groups, carried-over ones first, and is one round: while it lasts only a
-    dropped group is replaced. Mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
+    """Starts each round with ``launched_groups`` groups, carried-over ones first; during the round only a dropped group
+    is replaced. The mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
 
     drop_surplus: bool
-    """Batches in order of finishing; whole groups beyond them are dropped as waste, and their prompts with them."""
+    """True when batches take groups in the order in which they finish, and whole groups beyond the batch are dropped as
+    waste, together with their prompts."""
 
     on_full = OnFull.PARK
     """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""
 
     def preference(self, group: GroupEntry) -> int:
-        """Ready groups that are all alike are taken in the order in which they became ready."""
+        """Prefer the oldest group, or with ``drop_surplus`` the one that became ready first."""
         return 0 if self.drop_surplus else group.group_id
 
     def surplus(self, view: View) -> tuple[int, ...]:
@@ -48,8 +49,8 @@ class AprilConfig(OverSampling):
 
     kind: Literal["april"] = "april"
     drop_surplus: bool = False
-    """Take groups in order of finishing and throw those beyond the batch away, as APRIL's released code does, to see
-    what that costs."""
+    """Take groups in the order in which they finish and throw away those beyond the batch, as APRIL's released code
+    does, to show what that costs."""
 
     def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
         return {**super().arguments(shared, engine), "drop_surplus": self.drop_surplus}

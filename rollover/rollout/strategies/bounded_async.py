@@ -25,7 +25,7 @@ class BoundedAsync(Concurrency):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedAsyncConfig(NumRunning):
-    """Keeps a number of samples in flight, also while the trainer trains."""
+    """Keeps a fixed number of samples in flight, even while the trainer trains."""
 
     builds = BoundedAsync
     knob = Knob(key="max_staleness", symbol="S", scale="plain", values=(1, 2, 3, 4, 6))

@@ -19,10 +19,10 @@ from rollover.types import SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Strategy):
-    """``num_running`` samples decode at all times while the bound leaves room for new groups."""
+    """Decodes ``num_running`` samples at all times while the bound leaves room for new groups."""
 
     num_running: int
-    """Samples in flight at most."""
+    """Maximum number of samples in flight."""
 
     on_full = OnFull.PARK
 

@@ -1,7 +1,7 @@
-"""The form of a strategy's options, and the options that several strategies have.
+"""The base class of a strategy's options, and the options that several strategies share.
 
-Each strategy's file holds a ``StrategyConfig`` of its own: what it can be told, its checks and defaults, and what the
-rest of a run must know of it.
+Each strategy's file has its own ``StrategyConfig``: its options, their checks and defaults, and the facts about the
+strategy that the rest of a run depends on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollover.settings.changes import Inexact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """The option by which a strategy trades lag for throughput, and the values that a frontier tries.
+    """The option with which a strategy trades lag for throughput, and the values that a frontier tries.
 
     Example:
         ``Knob(key="num_running", symbol="C", scale="samples", values=(1.0, 2.0))`` tries as many samples in flight as
@@ -28,63 +28,63 @@ class Knob:
     key: str
     """A field of the strategy's config, or ``max_staleness``."""
     symbol: str
-    """Its name in figures."""
+    """Name of the option in figures."""
     scale: Literal["groups", "samples", "plain"]
-    """What a value of 1 stands for: the groups of a batch, its samples, or itself."""
+    """Unit of the values: multiples of the groups of a batch, multiples of its samples, or plain numbers."""
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """The options of one strategy, and what the rest of a run must know of it.
+    """The options of one strategy, and the facts about it that the rest of a run depends on.
 
     Example:
         ``AprilConfig(over_sampling_batch_size=64).build(shared, engine)`` is an ``April`` that launches 64 groups.
     """
 
     builds: ClassVar[type[Strategy]]
-    """The strategy that these are the options of."""
+    """The strategy that these options configure."""
     on_policy: ClassVar[bool] = False
-    """Every token is trained by the weights that sampled it, so that the staleness bound is 0."""
+    """True when every token is trained by the weights that sampled it, so that the staleness bound is 0."""
     sorts_by_length: ClassVar[bool] = False
-    """Responses of like length are trained together."""
+    """True when responses of similar length are trained together."""
     needs_in_flight_update: ClassVar[bool] = False
-    """It would be another strategy on an engine that cannot load weights under running samples."""
+    """True when the strategy makes sense only on an engine that can load weights under running samples."""
     knob: ClassVar[Knob | None] = None
 
     kind: str
 
     def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
-        """The strategy with these options, on an engine that can do so much."""
+        """Return the strategy with these options, for an engine with these capabilities."""
         return self.builds(**self.arguments(shared, engine))
 
     def describe(self, shared: SharedConfig) -> str:
-        """Return how much is started, for a person who reads the plan of a run."""
+        """Return how much is started, in words for the plan of a run."""
         return f"{shared.rollout_batch_size} groups in flight at the start of a round"
 
     @property
     def overlaps_training(self) -> bool:
-        """Return whether generation goes on while the trainer trains."""
+        """Return whether generation continues while the trainer trains."""
         return self.builds.on_full is OnFull.KEEP
 
     @property
     def discards(self) -> bool:
-        """Return whether groups that a round leaves unfinished are thrown away, so that none of them grows old."""
+        """Return whether groups left unfinished by a round are thrown away, so that none of them grows old."""
         return self.builds.on_full is OnFull.DISCARD
 
     def staleness_needed(self, shared: SharedConfig) -> int:
-        """Least bound that lets in as many groups as the strategy wants open at the same time."""
+        """Return the smallest bound that admits as many groups as the strategy wants open at the same time."""
         return 0
 
     def staleness_bound(self, shared: SharedConfig) -> int:
-        """``max_staleness`` with its default filled in."""
+        """Return ``max_staleness`` with its default filled in."""
         if shared.max_staleness is not None:
             return shared.max_staleness
         needed = self.staleness_needed(shared)
         return needed if self.on_policy or self.discards else max(4, needed)
 
     def check(self, shared: SharedConfig) -> None:
-        """Raises ``ValueError`` when the options contradict what all strategies share."""
+        """Raise ``ValueError`` when the options contradict the settings that all strategies share."""
         if self.on_policy and shared.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness is {shared.max_staleness}, but strategy {self.kind!r} is always at 0;"
@@ -92,17 +92,17 @@ class StrategyConfig:
             )
 
     def knob_value(self, shared: SharedConfig) -> float:
-        """The option that ``knob`` names, its default filled in; infinite where it stands for as many as fit."""
+        """Return the option that ``knob`` names, with its default filled in; infinite when it means as many as fit."""
         assert self.knob is not None, f"{self.kind} has no knob"
         value = getattr(self, self.knob.key)
         return math.inf if value is None else float(value)
 
     def reshaped(self, before: SharedConfig, after: SharedConfig) -> Self:
-        """These options for batches of another shape: over-sampling and concurrency grow and shrink with them."""
+        """Return these options for batches of another shape: over-sampling and concurrency scale with them."""
         return self
 
     def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
-        """The fields of the strategy that these options and the shared settings fill."""
+        """Return the fields of the strategy that these options and the shared settings determine."""
         siblings = shared.num_siblings
         return {
             "batch_size": shared.rollout_batch_size * siblings,
@@ -112,7 +112,7 @@ class StrategyConfig:
         }
 
     def require_at_least(self, least: float, *keys: str) -> None:
-        """Raises ``ValueError`` for an option that is set and below ``least``, or no finite number."""
+        """Raise ``ValueError`` for an option that is set and is below ``least`` or not finite."""
         for key in keys:
             value = getattr(self, key)
             if value is not None and not least <= value < math.inf:
@@ -124,17 +124,17 @@ class OverSampling(StrategyConfig):
     """The option of strategies whose rounds start with more groups than a batch trains.
 
     Example:
-        With ``over_sampling_batch_size=96`` and batches of 32 groups, two batches may wait behind the one that is
-        trained: ``staleness_needed`` is 2.
+        With ``over_sampling_batch_size=96`` and batches of 32 groups, two batches may wait while one is being trained:
+        ``staleness_needed`` is 2.
     """
 
     knob = Knob(key="over_sampling_batch_size", symbol="r", scale="groups", values=(1.25, 1.5, 2.0, 2.5, 3.0))
 
     over_sampling_batch_size: int | None = None
-    """Groups in flight at the start of a round; when absent, twice `rollout_batch_size`."""
+    """Groups in flight at the start of a round; twice `rollout_batch_size` when left out."""
 
     def launched_groups(self, shared: SharedConfig) -> int:
-        """``over_sampling_batch_size`` with its default filled in: N' of APRIL."""
+        """Return ``over_sampling_batch_size`` with its default filled in: N' of APRIL."""
         return self.over_sampling_batch_size or 2 * shared.rollout_batch_size
 
     def knob_value(self, shared: SharedConfig) -> float:
@@ -174,7 +174,7 @@ class OverSampling(StrategyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NumRunning(StrategyConfig):
-    """The option of strategies that keep a number of samples in flight.
+    """The option of strategies that keep a fixed number of samples in flight.
 
     Example:
         ``num_running=512`` on an engine that decodes 256 at a time keeps 256 in flight.
@@ -183,7 +183,7 @@ class NumRunning(StrategyConfig):
     knob = Knob(key="num_running", symbol="C", scale="samples", values=(0.75, 1.0, 1.5, 2.0, 3.0))
 
     num_running: Inexact[int | None] = None
-    """Samples in flight; what the engine can run when absent."""
+    """Samples in flight; as many as the engine can run when left out."""
 
     def __post_init__(self) -> None:
         self.require_at_least(1, "num_running")

@@ -21,13 +21,13 @@ class InFlight(BoundedAsync):
     """``bounded_async`` for engines that load weights under running samples, with batches in order of finishing."""
 
     def preference(self, group: GroupEntry) -> int:
-        """All alike: ready groups are listed, and so taken, in the order in which they became ready."""
+        """Treat all groups alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class InFlightConfig(NumRunning):
-    """Keeps a number of samples in flight and changes the weights under them."""
+    """Keeps a fixed number of samples in flight and changes the weights under them."""
 
     builds = InFlight
     needs_in_flight_update = True

@@ -32,23 +32,23 @@ from rollover.settings.changes import Inexact
 from rollover.types import UNBOUNDED
 
 _SPREAD = 16
-"""Batches over which lag that was not used is used, or that was used too much is saved."""
+"""Number of batches over which lag that was not used is made available again, or lag used in excess is saved."""
 _MOST_OVER = 1.25
-"""Factor by which single rounds may leave the target, while the mean keeps to it."""
+"""Factor by which single rounds may deviate from the target while the mean keeps to it."""
 _RAMP_STEPS = 5
-"""Lag grows over the first steps: a sudden surplus would fill the first batches with short responses."""
+"""Lag grows over this many steps at first: a sudden surplus would fill the first batches with short responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollover(Strategy):
-    """Rounds whose tokens are ``target_lag`` versions old in the mean."""
+    """Sizes its rounds so that trained tokens are ``target_lag`` versions old on average."""
 
     target_lag: float
     """Mean lag of trained tokens, in versions."""
     num_running: int
     """Samples that the engine decodes at the same time."""
     prefill_tokens_per_iteration: float
-    """Of the engine, in the time of a decode iteration; infinite where nothing is prefilled again."""
+    """Tokens that the engine prefills in the time of a decode iteration; infinite when nothing is prefilled again."""
 
     on_full = OnFull.PARK
 
@@ -69,7 +69,7 @@ class Rollover(Strategy):
         return -sum(s.num_tokens for s in group.samples)
 
     def round(self, view: View) -> Round:
-        """Return what is collected now. It changes only when a batch is consumed."""
+        """Return the round that is being collected. It changes only when a batch is consumed."""
         lag, target = view.statistics.lag, self.target_lag
         spare = (target - lag.mean) * lag.num_batches / _SPREAD
         ramp = min(1.0, view.ledger.next_step / _RAMP_STEPS)
@@ -85,7 +85,7 @@ class Rollover(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloverConfig(StrategyConfig):
-    """Collects as many batches at a time, and over-samples as much, as a mean lag allows."""
+    """Collects as many batches at a time, and over-samples as much, as a target for the mean lag allows."""
 
     builds = Rollover
     sorts_by_length = True
@@ -93,11 +93,11 @@ class RolloverConfig(StrategyConfig):
 
     kind: Literal["rollover"] = "rollover"
     lag_target: float = 1.0
-    """Mean lag of trained tokens, in versions, that is worked up to."""
+    """Target for the mean lag of trained tokens, in versions."""
     prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
-    """What computing KV caches again is weighed with: response tokens that the engine, or all servers together,
-    prefill in the time of a decode iteration of few samples. When absent, 20 for the embedded engine on a CPU, 150 for
-    it on a GPU and for each server, and `inf`, no weight at all, where `engine.kv_on_update` is `keep`."""
+    """Weighs the cost of recomputing KV caches: response tokens that the engine, or all servers together, can prefill
+    in the time of a decode iteration with few samples. When left out: 20 for the embedded engine on a CPU, 150 for it
+    on a GPU and for each server, and `inf`, which means no cost at all, when `engine.kv_on_update` is `keep`."""
 
     def __post_init__(self) -> None:
         self.require_at_least(0, "lag_target")

@@ -12,8 +12,8 @@ from rollover.rollout.strategy import OnFull, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync(Strategy):
-    """Nothing is carried over: every token is trained by the weights that sampled it. A group that a filter or a
-    failure drops is replaced at once."""
+    """Carries nothing over: every token is trained by the weights that sampled it. A group that is dropped by a filter
+    or a failure is replaced at once."""
 
     on_full = OnFull.WAIT
 
@@ -23,7 +23,7 @@ class Sync(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig(StrategyConfig):
-    """Waits for the last token of each batch; it has no options."""
+    """Waits for the last token of each batch. It has no options."""
 
     builds = Sync
     on_policy = True

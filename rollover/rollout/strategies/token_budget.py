@@ -23,8 +23,8 @@ from rollover.types import SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget(Oversample):
-    """``launched_groups`` groups in flight; each sample runs to its end or to the end of its budget, whichever comes
-    first, also after the batch is full."""
+    """Keeps ``launched_groups`` groups in flight; each sample runs until it ends or its budget is spent, even after the
+    batch is full."""
 
     round_budget: int
     """New tokens per sample and round."""
@@ -32,8 +32,8 @@ class TokenBudget(Oversample):
     on_full = OnFull.WAIT
 
     def samples_to_start(self, view: View) -> Iterator[SampleId]:
-        """Those with a budget left under these weights. Once none is left and none runs, all get a new one: without it
-        nothing would ever move again."""
+        """Return the samples with budget left under these weights. Once none is left and none runs, all get a new
+        budget: otherwise nothing would ever move again."""
         in_order = Strategy.samples_to_start(self, view)
         if view.ledger.running:
             return (i for i in in_order if not self._has_spent(view, i))
@@ -57,7 +57,7 @@ class TokenBudgetConfig(OverSampling):
 
     kind: Literal["token_budget"] = "token_budget"
     tokens_per_round: int | None = None
-    """New tokens that a sample is granted per round; when absent, a quarter of `max_new_tokens`."""
+    """New tokens granted to a sample per round; a quarter of `max_new_tokens` when left out."""
 
     def __post_init__(self) -> None:
         self.require_at_least(1, "tokens_per_round")

@@ -1,4 +1,4 @@
-"""Settings of servers of the embedded engine. Torch-free."""
+"""Settings of servers of the embedded engine. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
 
 KEY_VARIABLE = "ROLLOVER_API_KEY"
-"""The environment variable from which a server takes its API key, unless it is told another."""
+"""The environment variable from which a server takes its API key, unless it is told to use another."""
 
 _OF_STARTED = ("dtype", "max_context_tokens", "kv_cache_bytes", "draft_rows", "stream_interval_tokens")
-"""Settings of the engine in a server that is started; one that runs already was given its own."""
+"""Settings of the engine in a server that is started; a server that is already running has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedServerConfig(ServerConfig):
-    """Servers of the embedded engine (`rollover serve`), on this machine or others: one for each GPU, say."""
+    """Servers of the embedded engine (`rollover serve`), on this machine or others; typically one per GPU."""
 
     kind: Literal["embedded_server"] = "embedded_server"
-    """`"embedded_server"` chooses this engine."""
+    """`"embedded_server"` selects this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("rollover", "serve")
-    """Program that starts a server; that of this program's own environment when left out."""
+    """Program that starts a server; by default the one from this program's own environment."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """With `launch`, of weights and cache; `auto` is bfloat16 on a GPU and float32 on a CPU, where half precision is
-    slow."""
+    """With `launch`, the number format of weights and cache; `auto` is bfloat16 on a GPU and float32 on a CPU, where
+    half precision is slow."""
     max_context_tokens: Changeable[int | None] = None
-    """With `launch`, the longest prompt plus response; unset, it is what `tasks.max_prompt_tokens` and `max_new_tokens`
-    come to."""
+    """With `launch`, the longest prompt plus response; the sum of `tasks.max_prompt_tokens` and `max_new_tokens` when
+    left out."""
     kv_cache_bytes: Changeable[int] = 512 * 2**20
-    """With `launch`, the memory of each server for the key-value cache of running and parked samples and of prompts."""
+    """With `launch`, each server's memory for the key-value cache of running samples, parked samples and prompts."""
     draft_rows: Changeable[int] = 0
-    """With `launch`, the rows of a decode iteration that draft tokens may fill up; as in the embedded engine."""
+    """With `launch`, the rows of a decode iteration that draft tokens may fill, as in the embedded engine."""
     stream_interval_tokens: Changeable[int] = 16
-    """With `launch`, the tokens per streamed chunk; what is lost at most per sample when a server dies."""
+    """With `launch`, the tokens per streamed chunk, which is also the most that is lost per sample when a server
+    dies."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to running samples; they stay open in either case. `recompute` drops their cache, so
-    that every token is sampled from the one policy it is labelled with; `keep` costs nothing and samples from new
-    weights over old cache."""
+    """Treatment of running samples in a weight update; they stay open in either case. `recompute` drops their cache, so
+    that every token is sampled from exactly the policy it is labelled with; `keep` costs nothing, and samples from new
+    weights over the old cache."""
 
     weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
-    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
-    path. `nccl` (GPUs) and `gloo` (CPUs): they are sent into the servers' memory, through a connection that the servers
-    open to the sender."""
+    """Path by which weights reach the servers. `folder`: they read them from `weights_dir`, which must have the same
+    path on their machines. `nccl` (GPUs) and `gloo` (CPUs): weights are sent into the servers' memory, through a
+    connection that the servers open to the sender."""
     transfer_host: Changeable[str | None] = None
-    """Address of this machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they are
-    reached."""
+    """Address of this machine as seen from the servers, for `nccl` and `gloo`; the address from which they are reached
+    when left out."""
 
     @property
     def declared(self) -> DeclaredCapabilities:

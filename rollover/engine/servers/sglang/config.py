@@ -1,4 +1,4 @@
-"""Settings of SGLang servers. Torch-free."""
+"""Settings of SGLang servers. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from rollover.settings.changes import Changeable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SGLangConfig(ServerConfig):
-    """SGLang servers over HTTP, 0.5.23 or later. A url may name a router: it is asked for its workers, and every call
-    goes to a worker directly."""
+    """SGLang servers over HTTP, version 0.5.23 or later. A url may name a router: it is asked for its workers, and
+    every call goes directly to a worker."""
 
     kind: Literal["sglang"] = "sglang"
-    """`"sglang"` chooses this engine."""
+    """`"sglang"` selects this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("python", "-m", "sglang.launch_server")
-    """Program that starts a server, with the interpreter of the environment that SGLang is installed in."""
+    """Program that starts a server, with the interpreter of the environment in which SGLang is installed."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to running samples; they stay open in either case, and the server says which weights
-    sampled which of their tokens. `recompute` takes them off the server's batch and computes their cache anew, so that
-    later tokens are those of the new policy. `keep` freezes them with their cache: nothing is computed again, and later
-    tokens come from new weights over old cache."""
+    """Treatment of running samples in a weight update; they stay open in either case, and the server says which weights
+    sampled which of their tokens. `recompute` takes them off the server's batch and recomputes their cache, so that
+    later tokens come from the new policy. `keep` freezes them with their cache: nothing is recomputed, and later tokens
+    come from new weights over the old cache."""
     weight_transfer: Changeable[Literal["folder", "nccl", "gloo"]] = "folder"
-    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
-    path. `nccl` (GPUs) and `gloo`: the trainer, or the first of its ranks, sends them into the memory of the workers of
-    all servers at once, through connections that the workers open to it, and no folder is written; data and pipeline
-    parallel servers cannot."""
+    """Path by which weights reach the servers. `folder`: they read them from `weights_dir`, which must have the same
+    path on their machines. `nccl` (GPUs) and `gloo`: the trainer, or the first of its ranks, sends them into the memory
+    of the workers of all servers at once, through connections that the workers open to it, and no folder is written;
+    this does not work with data-parallel or pipeline-parallel servers."""
     transfer_host: Changeable[str | None] = None
-    """Address of the trainer's machine as the servers see it, for `nccl` and `gloo`; when absent, that from which they
-    are reached."""
+    """Address of the trainer's machine as seen from the servers, for `nccl` and `gloo`; the address from which they are
+    reached when left out."""
     stream_interval_tokens: Changeable[int] = 16
-    """Tokens per streamed chunk; what is lost at most per sample when a server dies, as long as no weights have come
-    since the sample started there. After an update its tokens are handed on at its end, when the server says which
-    weights they come from."""
+    """Tokens per streamed chunk, which is also the most that is lost per sample when a server dies, provided that no
+    weights have been loaded since the sample started there. After an update, a sample's tokens are handed on only at
+    its end, when the server says which weights they come from."""
 
     @property
     def declared(self) -> DeclaredCapabilities:

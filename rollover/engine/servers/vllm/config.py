@@ -1,4 +1,4 @@
-"""Settings of vLLM servers. Torch-free."""
+"""Settings of vLLM servers. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ class VLLMConfig(ServerConfig):
     processed_logprobs`."""
 
     kind: Literal["vllm"] = "vllm"
-    """`"vllm"` chooses this engine."""
+    """`"vllm"` selects this engine."""
     launch_command: Changeable[tuple[str, ...]] = ("vllm", "serve")
-    """Program that starts a server, of the environment that vLLM is installed in: `["/opt/vllm/bin/vllm", "serve"]`, or
-    `["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]` where that program is missing or fails."""
+    """Program that starts a server, from the environment in which vLLM is installed: `["/opt/vllm/bin/vllm", "serve"]`,
+    or `["/opt/vllm/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"]` if that program is missing or fails."""
     served_model: Changeable[str | None] = None
-    """Name under which the servers serve the policy; the one they list first when left out."""
+    """Name under which the servers serve the policy; the first one that they list when left out."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What a weight update does to running samples. `recompute` stops them before it and resumes them after
-    it, so that every token is sampled from the one policy it is labelled with. `keep` freezes them with their
-    cache: nothing is computed again, later tokens come from new weights over old cache, and the border
-    between the two versions is drawn where the stream falls silent (`drain_s`)."""
+    """Treatment of running samples in a weight update. `recompute` stops them before it and resumes them after it, so
+    that every token is sampled from exactly the policy it is labelled with. `keep` freezes them with their cache:
+    nothing is recomputed, later tokens come from new weights over the old cache, and the border between the two
+    versions is drawn where the stream falls silent (`drain_s`)."""
     drain_s: Changeable[float] = 0.25
-    """With running calls, a pause waits until nothing has arrived for this long: with `keep`, a token that
-    the network holds back for longer would be labelled with the version after it."""
+    """With calls running, a pause waits until nothing has arrived for this long: with `keep`, a token that the network
+    delays for longer would be labelled with the next version."""
     seed_calls: Changeable[Literal["auto", "always", "never"]] = "auto"
-    """Whether each call carries a seed, which makes two runs more alike and a GPU sample more slowly. `auto` leaves
-    it out on a CPU, where vLLM 0.32 dies of seeded calls whose prompt it prefills in parts."""
+    """Send a seed with each call, which makes two runs more alike and slows down sampling on a GPU. `auto` leaves it
+    out on a CPU, where vLLM 0.32 crashes on seeded calls whose prompt it prefills in parts."""
     weight_transfer: Changeable[Literal["folder", "nccl"]] = "folder"
-    """How weights reach the servers. `folder`: they read them from `weights_dir`, which they must see under the same
-    path. `nccl`: the trainer, or the first of its ranks, sends them from its GPU to those of all servers at once, and
-    no folder is written; servers must be started with `--weight-transfer-config '{"backend": "nccl"}'`, as those that
-    are launched are."""
+    """Path by which weights reach the servers. `folder`: they read them from `weights_dir`, which must have the same
+    path on their machines. `nccl`: the trainer, or the first of its ranks, sends them from its GPU to those of all
+    servers at once, and no folder is written; servers must be started with `--weight-transfer-config '{"backend":
+    "nccl"}'`, which `launch` does itself."""
     stream_interval_tokens: Changeable[int] = 16
-    """Tokens per streamed chunk; what is lost at most per sample when a server dies. With `keep` every token
-    is streamed."""
+    """Tokens per streamed chunk, which is also the most that is lost per sample when a server dies. With `keep` every
+    token is streamed."""
 
     @property
     def declared(self) -> DeclaredCapabilities:

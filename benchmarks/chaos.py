@@ -1,15 +1,18 @@
 """The chaos campaign: runs of a swarm through real processes behind a bad network, killed until they are done.
 
-    python benchmarks/chaos.py --parts parts.jsonl                # 500 kills; minutes on two idle cores
-    python benchmarks/chaos.py --parts parts.jsonl --minutes 10   # go on for ten minutes where it was left
-    python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-23.json --kills 0
+    python benchmarks/chaos.py --parts parts.jsonl                # 500 kills; an hour or two on two cores
+    python benchmarks/chaos.py --parts parts.jsonl --minutes 10   # continue for ten minutes where it stopped
+    python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-25.json
+    python benchmarks/chaos.py --parts calm.jsonl --calm 3 --cold 5   # times of return alone, on an idle machine
 
-The cast of a run: a trainer, four members of unequal speed, an nginx for blobs, and between them a proxy that loses,
-doubles, delays and reorders frames, cuts connections and damages blobs. Anybody is killed with SIGKILL or stopped with
-SIGSTOP; which laws must hold stands in ``tests/swarm/chaos/laws.py``. Each run has an undisturbed one of the same seed
-beside it, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens must be equal.
+The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as ``rollover relay`` configures it, and
+between them a proxy that loses, doubles, delays and reorders frames, cuts connections and damages blobs. Each of them
+is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; which laws must hold stands in
+``tests/swarm/chaos/laws.py``. Some kills are watched: they wait until everybody is back, nothing else is done until
+their victim is back too, and the time of that is held against the limits. Each run has an undisturbed one of the same
+seed beside it, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens are equal.
 The rows of ``--parts`` are kept from call to call; a law that does not hold ends the campaign with exit code 1 and
-leaves the run where it was found. What is done when is a function of the seed, as far as a machine repeats itself.
+leaves the run where it was found. The order of events is a function of the seed, as far as a machine repeats itself.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import math
 import multiprocessing
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -35,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import machine
+from swarm_summary import Interval
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -44,23 +49,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from rollover.engine.servers.launch import free_port  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E402
-from tests.swarm.chaos.faults import Blows  # noqa: E402
-from tests.swarm.chaos.laws import sampled  # noqa: E402
+from tests.swarm.chaos.disks import can_mount  # noqa: E402
+from tests.swarm.chaos.faults import WITH_DISKS, Blows  # noqa: E402
+from tests.swarm.chaos.laws import mean_rewards, sampled  # noqa: E402
+from tests.swarm.chaos.returns import Kept, Return  # noqa: E402
 from tests.swarm.chaos.stage import LEASE_S, SPEEDS, answers  # noqa: E402
+from tests.swarm.nginx_kit import NGINX  # noqa: E402
 
 STEPS = 20
 LAST = 8
 """Steps at the end of a run over which the reward is compared."""
-_SETTINGS = ("--trainer.learning_rate", "1e-2", "--rollout.group_size", "4", "--engine.max_running", "32")
-_ALWAYS = 10**9
+KILLS_A_RUN = 40
+COORDINATOR_LIMIT_S, MEMBER_LIMIT_S = 5.0, 2 * LEASE_S
+_TASK = ("--trainer.learning_rate", "1e-2", "--rollout.rollout_batch_size", "16", "--rollout.group_size", "4")
+_TASK += ("--rollout.max_new_tokens", "24")
+"""With these the mean reward of an undisturbed run rises from .04 to some .2 in twenty steps."""
+_SETTINGS = (*_TASK, "--engine.max_running", "32")
+_PUSH_PULL = (*_SETTINGS, "--rollout.max_staleness", "2")
 _STRATEGIES = ("bounded_async", "april", "inflight", "rollover", "token_budget", "oversample")
 
 
 def cases(seed: int) -> list[Case]:
-    """Return all cases with a seed; a run is hit until its end."""
-    common: dict[str, Any] = {"steps": STEPS, "num_kills": _ALWAYS, "seed": seed, "blows": Blows(gap_s=1.2)}
-    pull = Case(strategy="sync", mode="pull", argv=_SETTINGS, **common)
-    return [*(Case(strategy=name, argv=_SETTINGS, **common) for name in _STRATEGIES), pull]
+    """Return all cases with a seed, in the order in which they are run."""
+    blows = Blows(gap_s=1.2, watched=0.3)
+    if can_mount():
+        blows = replace(blows, ways=WITH_DISKS)
+    common: dict[str, Any] = {"steps": STEPS, "num_kills": KILLS_A_RUN, "seed": seed, "blows": blows}
+    first, *others = (Case(strategy=name, argv=_PUSH_PULL, **common) for name in _STRATEGIES)
+    return [first, Case(strategy="sync", mode="pull", argv=_SETTINGS, **common), *others]
+
+
+def calm_case(seed: int) -> Case:
+    """Return a case in which nothing happens but kills, one after the other, each watched."""
+    blows = Blows(gap_s=0.5, ways=(("kill", 1.0),), watched=1.0)
+    return Case(argv=_PUSH_PULL, steps=STEPS, num_kills=KILLS_A_RUN, seed=seed, blows=blows, wire=CALM)
 
 
 def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
@@ -72,24 +94,33 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
         runs.write_experiment(place, model)
     survivor = asyncio.run(survive(case, hit))
     if case.mode == "pull":
-        rewards = _co_located(case, calm)
-        assert sampled(hit / "out") == sampled(calm / "out"), f"{folder}: other tokens than without a swarm"
+        rewards, lag = _co_located(case, calm), 0.0
+        assert survivor.trained == sampled(calm / "out"), f"{folder}: other tokens than without a swarm"
     else:
-        rewards = asyncio.run(survive(replace(case, num_kills=0, wire=CALM), calm)).held.rewards
+        quiet = replace(case, num_kills=0, wire=CALM, blows=Blows())
+        held = asyncio.run(survive(quiet, calm)).held
+        rewards, lag = held.rewards, held.mean_lag
     shutil.rmtree(folder)
-    return row(survivor, rewards)
+    return {**row(survivor), "undisturbed_mean_lag": round(lag, 2), "undisturbed_rewards": _rounded(rewards)}
+
+
+def calm_returns(seed: int) -> dict[str, Any]:
+    """Return the row of a run in which nothing but watched kills happens, one after the other."""
+    folder = Path(tempfile.mkdtemp(prefix="rollover-calm-"))
+    runs.write_experiment(folder, runs.save_model(folder.parent / f"{folder.name}-model"))
+    survivor = asyncio.run(survive(calm_case(seed), folder))
+    shutil.rmtree(folder)
+    return {"calm_seed": seed, "load_average": os.getloadavg()[0], "returns": _returns(survivor)}
 
 
 def _co_located(case: Case, folder: Path) -> tuple[float, ...]:
-    argv = ("--rollout.strategy", case.strategy, "--steps", str(case.steps), "--seed", str(case.seed), *_SETTINGS[:4])
+    argv = ("--rollout.strategy", case.strategy, "--steps", str(case.steps), "--seed", str(case.seed), *_TASK)
     outcome = runs.Processes(folder).run("train", "run.toml", "--run-dir", "out", *argv)
     assert outcome.code == 0, outcome.err
-    return tuple(
-        sum(t.reward or 0.0 for t in b.trajectories) / len(b.trajectories) for b in runs.batches(folder / "out")
-    )
+    return mean_rewards(runs.batches(folder / "out"))
 
 
-def row(survivor: Survivor, undisturbed: Sequence[float]) -> dict[str, Any]:
+def row(survivor: Survivor) -> dict[str, Any]:
     wire, toll = survivor.wire, survivor.toll
     return {
         "case": survivor.case.name,
@@ -97,17 +128,28 @@ def row(survivor: Survivor, undisturbed: Sequence[float]) -> dict[str, Any]:
         "kills": dict(toll.kills),
         "others": dict(toll.others),
         "coordinators": toll.num_starts,
-        "returns": [asdict(back) for back in toll.returns],
+        "ended_by_a_full_disk": toll.num_full_disk_ends,
+        "returns": _returns(survivor),
         "faults": {name: count for name, count in wire.faults.items() if count},
         "frames": dict(wire.frames),
         "repeated_tokens": wire.repeated_tokens,
         "decoded_tokens": survivor.held.decoded_tokens,
         "acknowledged_tokens": survivor.held.acked_tokens,
         "max_lag": survivor.held.max_lag,
-        "rewards": [round(reward, 5) for reward in survivor.held.rewards],
-        "undisturbed_rewards": [round(reward, 5) for reward in undisturbed],
+        "mean_lag": round(survivor.held.mean_lag, 2),
+        "rewards": _rounded(survivor.held.rewards),
         "wall_s": round(survivor.wall_s, 1),
+        "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 5) for value in values]
+
+
+def _returns(survivor: Survivor) -> list[dict[str, Any]]:
+    fields = (asdict(back) for back in survivor.toll.returns)
+    return [{k: round(v, 3) if isinstance(v, float) else v for k, v in one_.items()} for one_ in fields]
 
 
 def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs: int) -> Iterator[dict[str, Any]]:
@@ -132,28 +174,23 @@ def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs:
             raise
 
 
-def cold_starts(count: int) -> list[float]:
+def cold_start() -> float:
     """Seconds from the start of a process that has imported nothing to the first answer of a resumed coordinator."""
     folder = Path(tempfile.mkdtemp(prefix="rollover-cold-"))
     runs.write_experiment(folder, runs.save_model(folder.parent / f"{folder.name}-model"))
-    asyncio.run(survive(Case(steps=2, num_kills=0, wire=CALM), folder))
-    taken = []
-    for _ in range(count):
-        port, began_s = free_port(), time.monotonic()
-        argv = ("train", "--resume", "out", "--steps", "100", "--engine.listen", f"127.0.0.1:{port}")
-        with subprocess.Popen(
-            [sys.executable, "-m", "rollover", *argv],
-            cwd=folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            while not asyncio.run(answers(port)):
-                assert process.poll() is None and time.monotonic() < began_s + 120.0, "the coordinator does not start"
-                time.sleep(0.01)
-            taken.append(round(time.monotonic() - began_s, 2))
-            process.kill()
+    asyncio.run(survive(Case(argv=_SETTINGS, steps=2, num_kills=0, wire=CALM), folder))
+    port, began_s = free_port(), time.monotonic()
+    argv = ("train", "--resume", "out", "--steps", "100", "--engine.listen", f"127.0.0.1:{port}")
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollover", *argv], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        while not asyncio.run(answers(port)):
+            assert process.poll() is None and time.monotonic() < began_s + 120.0, "the coordinator does not start"
+            time.sleep(0.01)
+        taken_s = time.monotonic() - began_s
+        process.kill()
     shutil.rmtree(folder)
-    return taken
+    return round(taken_s, 2)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -164,23 +201,47 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, count in kills.items():
         who, way = name.split("/")
         roles[f"{who if who in ('coordinator', 'nginx') else 'member'}/{way}"] += count
-    returns = [back for row in rows for back in row["returns"]]
-    members = {name: [b["seconds"] for b in returns if b["name"] == name and b["is_alone"]] for name in SPEEDS}
-    push = [row for row in rows if row["case"].startswith("push_pull")]
+    returns = [Return(**back) for row in rows for back in row["returns"]]
     return {
         "runs": len(rows),
+        "cases": dict(sorted(Counter(row["case"] for row in rows).items())),
         "kills": kills.total(),
         "kills_by_role_and_way": dict(sorted(roles.items())),
         "others": dict(sorted(_summed(rows, "others").items())),
+        "ended_by_a_full_disk_and_resumed": sum(row["ended_by_a_full_disk"] for row in rows),
         "faults": dict(sorted(_summed(rows, "faults").items())),
         "decoded_tokens": sum(row["decoded_tokens"] for row in rows),
         "acknowledged_tokens": sum(row["acknowledged_tokens"] for row in rows),
         "runs_in_pull_mode_with_the_tokens_of_no_swarm": sum(row["case"].startswith("pull") for row in rows),
-        "coordinator_serves_after_s": _spread([b["seconds"] for b in returns if b["name"] == "coordinator"]),
-        "member_serves_after_s": _spread([s for seconds in members.values() for s in seconds]),
-        "two_leases_s": 2 * LEASE_S,
-        "reward_difference_in_push_pull": _difference(push),
+        "returns": returns_of(returns),
+        "reward_in_push_pull": _difference([row for row in rows if row["case"].startswith("push_pull")]),
     }
+
+
+def returns_of(returns: Sequence[Return]) -> dict[str, Any]:
+    """Return how the limits were kept, and what is known of those who came back while others were hit."""
+    found: dict[str, Any] = {}
+    for role, names, limit_s in (
+        ("coordinator", ("coordinator",), COORDINATOR_LIMIT_S),
+        ("member", tuple(SPEEDS), MEMBER_LIMIT_S),
+    ):
+        of_role = [back for back in returns if back.name in names]
+        watched = [back for back in of_role if back.is_watched]
+        found[role] = {
+            **asdict(Kept.of(of_role, limit_s)),
+            "steps": {
+                mark: _spread([value for back in watched if (value := getattr(back, mark)) is not None])
+                for mark in ("answered_s", "welcomed_s", "serving_s", "acked_s")
+            },
+            "while_others_were_hit": {
+                **Counter(back.outcome for back in of_role if not back.is_watched),
+                "seconds_of_those_back": _spread(
+                    [back.seconds for back in of_role if not back.is_watched and back.outcome == "back"]
+                ),
+            },
+        }
+    found["nginx"] = _spread([back.seconds for back in returns if back.name == "nginx" and back.outcome == "back"])
+    return found
 
 
 def _summed(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
@@ -203,22 +264,24 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _difference(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean reward of the last steps, disturbed less undisturbed, paired by case and seed, with its 95% interval."""
-    pairs = [
-        (statistics.mean(row["rewards"][-LAST:]), statistics.mean(row["undisturbed_rewards"][-LAST:])) for row in rows
-    ]
-    if len(pairs) < 3:
-        return {"pairs": len(pairs)}
-    differences = [hit - calm for hit, calm in pairs]
-    half = 2.1 * statistics.stdev(differences) / math.sqrt(len(differences))  # t of some twenty pairs
-    mean = statistics.mean(differences)
+    """Mean reward of the last steps, disturbed less undisturbed, paired by case and seed, with its 95% interval
+    (Student's t), beside what the undisturbed runs have gained since their first two steps."""
+    if len(rows) < 3:
+        return {"pairs": len(rows)}
+    hit, calm = ([statistics.mean(row[key][-LAST:]) for row in rows] for key in ("rewards", "undisturbed_rewards"))
+    first = [statistics.mean(row["undisturbed_rewards"][:2]) for row in rows]
+    found = Interval.of([a - b for a, b in zip(hit, calm, strict=True)])
+    gain = Interval.of([b - a for a, b in zip(first, calm, strict=True)])
     return {
-        "pairs": len(pairs),
+        "pairs": len(rows),
         "steps": LAST,
-        "undisturbed": round(statistics.mean(calm for _, calm in pairs), 4),
-        "disturbed": round(statistics.mean(hit for hit, _ in pairs), 4),
-        "difference": round(mean, 4),
-        "interval": [round(mean - half, 4), round(mean + half, 4)],
+        "undisturbed": round(statistics.mean(calm), 4),
+        "disturbed": round(statistics.mean(hit), 4),
+        "mean_lag": round(statistics.mean(row["mean_lag"] for row in rows), 2),
+        "undisturbed_mean_lag": round(statistics.mean(row["undisturbed_mean_lag"] for row in rows), 2),
+        "gain_of_the_undisturbed": gain.json(),
+        "difference": round(found.mean, 4),
+        "interval": [round(found.mean - found.half, 4), round(found.mean + found.half, 4)],
     }
 
 
@@ -229,42 +292,69 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at the same time (%(default)s)")
     parser.add_argument("--parts", type=Path, required=True, help="rows, a line each; those that are there are kept")
     parser.add_argument("--cold", type=int, default=0, help="cold starts of the coordinator to be timed, alone")
+    parser.add_argument("--calm", type=int, default=0, help="runs of watched kills and nothing else, alone")
     parser.add_argument("--out", type=Path, help="the JSON file of the whole; none is written when left out")
     options = parser.parse_args(argv)
+    if NGINX is None:
+        parser.error("nginx is one of the cast, and is not installed: apt install nginx-light")
     lines = options.parts.read_text().splitlines() if options.parts.exists() else []
-    found = [json.loads(line) for line in lines]
-    rows, colds = [r for r in found if "case" in r], [r["cold_s"] for r in found if "cold_s" in r]
-    if options.cold:
-        colds += [seconds for seconds in cold_starts(options.cold)]
-        with options.parts.open("a") as file:
-            file.writelines(json.dumps({"cold_s": seconds}) + "\n" for seconds in colds[-options.cold :])
-        print(f"cold starts of the coordinator: {colds[-options.cold :]} s", flush=True)
-    left = options.kills - sum(sum(made["kills"].values()) for made in rows)
-    known = {(made["case"], made["seed"]) for made in rows}
-    end_s = time.monotonic() + 60 * options.minutes
-    for made in campaign(known, num_kills=left, end_s=end_s, jobs=options.jobs) if left > 0 else ():
-        rows.append(made)
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def keep(made: dict[str, Any]) -> None:
+        found.append(made)
         with options.parts.open("a") as file:
             file.write(json.dumps(made) + "\n")
-        total = sum(sum(one_["kills"].values()) for one_ in rows)
-        print(
-            f"{made['case']:26} seed {made['seed']}: {sum(made['kills'].values()):3} kills, {total} in all", flush=True
-        )
-    whole = summary(rows)
+
+    for _ in range(options.cold):
+        keep({"cold_s": cold_start(), "load_average": os.getloadavg()[0]})
+        print(f"cold start of the coordinator: {found[-1]['cold_s']} s", flush=True)
+    for _ in range(options.calm):
+        keep(calm_returns(sum("calm_seed" in made for made in found)))
+        print(f"calm returns: {len(found[-1]['returns'])}", flush=True)
+    rows = [made for made in found if "case" in made]
+    left = options.kills - sum(sum(made["kills"].values()) for made in rows)
+    is_alone = bool(options.cold or options.calm)
+    if left > 0 and not is_alone:
+        known = {(made["case"], made["seed"]) for made in rows}
+        end_s = time.monotonic() + 60 * options.minutes
+        for made in campaign(known, num_kills=left, end_s=end_s, jobs=options.jobs):
+            keep(made)
+            rows.append(made)
+            total = sum(sum(one_["kills"].values()) for one_ in rows)
+            print(
+                f"{made['case']:26} seed {made['seed']}: {sum(made['kills'].values()):3} kills, {total} in all",
+                flush=True,
+            )
+    whole = whole_of(found)
     print(json.dumps(whole, indent=1))
     if options.out is not None:
         result = {
             "date": date.today().isoformat(),
-            "command": f"python benchmarks/chaos.py --parts parts.jsonl --kills {options.kills} --jobs {options.jobs}",
+            "command": shlex.join(["python", "benchmarks/chaos.py", *(argv or sys.argv[1:])]),
             "machine": machine(),
+            "kills_demanded": options.kills,
+            "nginx": NGINX,
+            "disks_are_filled": can_mount(),
             "steps_of_a_run": STEPS,
+            "settings": list(_SETTINGS),
             "lease_s": LEASE_S,
             "tokens_per_s_of_members": dict(SPEEDS),
             **whole,
-            "coordinator_serves_after_s_cold": colds,
-            "rows": rows,
+            "rows": found,
         }
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def whole_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all lines of ``--parts`` come to."""
+    rows, calm = ([made for made in found if key in made] for key in ("case", "calm_seed"))
+    whole = summary(rows) if rows else {}
+    if calm:
+        whole["calm"] = returns_of([Return(**back) for made in calm for back in made["returns"]])
+        whole["calm"]["load_average"] = [made["load_average"] for made in calm]
+    if colds := [made for made in found if "cold_s" in made]:
+        whole["cold_starts_of_the_coordinator"] = colds
+    return whole
 
 
 if __name__ == "__main__":

@@ -33,15 +33,20 @@ class Nginx:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        assert NGINX is not None
+        """Start it, and return once it answers."""
+        self.launch()
+        give_up_s = time.monotonic() + _DEADLINE_S
+        while not self._answers():
+            assert self.process is not None and self.process.poll() is None, self.said()
+            assert time.monotonic() < give_up_s, self.said()
+            time.sleep(0.02)
+
+    def launch(self) -> None:
+        assert NGINX is not None, "nginx is not installed: apt install nginx-light"
         root = ["-g", "user root;"] if os.geteuid() == 0 else []  # as nobody it could not reach the tests' folders
         with (self.folder / "said.log").open("ab") as log:
             command = [NGINX, "-p", str(self.folder), "-c", "nginx.conf", *root]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        give_up_s = time.monotonic() + _DEADLINE_S
-        while not self._answers():
-            assert self.process.poll() is None and time.monotonic() < give_up_s, self.said()
-            time.sleep(0.02)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to all its processes at once."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,15 @@ import pytest
 from rollover.swarm.coordinator.status.weight_log import MemberChange, read_weight_log
 from tests import runs
 from tests.swarm.chaos.clocks import set_clocks
+from tests.swarm.chaos.disks import SmallDisk, can_mount, small_disk
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.laws import check_laws, check_members
+from tests.swarm.chaos.returns import Return
 from tests.swarm.chaos.stage import DEADLINE_S, LEASE_S, Stage
 
 pytestmark = pytest.mark.slow
 
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
 STEPS, BOUND = 8, 2
 TWO = {"laptop": 1000.0, "phone": 300.0}
 
@@ -83,6 +83,28 @@ def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_double
             await finish(stage)
             again = {member for _, member in stage.proxy.record.hellos[hellos:]}
             assert again == set(TWO)
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_and_a_member_that_are_killed_are_back_in_service_in_time(experiment_folder: Path) -> None:
+    async def back(stage: Stage, name: str) -> Return:
+        await stage.kill(name, is_watched=True)
+        await stage.until(f"the return of the {name}", lambda: stage.is_settled)
+        return stage.toll.returns[-1]
+
+    async def scene() -> None:
+        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
+        # Five seconds and two leases of three are for a machine of its own; tests share theirs.
+        argv = ("--engine.lease_s", "10")
+        async with stage_in(experiment_folder, *argv, steps=40, speeds=slow).open() as stage:
+            await until_step(stage, 1)
+            member = await back(stage, "phone")
+            assert (member.name, member.outcome) == ("phone", "back"), member
+            assert member.acked_s is not None and member.acked_s < 20.0, member
+            coordinator = await back(stage, "coordinator")
+            assert (coordinator.name, coordinator.outcome) == ("coordinator", "back"), coordinator
+            assert coordinator.seconds < 20.0 and coordinator.acked_s is not None, coordinator
 
     asyncio.run(scene())
 
@@ -163,44 +185,19 @@ def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_
     asyncio.run(scene())
 
 
-@contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A file system of its own, where one may be mounted."""
-    folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "rollover-test", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Take all the space that is left."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        for size in (2**20, 2**12, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
-    return ballast
-
-
+@needs_mounts
 def test_a_full_disk_at_the_coordinator_ends_the_run_with_a_message_and_loses_nothing(experiment_folder: Path) -> None:
-    async def scene(disk: Path) -> None:
-        async with stage_in(experiment_folder, run=disk / "out").open() as stage:
+    async def scene(disk: SmallDisk) -> None:
+        async with stage_in(experiment_folder, run=disk.folder / "out").open() as stage:
             await until_step(stage, 1)
-            ballast = fill(disk)
+            disk.fill()
             coordinator = stage.cast["coordinator"]
             give_up_s = time.monotonic() + 60
             while (code := coordinator.exit_code) is None:
                 assert time.monotonic() < give_up_s, stage.last_words()
                 await asyncio.sleep(0.05)
             assert code == 2 and "space" in coordinator.last_words()
-            ballast.unlink()
+            disk.clear()
             stage.start("coordinator")
             await finish(stage)
 
@@ -208,14 +205,15 @@ def test_a_full_disk_at_the_coordinator_ends_the_run_with_a_message_and_loses_no
         asyncio.run(scene(disk))
 
 
+@needs_mounts
 def test_a_full_disk_at_a_worker_leaves_it_with_the_weights_it_has(experiment_folder: Path) -> None:
-    async def scene(disk: Path) -> None:
-        async with stage_in(experiment_folder, steps=12, caches=disk).open() as stage:
+    async def scene(disk: SmallDisk) -> None:
+        async with stage_in(experiment_folder, steps=12, caches=disk.folder).open() as stage:
             await until_step(stage, 0)
-            ballast = fill(disk)
+            disk.fill()
             log = experiment_folder / "laptop.log"
             await stage.until("the message", lambda: "no space left on the disk" in log.read_text())
-            ballast.unlink()
+            disk.clear()
             servings, full_s = stage.proxy.record.servings, time.monotonic()
             await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
             await finish(stage, 12)

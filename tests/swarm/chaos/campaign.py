@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -13,10 +14,11 @@ from typing import Literal
 from rollover.rollout import events as recorded
 from rollover.run.config import load
 from tests.runs import Cue
+from tests.swarm.chaos.disks import small_disk
 from tests.swarm.chaos.faults import Blows, WireFaults, drawn_blows
-from tests.swarm.chaos.laws import Held, check_laws, check_members
+from tests.swarm.chaos.laws import Held, check_laws, check_members, sampled
 from tests.swarm.chaos.record import WireRecord
-from tests.swarm.chaos.stage import SPEEDS, Stage, Toll
+from tests.swarm.chaos.stage import DEADLINE_S, SPEEDS, Stage, Toll
 
 _RUN_LIMIT_S = 1800.0
 _EVENTS: dict[type[recorded.Event], int] = {
@@ -31,6 +33,8 @@ _EVENTS: dict[type[recorded.Event], int] = {
 }
 """Events of the coordinator at which it is killed, and up to which of its kind the kill waits."""
 _MAX_FLUSHES = 40
+_DISKS_MB = {"coordinator": 512, "members": 64}
+"""Sizes of disks that can be filled: a run asks for some of it beforehand."""
 _ON_CUE = 0.5
 """Share of the coordinator's lives that end at an event or a flush, should no other blow come before."""
 
@@ -57,6 +61,8 @@ class Case:
     num_kills: int = 12
     """The run is left alone afterwards."""
     blows: Blows = STORM
+    relay: bool = True
+    """Blobs go through nginx, which must be installed."""
     wire: WireFaults = ROUGH
     seed: int = 0
 
@@ -80,6 +86,8 @@ class Survivor:
     toll: Toll
     held: Held
     wire: WireRecord
+    trained: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    """Sample, tokens and versions of all that was trained, in order."""
     wall_s: float
 
 
@@ -90,22 +98,30 @@ async def survive(case: Case, folder: Path, *, speeds: Mapping[str, float] = SPE
         AssertionError: saying which law does not hold.
     """
     began_s = time.monotonic()
-    stage = Stage(folder, case.settings, seed=f"{case.seed}/{case.name}", speeds=speeds)
-    try:
-        async with asyncio.timeout(_RUN_LIMIT_S), stage.open():
-            await stage.until("the first step", lambda: stage.steps_done() >= 1)
-            stage.proxy.faults = case.wire
-            await _storm(stage, case)
-            await stage.until("the end of the run", lambda: stage.is_over)
-    except TimeoutError:
-        raise AssertionError(f"the run has not ended after {_RUN_LIMIT_S:g} s\n{stage.last_words()}") from None
-    except Exception as error:
-        error.add_note(f"in {folder}, case {case}, after {stage.toll}")
-        raise
-    bound = load(str(folder / "swarm.toml"), case.settings).rollout.staleness_bound
-    held = check_laws(stage.run, case.steps, bound, stage.proxy.record)
-    check_members(stage.proxy.record)
-    return Survivor(case, stage.toll, held, stage.proxy.record, time.monotonic() - began_s)
+    with ExitStack() as opened:
+        disks = {
+            name: opened.enter_context(small_disk(folder / f"disk-{name}", megabytes))
+            for name, megabytes in (_DISKS_MB if case.blows.fill_disks else {}).items()
+        }
+        places = {"run": disks["coordinator"].folder / "out", "caches": disks["members"].folder} if disks else {}
+        seed = f"{case.seed}/{case.name}"
+        stage = Stage(folder, case.settings, seed=seed, speeds=speeds, with_relay=case.relay, disks=disks, **places)
+        try:
+            async with asyncio.timeout(_RUN_LIMIT_S), stage.open():
+                await stage.until("the first step", lambda: stage.steps_done() >= 1)
+                stage.proxy.faults = case.wire
+                await _storm(stage, case)
+                await stage.until("the end of the run", lambda: stage.is_over, _RUN_LIMIT_S)
+        except TimeoutError:
+            raise AssertionError(f"the run has not ended after {_RUN_LIMIT_S:g} s\n{stage.last_words()}") from None
+        except Exception as error:
+            error.add_note(f"in {folder}, case {case}, after {stage.toll}")
+            raise
+        bound = load(str(folder / "swarm.toml"), case.settings).rollout.staleness_bound
+        held = check_laws(stage.run, case.steps, bound, stage.proxy.record)
+        check_members(stage.proxy.record)
+        trained = sampled(stage.run)
+    return Survivor(case, stage.toll, held, stage.proxy.record, trained, time.monotonic() - began_s)
 
 
 async def _storm(stage: Stage, case: Case) -> None:
@@ -114,15 +130,25 @@ async def _storm(stage: Stage, case: Case) -> None:
     blows = drawn_blows(case.blows, tuple(stage.speeds), lots)
     cues = Random(f"{case.seed}/{case.name}/cues")
     stage.next_cue = lambda: _cue(cues)
-    began_s = time.monotonic()
     while stage.toll.num_kills < case.num_kills and not stage.is_over:
         blow = next(blows)
-        while time.monotonic() < began_s + blow.at_s and not stage.is_over:
-            stage.check_cast()
-            await asyncio.sleep(0.02)
+        await _pass(stage, blow.gap_s, lambda: True)
+        if blow.is_watched:
+            await _pass(stage, 0.0, lambda: stage.is_settled)
         if not stage.is_over and stage.is_up(blow.whom):
             stage.strike(blow)
+            if blow.is_watched:
+                await _pass(stage, 0.1, lambda: stage.is_settled)
     stage.next_cue = lambda: None
+
+
+async def _pass(stage: Stage, seconds: float, condition: Callable[[], bool]) -> None:
+    """Let time pass, until the condition holds as well or the run is over."""
+    began_s = time.monotonic()
+    while not stage.is_over and (time.monotonic() < began_s + seconds or not condition()):
+        stage.check_cast()
+        assert time.monotonic() < began_s + seconds + DEADLINE_S, stage.last_words()
+        await asyncio.sleep(0.02)
 
 
 def _cue(lots: Random) -> Cue | None:

@@ -73,19 +73,28 @@ def damaged(body: bytes, faults: WireFaults, lots: Random) -> tuple[bytes | None
     return body, ""
 
 
-Way = Literal["kill", "pause", "cut", "freeze"]
+Way = Literal["kill", "pause", "cut", "freeze", "fill"]
+_PROCESS: tuple[tuple[Way, float], ...] = (("kill", 7.0), ("pause", 1.5), ("cut", 1.0), ("freeze", 0.5))
+WITH_DISKS: tuple[tuple[Way, float], ...] = (*_PROCESS, ("fill", 0.5))
+"""Disks are full now and then as well."""
+FULL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """Something that is done to one of the cast: ``Blow(3.5, "phone", "pause", 1.2)`` stops the process of that name
-    3.5 s after the beginning, for 1.2 s."""
+    """Something that is done to one of the cast.
 
-    at_s: float
+    Example: ``Blow(1.1, "phone", "pause", 1.2)`` comes 1.1 s after the one before it, and stops the process of that
+    name for 1.2 s.
+    """
+
+    gap_s: float
     whom: str
     way: Way
     seconds: float
-    """Of a pause, of a network that carries nothing, or until a killed process is started again."""
+    """Of a pause, of a network that carries nothing, of a full disk, or until a killed process is started again."""
+    is_watched: bool = False
+    """It waits until the last ones have passed, and nothing is done to anybody until its victim is back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +103,27 @@ class Blows:
 
     gap_s: float = 1.5
     """On average; the shortest is half of it."""
-    ways: tuple[tuple[Way, float], ...] = (("kill", 7.0), ("pause", 1.5), ("cut", 1.0), ("freeze", 0.5))
+    ways: tuple[tuple[Way, float], ...] = _PROCESS
     lease_s: float = 3.0
     """A pause takes up to twice as long, so that some end within a lease and some do not."""
+    watched: float = 0.0
+    """Share of the kills whose victim is left alone until it is back."""
+
+    @property
+    def fill_disks(self) -> bool:
+        return any(way == "fill" for way, _ in self.ways)
 
 
 def drawn_blows(rule: Blows, members: Sequence[str], lots: Random) -> Iterator[Blow]:
     """Yield blows one after the other, without end. The coordinator is hit in one case of four, the relay in one of
     eight."""
-    at_s = 0.0
     while True:
-        at_s += rule.gap_s * lots.uniform(0.5, 1.5)
+        gap_s = rule.gap_s * lots.uniform(0.5, 1.5)
         (whom,) = lots.choices(["coordinator", "nginx", *members], [2.0, 1.0, *(5.0 / len(members) for _ in members)])
         ways, weights = zip(*rule.ways, strict=True)
         (way,) = lots.choices(ways, weights)
-        if whom not in members and way in ("cut", "freeze"):
+        if whom not in members and (way in ("cut", "freeze") or (whom, way) == ("nginx", "fill")):
             way = "pause"
-        long_s = lots.uniform(0.1, 2.0) * rule.lease_s
-        yield Blow(at_s, whom, way, lots.uniform(0.0, 0.4) if way == "kill" else min(long_s, 8.0))
+        pause_s, away_s = min(lots.uniform(0.1, 2.0) * rule.lease_s, 8.0), lots.uniform(0.0, 0.4)
+        seconds = {"kill": away_s, "fill": FULL_S}.get(way, pause_s)
+        yield Blow(gap_s, whom, way, seconds, is_watched=lots.random() < rule.watched and way == "kill")

@@ -31,6 +31,8 @@ class SeenCall:
 
     sample_key: str
     tokens: dict[int, int]
+    sent: list[tuple[float, str, range]] = field(default_factory=list)
+    """Which positions were sent when by whom."""
     num_acked: int = 0
     """Its worker was told that so many tokens are durable."""
     is_over: bool = False
@@ -56,6 +58,8 @@ class WireRecord:
     hellos: list[tuple[float, str]] = field(default_factory=list)
     welcomes: list[tuple[float, str]] = field(default_factory=list)
     servings: list[tuple[float, str, int]] = field(default_factory=list)
+    acks: list[tuple[float, str, float]] = field(default_factory=list)
+    """Of tokens that had not been acknowledged: when, to whom, and when they had been sent."""
     goodbyes: list[tuple[str, Goodbye]] = field(default_factory=list)
 
     def up(self, member: str, message: FromWorker) -> None:
@@ -70,7 +74,9 @@ class WireRecord:
                 self.servings.append((time.monotonic(), member, version))
             case Decoded():
                 call = self.calls[message.call_id]
-                self.repeated_tokens += call.put(message.offset, unpack_ids(message.token_ids))
+                ids = unpack_ids(message.token_ids)
+                self.repeated_tokens += call.put(message.offset, ids)
+                call.sent.append((time.monotonic(), member, range(message.offset, message.offset + len(ids))))
                 call.is_over = message.finish_reason is not None
 
     def down(self, member: str, message: FromCoordinator) -> None:
@@ -88,6 +94,10 @@ class WireRecord:
                 before = {i: token for i, token in held.tokens.items() if i < message.offset}
                 self.calls.setdefault(message.call_id, SeenCall(held.sample_key, before))
             case Ack() if (call := self.calls.get(message.call_id)) is not None:  # else its assignment was lost
+                last = message.offset - 1
+                sent_s = next((s for s, who, where in reversed(call.sent) if who == member and last in where), None)
+                if last >= call.num_acked and sent_s is not None:
+                    self.acks.append((time.monotonic(), member, sent_s))
                 call.num_acked = max(call.num_acked, message.offset)
             case Goodbye():
                 self.goodbyes.append((member, message))

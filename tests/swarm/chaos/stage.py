@@ -17,7 +17,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,18 @@ from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 from tests.runs import Cue
+from tests.swarm.chaos.disks import SmallDisk
 from tests.swarm.chaos.faults import Blow
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.proxy import FaultProxy
-from tests.swarm.chaos.relay import Relay, nginx_program
+from tests.swarm.chaos.relay import Relay
+from tests.swarm.chaos.returns import GIVE_UP_S, Return, marks
 
 SPEEDS: Mapping[str, float] = {"workstation": 2000.0, "laptop": 1000.0, "tablet": 300.0, "phone": 100.0}
 """Tokens per second of each member."""
 LEASE_S = 3.0
 DEADLINE_S = 240.0
 """Of a wait; whoever is waited for has gone wrong beyond it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """How long one of the cast took to be of use again: ``Return("phone", 1.9, False)`` after it was killed."""
-
-    name: str
-    seconds: float
-    is_alone: bool
-    """Nobody else was hit meanwhile."""
 
 
 @dataclass
@@ -59,6 +51,8 @@ class Toll:
     returns: list[Return] = field(default_factory=list)
     num_starts: int = 0
     """Of the coordinator."""
+    num_full_disk_ends: int = 0
+    """Processes that ended since their disk was full, with the message that says so."""
 
     @property
     def num_kills(self) -> int:
@@ -73,7 +67,8 @@ class Stage:
         seed: of the lots that the network draws.
         run: the run directory.
         caches: the folder of the members' caches.
-        with_relay: blobs go through nginx, where it is installed.
+        with_relay: blobs go through nginx.
+        disks: those of the coordinator and of the members, where they may be filled.
         has_own_clock: wall clocks are what ``set_clocks`` makes them.
     """
 
@@ -87,11 +82,12 @@ class Stage:
         run: Path | None = None,
         caches: Path | None = None,
         with_relay: bool = True,
+        disks: Mapping[str, SmallDisk] | None = None,
         has_own_clock: bool = False,
     ) -> None:
         self.folder, self.speeds, self.run = folder, speeds, run or folder / "out"
         self._caches = caches or folder
-        self._with_relay = with_relay and nginx_program() is not None
+        self._with_relay, self._disks = with_relay, disks or {}
         self._argv, self._has_own_clock = tuple(argv), has_own_clock
         self.port = free_port()
         self.proxy = FaultProxy(self.port, seed)
@@ -104,7 +100,14 @@ class Stage:
         self._away: set[str] = set()
         """Killed, and to be started again."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_blow_s = 0.0
+        self._full: set[str] = set()
+        """Names of disks that are full."""
+        self._may_end: set[str] = set()
+        """Those whose disk was full as they started, and a coordinator whose disk was full at any time."""
+        self._frozen_until_s = 0.0
+        self._num_returning = 0
+        """Killed, and not known to be back."""
+        self._is_watching = False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
@@ -126,7 +129,7 @@ class Stage:
         swarm = self.run / "swarm"
         if self._with_relay:
             # Made before the trainer has made its folder, since the address of the relay is in its settings.
-            relay = Relay(self.folder / "nginx", f"http://127.0.0.1:{self.proxy.port}/v1/blobs")
+            relay = Relay(self.folder / "nginx", f"ws://127.0.0.1:{self.proxy.port}")
             engine += f'blob_urls = ["{relay.url}"]\n'
         (self.folder / "swarm.toml").write_text(f"{config}\n{engine}")
         self.start("coordinator")
@@ -135,8 +138,8 @@ class Stage:
         credentials = Credentials(swarm / "workers.json")
         if self._with_relay:
             relay.configure(credentials.add("nginx", key).text)
-            relay.start()
             self.cast["nginx"] = relay
+            relay.start()
         for name in self.speeds:
             (self.folder / f"{name}.token").write_text(credentials.add(name, key).text)
             (self.folder / f"{name}.token").chmod(0o600)
@@ -146,13 +149,17 @@ class Stage:
 
     def start(self, name: str, *argv: str) -> None:
         """Start a process, or start it again."""
+        if self._disk_of(name) in self._full:
+            self._may_end.add(name)
+        else:
+            self._may_end.discard(name)
         if name == "nginx":
             relay = self.cast[name]
             assert isinstance(relay, Relay)
-            relay.start()
+            relay.launch()
         elif name == "coordinator":
             self.toll.num_starts += 1
-            self._cue = self.next_cue()
+            self._cue = None if self._is_watching else self.next_cue()
             begun = (self.run / "config.json").exists()
             which = ("--resume", str(self.run)) if begun else ("swarm.toml", "--run-dir", str(self.run))
             settings = () if begun else self._argv
@@ -178,21 +185,24 @@ class Stage:
                 has_own_clock=self._has_own_clock,
             )
 
-    async def kill(self, name: str, away_s: float = 0.0) -> None:
+    async def kill(self, name: str, away_s: float = 0.0, *, is_watched: bool = False) -> None:
         """Kill a process with SIGKILL and start it again after a while."""
         if (process := self.cast[name]).exit_code is not None:
             return
         self._away.add(name)
         self._paused.discard(name)
+        self._is_watching = is_watched
+        killed_s = time.monotonic()
         process.kill()
-        await self._again(name, "clock", away_s)
+        await self._again(name, "clock", killed_s, away_s, is_watched=is_watched)
 
-    async def _again(self, name: str, way: str, away_s: float) -> None:
+    async def _again(self, name: str, way: str, killed_s: float, away_s: float, *, is_watched: bool = False) -> None:
         if self.cast[name].exit_code == -signal.SIGKILL:
             self.toll.kills[f"{name}/{way}"] += 1
+            self._num_returning += 1
             await asyncio.sleep(away_s)
             self.start(name)
-            self.spawn(self._time_return(name, time.monotonic()))
+            self.spawn(self._time_return(name, killed_s, is_watched))
         self._away.discard(name)
 
     async def pause(self, name: str, seconds: float) -> None:
@@ -212,24 +222,61 @@ class Stage:
         there."""
         (self.folder / f"{name}.halt").touch()
 
+    async def fill(self, name: str, seconds: float) -> None:
+        """Leave no space on somebody's disk for a while. Whoever ends since then is started again afterwards."""
+        which = self._disk_of(name)
+        if which in self._full:
+            return
+        self.toll.others[f"{which}/full disk"] += 1
+        self._full.add(which)
+        self._may_end |= {which} & {"coordinator"}
+        try:
+            await asyncio.to_thread(self._disks[which].fill)
+            await asyncio.sleep(seconds)
+        finally:
+            self._disks[which].clear()
+            self._full.discard(which)
+
+    def _disk_of(self, name: str) -> str:
+        """Members share one, since it holds nothing but what they have fetched."""
+        return name if name in ("coordinator", "nginx") else "members"
+
+    async def _after_full_disk(self, name: str) -> None:
+        """Somebody has ended: it must have said why, and is started again once there is space."""
+        words = self.cast[name].last_words()
+        assert re.search("no space|is full", words), f"{name} does not say that its disk is full\n{words}"
+        while self._disk_of(name) in self._full:
+            await asyncio.sleep(0.05)
+        self.toll.num_full_disk_ends += 1
+        self.start(name)
+        self._away.discard(name)
+
     def strike(self, blow: Blow) -> None:
         """Do something to somebody, and see to it that it passes."""
-        self._last_blow_s = time.monotonic()
         match blow.way:
             case "kill":
-                self.spawn(self.kill(blow.whom, blow.seconds))
+                self.spawn(self.kill(blow.whom, blow.seconds, is_watched=blow.is_watched))
             case "pause":
                 self.spawn(self.pause(blow.whom, blow.seconds))
+            case "fill":
+                self.spawn(self.fill(blow.whom, blow.seconds))
             case "cut":
                 self.toll.others[f"{blow.whom}/cut"] += 1
                 self.proxy.cut(blow.whom)
             case "freeze":
                 self.toll.others[f"{blow.whom}/freeze"] += 1
+                self._frozen_until_s = max(self._frozen_until_s, time.monotonic() + blow.seconds)
                 self.proxy.freeze(blow.whom, blow.seconds)
 
     def is_up(self, name: str) -> bool:
         """Tell whether somebody runs as far as can be seen, so that a blow would hit."""
         return name in self.cast and self.cast[name].exit_code is None and name not in self._paused | self._away
+
+    @property
+    def is_settled(self) -> bool:
+        """All that was done has passed, and everybody is back or given up."""
+        is_quiet = not (self._paused or self._away or self._full or self._num_returning)
+        return is_quiet and time.monotonic() >= self._frozen_until_s and all(map(self.is_up, self.cast))
 
     @property
     def is_over(self) -> bool:
@@ -249,22 +296,40 @@ class Stage:
 
     # -- coming back --------------------------------------------------------------------------------------------
 
-    async def _time_return(self, name: str, start_s: float) -> None:
-        """Take note of how long somebody needs to be of use again, unless it is hit before."""
-        blow_s, process = self._last_blow_s, self.cast[name]
-        while not await self._is_back(name, start_s):
-            if self.cast[name] is not process or process.exit_code is not None or time.monotonic() > start_s + 30.0:
-                return
+    async def _time_return(self, name: str, killed_s: float, is_watched: bool) -> None:
+        """Take note of how somebody comes back, or why that is not known."""
+        process, coordinator = self.cast[name], self.cast["coordinator"]
+        needed = (process,) if name == "nginx" else (process, coordinator)
+        answered_s: float | None = None
+        while True:
+            found = marks(self.proxy.record, name, killed_s)
+            if answered_s is None and (port := self._port_of(name)) and await answers(port):
+                answered_s = time.monotonic() - killed_s
+            elapsed_s = time.monotonic() - killed_s
+            back_s = {"coordinator": found.welcomed_s, "nginx": answered_s}.get(name, found.acked_s)
+            is_done = back_s is not None and (name == "nginx" or found.acked_s is not None)
+            is_hit = any(one.exit_code is not None for one in needed)
+            if is_done or self.is_over or is_hit or elapsed_s > GIVE_UP_S:
+                break
             await asyncio.sleep(0.01)
-        alone = self._last_blow_s == blow_s
-        self.toll.returns.append(Return(name, time.monotonic() - start_s, alone))
+        self.toll.returns.append(
+            Return(
+                name=name,
+                is_watched=is_watched,
+                outcome="back" if back_s else "run over" if self.is_over else "hit again" if is_hit else "late",
+                seconds=back_s or elapsed_s,
+                answered_s=answered_s,
+                **asdict(found),
+            )
+        )
+        self._num_returning -= 1
+        if is_watched:
+            self._is_watching = False
 
-    async def _is_back(self, name: str, start_s: float) -> bool:
-        """Tell whether the coordinator answers, or a member serves again."""
-        if name not in ("coordinator", "nginx"):
-            return any(who == name and at_s > start_s for at_s, who, _ in self.proxy.record.servings)
-        relay = self.cast["nginx"] if name == "nginx" else None
-        return await answers(relay.port if isinstance(relay, Relay) else self.port)
+    def _port_of(self, name: str) -> int | None:
+        """Return the port of those who have one."""
+        relay = self.cast.get("nginx")
+        return {"coordinator": self.port, "nginx": relay.port if isinstance(relay, Relay) else None}.get(name)
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -284,8 +349,13 @@ class Stage:
             if name == "coordinator" and code == -signal.SIGKILL and name not in self._away:
                 self._away.add(name)
                 way = "flush" if self._cue is not None and self._cue.kind == "flush" else "event"
-                self.spawn(self._again(name, way, 0.0))
-            assert code in (None, 0, -signal.SIGKILL), f"{name} ended with {code}\n{self.last_words()}"
+                self.spawn(self._again(name, way, time.monotonic(), 0.0))
+            if code == 2 and name in self._may_end and name not in self._away:
+                self._away.add(name)
+                self.spawn(self._after_full_disk(name))
+            assert name in self._away or code in (None, 0, -signal.SIGKILL), (
+                f"{name} ended with {code}\n{self.last_words()}"
+            )
 
     def status(self) -> SwarmStatus:
         """Return the state of the swarm as the coordinator has written it last."""

@@ -1,0 +1,133 @@
+"""How those who were killed come back to service, and how long that takes.
+
+A coordinator is back when a worker's session has been accepted, a member when tokens that it has decoded since are
+acknowledged. Whoever is not back in time is counted, not left out: as late, as hit again, or as of a run that was over.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tests.swarm.chaos.record import WireRecord
+
+GIVE_UP_S = 30.0
+"""Nobody is waited for any longer: a late one takes at least so long."""
+Outcome = Literal["back", "late", "hit again", "run over"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """What became of somebody after SIGKILL; times are in seconds since then.
+
+    Example: ``Return(name="phone", is_watched=True, outcome="back", seconds=1.9, welcomed_s=0.7, serving_s=1.2,
+    acked_s=1.9)``; one that was hit again after 0.6 s has ``outcome="hit again", seconds=0.6``.
+    """
+
+    name: str
+    is_watched: bool
+    """Everybody was well at the time, and nobody else was hit until the outcome."""
+    outcome: Outcome
+    seconds: float
+    """Until it was back, or until the outcome."""
+    answered_s: float | None = None
+    """The port of a coordinator or a relay answers."""
+    welcomed_s: float | None = None
+    """The first session of a member, or with a coordinator, was accepted."""
+    serving_s: float | None = None
+    """A member has weights."""
+    acked_s: float | None = None
+    """The first tokens since then were acknowledged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What has been reached so far, in seconds; ``None`` for what has not."""
+
+    welcomed_s: float | None = None
+    serving_s: float | None = None
+    acked_s: float | None = None
+
+
+def marks(record: WireRecord, name: str, killed_s: float) -> Marks:
+    """Return what a member, or anybody with the coordinator, has reached since it was killed at ``killed_s``.
+
+    Example: of a record with ``hellos=[(10.6, "phone")]``, ``welcomes=[(10.7, "phone")]`` and ``acks=[(10.8, "phone",
+    9.9), (11.9, "phone", 11.5)]`` ``marks(record, "phone", 10.0)`` has ``welcomed_s=0.7`` and ``acked_s=1.9``: the first
+    acknowledgement is one of tokens that the process before had sent.
+    """
+    whom = None if name == "coordinator" else name
+    welcomed_s = min(
+        (
+            found_s
+            for at_s, member in record.hellos[bisect_left(record.hellos, (killed_s, "")) :]
+            if whom in (None, member) and (found_s := _first(record.welcomes, member, at_s)) is not None
+        ),
+        default=None,
+    )
+    if welcomed_s is None:
+        return Marks()
+    serving_s = _first(record.servings, whom, welcomed_s)
+    since = record.acks[bisect_left(record.acks, (welcomed_s, "")) :]
+    acked_s = next((at_s for at_s, who, sent_s in since if whom in (None, who) and sent_s > killed_s), None)
+    return Marks(
+        welcomed_s=welcomed_s - killed_s,
+        serving_s=None if serving_s is None else serving_s - killed_s,
+        acked_s=None if acked_s is None else acked_s - killed_s,
+    )
+
+
+def _first(seen: Sequence[tuple[Any, ...]], whom: str | None, since_s: float) -> float | None:
+    """Return the time of the first entry (time, member, ...) of somebody after ``since_s``."""
+    for entry in seen[bisect_left(seen, (since_s, "")) :]:
+        if whom is None or entry[1] == whom:
+            return float(entry[0])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How well a limit was kept by those who were watched.
+
+    Example: of ten members one is given up after 30 s, and one was hit again: ``Kept(limit_s=6.0, num=9, missed=1, ...)``.
+    """
+
+    limit_s: float
+    num: int
+    """Watched until they were back or given up."""
+    missed: int
+    median_s: float | None
+    p95_s: float | None
+    max_s: float | None
+    """Of one that was given up: the time it was waited for, at least."""
+    num_hit_again: int
+    num_run_over: int
+    """The run was over before the limit was, and before they were back."""
+
+    @classmethod
+    def of(cls, returns: Sequence[Return], limit_s: float) -> Kept:
+        watched = [back for back in returns if back.is_watched]
+        over = [back for back in watched if back.outcome == "run over"]
+        timed = sorted(
+            back.seconds
+            for back in watched
+            if back.outcome in ("back", "late") or (back.outcome == "run over" and back.seconds > limit_s)
+        )
+        return cls(
+            limit_s=limit_s,
+            num=len(timed),
+            missed=sum(seconds > limit_s for seconds in timed),
+            median_s=_at(timed, 0.5),
+            p95_s=_at(timed, 0.95),
+            max_s=_at(timed, 1.0),
+            num_hit_again=sum(back.outcome == "hit again" for back in watched),
+            num_run_over=sum(back.seconds <= limit_s for back in over),
+        )
+
+
+def _at(ordered: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least this share of them does not exceed."""
+    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 2) if ordered else None

@@ -115,11 +115,11 @@ class Blows:
 
 
 def drawn_blows(rule: Blows, members: Sequence[str], lots: Random) -> Iterator[Blow]:
-    """Yield blows one after the other, without end. The coordinator is hit in one case of four, the relay in one of
-    eight."""
+    """Yield blows one after the other, without end. The coordinator is hit in one case of three, the relay in one of
+    twelve."""
     while True:
         gap_s = rule.gap_s * lots.uniform(0.5, 1.5)
-        (whom,) = lots.choices(["coordinator", "nginx", *members], [2.0, 1.0, *(5.0 / len(members) for _ in members)])
+        (whom,) = lots.choices(["coordinator", "nginx", *members], [4.0, 1.0, *(7.0 / len(members) for _ in members)])
         ways, weights = zip(*rule.ways, strict=True)
         (way,) = lots.choices(ways, weights)
         if whom not in members and (way in ("cut", "freeze") or (whom, way) == ("nginx", "fill")):

@@ -16,7 +16,7 @@ def test_a_member_is_back_when_tokens_that_it_has_sent_since_are_acknowledged() 
         hellos=[(3.0, "phone"), (10.6, "phone")],
         welcomes=[(3.1, "phone"), (10.2, "phone"), (10.7, "phone")],  # the second was on its way when it was killed
         servings=[(3.5, "phone", 4), (11.0, "laptop", 5), (11.2, "phone", 5)],
-        acks=[(9.0, "phone", 8.0), (10.8, "phone", 9.9), (11.4, "laptop", 11.3), (11.9, "phone", 11.5)],
+        acks=[(9.0, "phone", 8.0), (10.8, "phone", 10.1), (11.4, "laptop", 11.3), (11.9, "phone", 11.5)],
     )
     assert rounded(marks(record, "phone", 10.0)) == Marks(welcomed_s=0.7, serving_s=1.2, acked_s=1.9)
     assert marks(record, "tablet", 10.0) == Marks()
@@ -26,7 +26,7 @@ def test_a_coordinator_is_back_with_the_first_session_of_any_member() -> None:
     record = WireRecord(
         hellos=[(12.0, "phone"), (12.5, "laptop")],
         welcomes=[(12.7, "laptop"), (12.9, "phone")],
-        acks=[(10.1, "laptop", 9.9), (13.0, "phone", 9.0), (13.5, "laptop", 13.2)],
+        acks=[(10.1, "laptop", 9.9), (13.0, "phone", 10.1), (13.5, "laptop", 13.2)],
     )
     assert rounded(marks(record, "coordinator", 10.0)) == Marks(welcomed_s=2.7, acked_s=3.5)
 

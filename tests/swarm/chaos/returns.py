@@ -72,7 +72,7 @@ def marks(record: WireRecord, name: str, killed_s: float) -> Marks:
         return Marks()
     serving_s = _first(record.servings, whom, welcomed_s)
     since = record.acks[bisect_left(record.acks, (welcomed_s, "")) :]
-    acked_s = next((at_s for at_s, who, sent_s in since if whom in (None, who) and sent_s > killed_s), None)
+    acked_s = next((at_s for at_s, who, sent_s in since if whom in (None, who) and sent_s > welcomed_s), None)
     return Marks(
         welcomed_s=welcomed_s - killed_s,
         serving_s=None if serving_s is None else serving_s - killed_s,

@@ -71,7 +71,7 @@ _STRATEGIES = ("bounded_async", "april", "inflight", "rollover", "token_budget",
 
 def cases(seed: int) -> list[Case]:
     """Return all cases with a seed, in the order in which they are run."""
-    blows = Blows(gap_s=1.2, watched=0.3)
+    blows = Blows(gap_s=0.8, watched=0.2)
     if can_mount():
         blows = replace(blows, ways=WITH_DISKS)
     common: dict[str, Any] = {"steps": STEPS, "num_kills": KILLS_A_RUN, "seed": seed, "blows": blows}

@@ -244,7 +244,7 @@ class Stage:
     async def _after_full_disk(self, name: str) -> None:
         """Somebody has ended: it must have said why, and is started again once there is space."""
         words = self.cast[name].last_words()
-        assert re.search("no space|is full", words), f"{name} does not say that its disk is full\n{words}"
+        assert re.search("no space|is full|GB are free", words), f"{name} does not say that its disk is full\n{words}"
         while self._disk_of(name) in self._full:
             await asyncio.sleep(0.05)
         self.toll.num_full_disk_ends += 1

@@ -52,8 +52,8 @@ from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E4
 from tests.swarm.chaos.disks import can_mount  # noqa: E402
 from tests.swarm.chaos.faults import WITH_DISKS, Blows  # noqa: E402
 from tests.swarm.chaos.laws import mean_rewards, sampled  # noqa: E402
-from tests.swarm.chaos.returns import Kept, Return  # noqa: E402
-from tests.swarm.chaos.stage import LEASE_S, SPEEDS, answers  # noqa: E402
+from tests.swarm.chaos.returns import Kept, Return, answers  # noqa: E402
+from tests.swarm.chaos.stage import LEASE_S, SPEEDS  # noqa: E402
 from tests.swarm.nginx_kit import NGINX  # noqa: E402
 
 STEPS = 20

@@ -6,10 +6,13 @@ acknowledged. Whoever is not back in time is counted, not left out: as late, as 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tests.swarm.chaos.record import WireRecord
@@ -21,7 +24,8 @@ Outcome = Literal["back", "late", "hit again", "run over"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """What became of somebody after SIGKILL; times are in seconds since then.
+    """What became of somebody after SIGKILL; times are in seconds since then. A member is hit again, too, when the
+    coordinator is killed before it is back.
 
     Example: ``Return(name="phone", is_watched=True, outcome="back", seconds=1.9, welcomed_s=0.7, serving_s=1.2,
     acked_s=1.9)``; one that was hit again after 0.6 s has ``outcome="hit again", seconds=0.6``.
@@ -78,6 +82,61 @@ def marks(record: WireRecord, name: str, killed_s: float) -> Marks:
         serving_s=None if serving_s is None else serving_s - killed_s,
         acked_s=None if acked_s is None else acked_s - killed_s,
     )
+
+
+async def followed(
+    name: str,
+    killed_s: float,
+    record: WireRecord,
+    *,
+    port: int | None,
+    is_watched: bool,
+    is_hit: Callable[[], bool],
+    is_over: Callable[[], bool],
+) -> Return:
+    """Follow somebody who was killed until it is back, or until that cannot be known any more.
+
+    Args:
+        port: where it answers, of those who have one.
+        is_hit: tells whether it has been hit again, or the coordinator without which it cannot be back.
+        is_over: tells whether the run is.
+    """
+    answered_s: float | None = None
+    while True:
+        found = marks(record, name, killed_s)
+        if answered_s is None and port is not None and await answers(port):
+            answered_s = time.monotonic() - killed_s
+        elapsed_s = time.monotonic() - killed_s
+        back_s = {"coordinator": found.welcomed_s, "nginx": answered_s}.get(name, found.acked_s)
+        is_done = back_s is not None and (name == "nginx" or found.acked_s is not None)
+        over, hit = is_over(), is_hit()
+        if is_done or over or hit or elapsed_s > GIVE_UP_S:
+            break
+        await asyncio.sleep(0.01)
+    return Return(
+        name=name,
+        is_watched=is_watched,
+        outcome="back" if back_s is not None else "run over" if over else "hit again" if hit else "late",
+        seconds=elapsed_s if back_s is None else back_s,
+        answered_s=answered_s,
+        **asdict(found),
+    )
+
+
+async def answers(port: int) -> bool:
+    """Tell whether a server on this machine answers a request, whatever it says."""
+    try:
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"GET /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return (await reader.readline()).startswith(b"HTTP/1.1 ")
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError):
+        return False
 
 
 def _first(seen: Sequence[tuple[Any, ...]], whom: str | None, since_s: float) -> float | None:

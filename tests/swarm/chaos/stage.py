@@ -17,7 +17,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.swarm.chaos.faults import Blow
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.proxy import FaultProxy
 from tests.swarm.chaos.relay import Relay
-from tests.swarm.chaos.returns import GIVE_UP_S, Return, marks
+from tests.swarm.chaos.returns import Return, followed
 
 SPEEDS: Mapping[str, float] = {"workstation": 2000.0, "laptop": 1000.0, "tablet": 300.0, "phone": 100.0}
 """Tokens per second of each member."""
@@ -300,28 +300,16 @@ class Stage:
         """Take note of how somebody comes back, or why that is not known."""
         process, coordinator = self.cast[name], self.cast["coordinator"]
         needed = (process,) if name == "nginx" else (process, coordinator)
-        answered_s: float | None = None
-        while True:
-            found = marks(self.proxy.record, name, killed_s)
-            if answered_s is None and (port := self._port_of(name)) and await answers(port):
-                answered_s = time.monotonic() - killed_s
-            elapsed_s = time.monotonic() - killed_s
-            back_s = {"coordinator": found.welcomed_s, "nginx": answered_s}.get(name, found.acked_s)
-            is_done = back_s is not None and (name == "nginx" or found.acked_s is not None)
-            is_hit = any(one.exit_code is not None for one in needed)
-            if is_done or self.is_over or is_hit or elapsed_s > GIVE_UP_S:
-                break
-            await asyncio.sleep(0.01)
-        self.toll.returns.append(
-            Return(
-                name=name,
-                is_watched=is_watched,
-                outcome="back" if back_s else "run over" if self.is_over else "hit again" if is_hit else "late",
-                seconds=back_s or elapsed_s,
-                answered_s=answered_s,
-                **asdict(found),
-            )
+        back = await followed(
+            name,
+            killed_s,
+            self.proxy.record,
+            port=self._port_of(name),
+            is_watched=is_watched,
+            is_hit=lambda: any(one.exit_code is not None for one in needed),
+            is_over=lambda: self.is_over,
         )
+        self.toll.returns.append(back)
         self._num_returning -= 1
         if is_watched:
             self._is_watching = False
@@ -368,19 +356,3 @@ class Stage:
         """Steps that are in the metrics, each counted once."""
         path = self.run / "metrics.jsonl"
         return len(set(re.findall(r'"step": (\d+)', path.read_text()))) if path.exists() else 0
-
-
-async def answers(port: int) -> bool:
-    """Tell whether a server on this machine answers a request, whatever it says."""
-    try:
-        async with asyncio.timeout(2.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(b"GET /v1/blobs/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                return (await reader.readline()).startswith(b"HTTP/1.1 ")
-            finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-    except (OSError, TimeoutError):
-        return False

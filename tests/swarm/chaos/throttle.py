@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.swarm.worker import joining
 from rollover.swarm.worker.config import WorkerConfig
+from rollover.types import FinishReason
 
 
 class ThrottledEngine:
     """An engine that hands out ``tokens_per_s`` at most, over all its calls; while the file ``halt`` is there nothing but
-    the single tokens of a check. A call that is stopped waits no more."""
+    the single tokens of a check. A call that is stopped waits no more, and hands over what the engine has decoded, where
+    there is no such file."""
 
     def __init__(self, engine: Any, tokens_per_s: float, halt: Path) -> None:
         self._engine, self._halt = engine, halt
@@ -44,6 +47,9 @@ class ThrottledEngine:
                     while not is_check and not stopped.is_set() and self._halt.exists():
                         with suppress(TimeoutError):
                             await asyncio.wait_for(stopped.wait(), 0.05)
+                    if not is_check and stopped.is_set() and self._halt.exists():
+                        yield replace(chunk, token_ids=(), logprobs=(), finish_reason=FinishReason.ABORT)
+                        return
                     yield chunk
         finally:
             del self._stopped[request.request_id]

@@ -36,7 +36,7 @@ from rollover.clock import SystemClock  # noqa: E402
 from rollover.engine.base import GenerateRequest  # noqa: E402
 from rollover.engine.config import EngineConfig  # noqa: E402
 from rollover.engine.embedded.config import EmbeddedConfig  # noqa: E402
-from rollover.engine.open import TrainedEngine, open_engine  # noqa: E402
+from rollover.engine.open import EngineSetup, TrainedEngine, open_engine  # noqa: E402
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig  # noqa: E402
 from rollover.engine.servers.sglang.config import SGLangConfig  # noqa: E402
 from rollover.engine.servers.vllm.config import VLLMConfig  # noqa: E402
@@ -118,9 +118,8 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
     """Publish in turns and return what each way took, the median of the rounds."""
     base = dict(FolderWeights(0, folder).tensors())
     shape, found = AdapterShape(rank=rank, targets=TARGETS), []
-    engine = await open_engine(
-        config_of(kind), folder, run=f"lora-{kind}", logs=root / "logs", clock=SystemClock(), adapters=shape
-    )
+    setup = EngineSetup(folder=folder, run=f"lora-{kind}", logs=root / "logs", clock=SystemClock(), adapters=shape)
+    engine = await open_engine(config_of(kind), setup)
     try:
         publisher = Publisher([engine], folders=WeightFolders(root / kind, like=folder))
         version = 0

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.engine.embedded.sizing import check
+from rollover.engine.open import check_model
 from rollover.hf.architecture import Architecture
 from rollover.run.config import load
-from rollover.run.engine import fitted
+from rollover.run.engine import longest_tokens
 from tests import runs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -86,4 +86,4 @@ def test_the_config_of_the_readme_fits_the_model_that_it_names(tmp_path: Path) -
     shape = Architecture.from_config(QWEN3_600M)
     assert config.model.path == "Qwen/Qwen3-0.6B"
     assert config.engine.kind == "embedded"
-    check(shape, fitted(config.engine, config, shape))
+    check_model(config.engine, lambda: shape, longest_tokens(config))

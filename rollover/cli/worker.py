@@ -68,7 +68,6 @@ def command(
     rollover worker --join wss://trainer.example:8790 --engine.kind vllm --engine.launch true
     """
     require("msgspec", "zstandard", "cryptography", "websockets", purpose=ctx.command_path)
-    from rollover.engine.embedded.config import EmbeddedConfig
     from rollover.settings.schema import build, parse_overrides
     from rollover.settings.toml import Document
     from rollover.swarm.nats.address import NatsAddress
@@ -86,7 +85,7 @@ def command(
     elif nats_credentials is not None:
         raise ConfigError(f"{address} is not on a NATS cluster: leave out --nats-credentials")
     token = read_token(token_file, os.environ)
-    if isinstance(config.engine, EmbeddedConfig):
+    if config.engine.declared.in_process:
         require("torch", "safetensors", purpose="the embedded engine of a worker")
     from rollover.swarm.worker.joining import default_cache, join
 

@@ -106,35 +106,6 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredCapabilities:
-    """The abilities that the config of an engine settles before the engine is open; ``Capabilities`` say the rest.
-
-    Example: ``VLLMConfig(launch=True).declared.in_flight_update`` is false, and with ``kv_on_update = "keep"`` true.
-    """
-
-    in_flight_update: bool = True
-    """As in ``Capabilities``."""
-    cuts_logprobs: bool = True
-    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
-    deterministic: bool = False
-    """A run can be repeated bit for bit."""
-    max_running: int | None = None
-    """As in ``Capabilities``; ``None`` where it is known only once the engine is open."""
-    max_context_tokens: int | None = None
-    is_colocated: bool = False
-    """As in ``Capabilities``."""
-
-
-def check_colocated(kv_on_update: str) -> None:
-    """Raise ``ValueError`` where an engine that gives its cache back is to keep it over an update."""
-    if kv_on_update == "keep":
-        raise ValueError(
-            "kv_on_update = 'keep' cannot go with colocated = true: the cache is given back while the trainer trains,"
-            " so nothing of it is left to keep; leave one of the two out"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters since the engine started; ``num_running``, ``num_waiting`` and ``kv_bytes`` are of this moment.
 

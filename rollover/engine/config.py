@@ -1,11 +1,134 @@
-"""The configs of all kinds of engines. Torch-free."""
+"""The base of the configs of all engines: what they say of an engine before it is open. Torch-free.
+
+Each kind of engine has a config of its own, which decides this for itself: a run asks it and never looks at its class.
+"""
 
 from __future__ import annotations
 
-from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.vllm.config import VLLMConfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-EngineConfig = EmbeddedConfig | VLLMConfig | SGLangConfig | EmbeddedServerConfig
-"""Configs are told apart by ``kind``; the first is used when it is left out."""
+UPDATE_TIMEOUT_S = 600.0
+"""Longest that new weights may take to be loaded by an engine without deadlines of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredCapabilities:
+    """The abilities that the config of an engine settles before the engine is open; ``Capabilities`` say the rest.
+
+    Example: ``VLLMConfig(launch=True).declared.in_flight_update`` is false, and with ``kv_on_update = "keep"`` true.
+    """
+
+    in_flight_update: bool = True
+    """As in ``Capabilities``."""
+    cuts_logprobs: bool = True
+    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    deterministic: bool = False
+    """A run can be repeated bit for bit."""
+    max_running: int | None = None
+    """As in ``Capabilities``; ``None`` where it is known only once the engine is open."""
+    max_context_tokens: int | None = None
+    is_colocated: bool = False
+    """As in ``Capabilities``."""
+    in_process: bool = False
+    """It computes in the process that opens it."""
+    opens_many_calls: bool = False
+    """A run may have thousands of calls open at the same time."""
+    serves_training_only: bool = False
+    """It needs a trainer beside it, so a model cannot be evaluated by it alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDemands:
+    """The demands that a run makes on its engine.
+
+    Example: with ``EngineDemands(strategy="april", staleness_bound=4, ...)``, a swarm in mode ``pull`` yields a
+    refusal, since it samples from the newest weights alone.
+    """
+
+    strategy: str
+    """Kind of the strategy, for messages."""
+    staleness_bound: int
+    in_flight_update: bool
+    """The strategy loads weights under running samples."""
+    deterministic: bool
+    adapters: bool
+    """It is given adapters in place of full weights."""
+    on_cluster: bool
+    """Its servers are placed on a Ray cluster."""
+
+
+class EngineConfig(ABC):
+    """The base of the configs of all engines. Each adds its fields, ``kind`` among them.
+
+    Example: ``EmbeddedConfig().publication_timeout_s`` is 600.0; a config of servers adds up the deadlines of one.
+    """
+
+    __slots__ = ()
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def declared(self) -> DeclaredCapabilities:
+        """Return the abilities that these settings decide."""
+
+    @property
+    def update_timeout_s(self) -> float | None:
+        """Return the longest that an update takes where every deadline of the engine is kept; ``None`` where it has
+        none of its own."""
+        return None
+
+    @property
+    def publication_timeout_s(self) -> float:
+        """Return the longest that a publication of weights may take."""
+        own_s = self.update_timeout_s
+        return UPDATE_TIMEOUT_S if own_s is None else own_s
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Return the longest that a server of the engine may take to start; 0 where it starts none."""
+        return 0.0
+
+    @abstractmethod
+    def mismatch_remedy(self, number_format: str) -> str:
+        """Say what a user can do about an engine whose log-probs are not the trainer's. It reports to compute in
+        ``number_format``."""
+
+    def weights_root(self, default: Path, name: str) -> Path | None:
+        """Return the folder through which weights reach the engine, ``None`` where it takes them from memory.
+
+        Args:
+            default: the folder where the settings name none.
+            name: that of the user of a folder that these settings name, which others may use too.
+        """
+        del default, name
+        return None
+
+    @property
+    def unties_first(self) -> bool:
+        """Tell whether the engine must be started on a model whose output matrix is a tensor of its own."""
+        return False
+
+    def refusals(self, demands: EngineDemands) -> Iterator[str]:
+        """Yield what the run asks and these settings rule out, each with what to change."""
+        if demands.deterministic and not self.declared.deterministic:
+            yield f"deterministic = true needs engine.kind 'embedded', got {self.kind!r}"
+        if demands.on_cluster:
+            yield from self.cluster_refusals()
+
+    def cluster_refusals(self) -> Iterator[str]:
+        """Yield why a Ray cluster cannot be the place of this engine."""
+        kinds = "'vllm', 'sglang' or 'embedded_server'"
+        yield f"cluster.engines starts servers, and engine.kind is {self.kind!r}: choose {kinds}"
+
+
+def check_colocated(kv_on_update: str) -> None:
+    """Raise ``ValueError`` where an engine that gives its cache back is to keep it over an update."""
+    if kv_on_update == "keep":
+        raise ValueError(
+            "kv_on_update = 'keep' cannot go with colocated = true: the cache is given back while the trainer trains,"
+            " so nothing of it is left to keep; leave one of the two out"
+        )

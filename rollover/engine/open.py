@@ -1,9 +1,11 @@
-"""The engine that a config asks for."""
+"""Opens the engine that a config asks for. Each kind of engine has a row in ``ENGINES``."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollover.clock import Clock
 from rollover.engine.base import Engine
@@ -11,56 +13,126 @@ from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.hf.architecture import Architecture
 from rollover.weights.adapters import AdapterShape
 from rollover.weights.base import WeightTarget
 
 if TYPE_CHECKING:
     from rollover.engine.servers.places import ServerPlaces
 
+ReadModel = Callable[[], Architecture]
+
 
 class TrainedEngine(Engine, WeightTarget, Protocol):
     """Decodes, and takes new weights."""
 
 
-async def open_engine(
-    config: EngineConfig,
-    folder: Path,
-    *,
-    run: str,
-    logs: Path,
-    clock: Clock,
-    lockstep: bool = False,
-    places: ServerPlaces | None = None,
-    adapters: AdapterShape | None = None,
-) -> TrainedEngine:
-    """An engine that serves the model in ``folder`` as version 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """The surroundings in which an engine is opened.
 
-    Args:
-        run: the run's name among all runs; its servers are labelled with it.
-        logs: where servers that are started on this machine write.
-        places: where servers are started, if not on this machine.
-        adapters: the shape of those that it will be given in place of full weights, if any; for servers.
-        lockstep: decode only when all consumers have come back for more; the embedded engine alone can.
-
-    Raises:
-        RolloverError: it cannot be had; the message says what to change.
+    Example: ``EngineSetup(folder=Path("qwen3-0.6b"), run="sums-1f3a", logs=Path("logs"), clock=SystemClock())``
     """
-    if isinstance(config, EmbeddedConfig):
-        from rollover.engine.embedded.engine import EmbeddedEngine
 
-        return EmbeddedEngine.from_folder(folder, config, lockstep=lockstep)
-    assert not lockstep, "the config refuses deterministic = true with a server"
-    from rollover.engine.servers.places import ThisMachine
+    folder: Path
+    """The model that it serves as version 0."""
+    run: str
+    """The run's name among all runs; its servers are labelled with it."""
+    logs: Path
+    """Folder in which servers that are started on this machine write."""
+    clock: Clock
+    lockstep: bool = False
+    """Decode only when all consumers have come back for more; for engines that declare ``deterministic``."""
+    places: ServerPlaces | None = None
+    """Where servers are started, if not on this machine."""
+    adapters: AdapterShape | None = None
+    """The shape of those that servers will be given in place of full weights, if any."""
+    longest_tokens: int | None = None
+    """The longest prompt and response that it will be asked for: the context of an engine whose config names none."""
 
-    places = places or ThisMachine(logs)
-    if isinstance(config, EmbeddedServerConfig):
-        from rollover.engine.servers.embedded.open import open_embedded_servers
 
-        return await open_embedded_servers(config, folder, run=run, places=places, clock=clock)
-    if isinstance(config, SGLangConfig):
-        from rollover.engine.servers.sglang.open import open_sglang
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """A row: what is done with the config of one kind of engine. The functions import what they need when they run.
 
-        return await open_sglang(config, folder, run=run, places=places, clock=clock, adapters=adapters)
+    Example: ``ENGINES["vllm"].check`` is ``None``: only a server knows which models it serves.
+    """
+
+    open: Callable[[Any, EngineSetup], Awaitable[TrainedEngine]]
+    check: Callable[[Any, ReadModel, int], None] | None = None
+    """Refuses a model, given how to read its shape and the longest prompt and response, before anything is opened."""
+
+
+async def open_engine(config: EngineConfig, setup: EngineSetup) -> TrainedEngine:
+    """Open the engine. Raises ``RolloverError`` when it cannot be had; the message says what to change."""
+    assert not setup.lockstep or config.declared.deterministic, "the config refuses deterministic = true with it"
+    return await ENGINES[config.kind].open(config, setup)
+
+
+def check_model(config: EngineConfig, read_model: ReadModel, longest_tokens: int) -> None:
+    """Refuse, with ``ConfigError`` or ``ModelError``, what the engine would refuse when it is opened, as far as that is
+    known without weights. ``read_model`` is called only where something is."""
+    if (check := ENGINES[config.kind].check) is not None:
+        check(config, read_model, longest_tokens)
+
+
+async def _embedded(config: EmbeddedConfig, setup: EngineSetup) -> TrainedEngine:
+    from rollover.engine.embedded.engine import EmbeddedEngine
+
+    if setup.longest_tokens is not None:
+        config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)
+    return EmbeddedEngine.from_folder(setup.folder, config, lockstep=setup.lockstep)
+
+
+async def _embedded_servers(config: EmbeddedServerConfig, setup: EngineSetup) -> TrainedEngine:
+    from rollover.engine.servers.embedded.open import open_embedded_servers
+
+    if setup.longest_tokens is not None:
+        config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)
+    return await open_embedded_servers(config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock)
+
+
+async def _sglang(config: SGLangConfig, setup: EngineSetup) -> TrainedEngine:
+    from rollover.engine.servers.sglang.open import open_sglang
+
+    return await open_sglang(
+        config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock, adapters=setup.adapters
+    )
+
+
+async def _vllm(config: VLLMConfig, setup: EngineSetup) -> TrainedEngine:
     from rollover.engine.servers.vllm.open import open_vllm
 
-    return await open_vllm(config, folder, run=run, places=places, clock=clock, adapters=adapters)
+    return await open_vllm(
+        config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock, adapters=setup.adapters
+    )
+
+
+def _places(setup: EngineSetup) -> ServerPlaces:
+    from rollover.engine.servers.places import ThisMachine
+
+    return setup.places or ThisMachine(setup.logs)
+
+
+def _check_embedded(config: EmbeddedConfig, read_model: ReadModel, longest_tokens: int) -> None:
+    from rollover.engine.embedded import sizing
+
+    model = read_model()
+    sizing.check(model, config.fitted(longest_tokens, model.max_position_embeddings))
+
+
+def _check_embedded_servers(config: EmbeddedServerConfig, read_model: ReadModel, longest_tokens: int) -> None:
+    from rollover.engine.servers.embedded.open import with_program
+
+    if config.launch:
+        _check_embedded(with_program(config).embedded(), read_model, longest_tokens)
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "embedded": EngineKind(open=_embedded, check=_check_embedded),
+    "vllm": EngineKind(open=_vllm),
+    "sglang": EngineKind(open=_sglang),
+    "embedded_server": EngineKind(open=_embedded_servers, check=_check_embedded_servers),
+}
+"""By kind, for those in ``AnyEngineConfig``."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from rollover.engine.base import Capabilities
-from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.kinds import AnyEngineConfig
 from rollover.errors import ConfigError, nearest
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
@@ -33,7 +33,7 @@ class HostedConfig:
     seed: int = 0
     """Of prompts and sampling noise; the host's."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 
     def __post_init__(self) -> None:
         if self.engine.declared.is_colocated:

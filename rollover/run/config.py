@@ -17,11 +17,9 @@ from rollover.algorithms.config import AlgorithmConfig, resolve
 from rollover.algorithms.registry import ADVANTAGES
 from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
-from rollover.engine.config import EngineConfig
+from rollover.engine.config import EngineDemands
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.kinds import AnyEngineConfig
 from rollover.errors import ConfigError, nearest
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
@@ -162,7 +160,7 @@ class RunConfig:
     deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
     """Makes the run repeatable bit for bit on one machine (CPU), even across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    engine: Annotated[EngineConfig | SwarmConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[AnyEngineConfig | SwarmConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -284,23 +282,26 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield _lacking(config)
     if rollout.strategy.overlaps_training and can.is_colocated:
         yield _asleep_in_training(config)
-    if config.deterministic:
-        yield from _nondeterminism(config)
+    if config.deterministic and rollout.strategy.overlaps_training:
+        yield (
+            f"deterministic = true cannot hold with rollout.strategy {rollout.strategy.kind!r}, which trains and"
+            " generates at the same time: use one that stops for the trainer, such as 'april'"
+        )
     if config.cluster is not None and config.trainer.num_devices == 1 and not config.cluster.num_engines:
         yield (
             "[cluster] has nothing to run: set trainer.num_devices above 1 or cluster.engines above 0, or leave the"
             " section out"
         )
-    if config.published_adapters is not None:
-        yield from _no_adapters(config)
-    if config.cluster is not None and config.cluster.num_engines:
-        yield from _not_on_cluster(engine)
-    if isinstance(engine, SwarmConfig) and engine.mode == "pull" and rollout.staleness_bound > 0:
-        yield (
-            f"engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
-            f" {rollout.strategy.kind!r} trains tokens that are up to {rollout.staleness_bound} versions older: use"
-            " strategy 'sync', or engine.mode = 'push_pull'"
+    yield from engine.refusals(
+        EngineDemands(
+            strategy=rollout.strategy.kind,
+            staleness_bound=rollout.staleness_bound,
+            in_flight_update=rollout.strategy.needs_in_flight_update,
+            deterministic=config.deterministic,
+            adapters=config.published_adapters is not None,
+            on_cluster=config.cluster is not None and bool(config.cluster.num_engines),
         )
+    )
     if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
@@ -316,61 +317,6 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
         yield from _too_long(config, can.max_context_tokens, "engine.max_context_tokens")
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
-
-
-def _no_adapters(config: RunConfig) -> Iterator[str]:
-    """Yield why the engine cannot be given adapters alone."""
-    if isinstance(config.engine, SwarmConfig):
-        yield (
-            "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters alone by itself,"
-            " where they are smaller; leave the key out"
-        )
-    if isinstance(config.engine, VLLMConfig | SGLangConfig):
-        strategy = config.rollout.strategy
-        if config.engine.colocated:
-            yield (
-                "trainer.lora.publish 'adapter' brings nothing with engine.colocated = true: the server gives its"
-                " weights back and is given all of them at every update; leave one of the two out"
-            )
-        elif config.engine.kv_on_update == "keep":
-            yield (
-                "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep': a running call keeps the"
-                " adapter that it began with; set kv_on_update = 'recompute', or publish = 'merged'"
-            )
-        elif strategy.needs_in_flight_update:
-            yield (
-                f"rollout.strategy {strategy.kind!r} loads weights under running samples, but with"
-                " trainer.lora.publish 'adapter' a running call keeps the adapter that it began with: set publish ="
-                " 'merged', or choose another strategy"
-            )
-
-
-def _not_on_cluster(engine: EngineConfig | SwarmConfig) -> Iterator[str]:
-    if not isinstance(engine, ServerConfig):
-        kinds = "'vllm', 'sglang' or 'embedded_server'"
-        yield f"cluster.engines starts servers, and engine.kind is {engine.kind!r}: choose {kinds}"
-        return
-    if not engine.launch:
-        yield "cluster.engines starts servers, and engine.urls names some that run: leave one of the two out"
-        return
-    for key, empty in (("num_servers", 1), ("launch_devices", ())):
-        if getattr(engine, key) != empty:
-            yield f"engine.{key} is for servers on this machine, and cluster.engines places them: leave it out"
-
-
-def _nondeterminism(config: RunConfig) -> Iterator[str]:
-    if config.rollout.strategy.overlaps_training:
-        yield (
-            f"deterministic = true cannot hold with rollout.strategy {config.rollout.strategy.kind!r}, which trains and"
-            " generates at the same time: use one that stops for the trainer, such as 'april'"
-        )
-    if not config.engine.declared.deterministic:
-        yield f"deterministic = true needs engine.kind 'embedded', got {config.engine.kind!r}"
-    elif isinstance(config.engine, EmbeddedConfig) and config.engine.kv_on_update == "keep":
-        yield (
-            "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
-            " rebuilt after a restart"
-        )
 
 
 def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:

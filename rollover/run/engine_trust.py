@@ -32,10 +32,8 @@ from rollover.engine.logprob_check import (
 )
 from rollover.engine.open import TrainedEngine
 from rollover.engine.reexecution import DisputedMembers, trainers_verdict
-from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
-from rollover.swarm.config import SwarmConfig
 from rollover.types import Drift
 
 if TYPE_CHECKING:
@@ -76,19 +74,8 @@ class Trust:
         self._later = (rollout.temperature,)
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype)
         """Mean distance of log-probs in nats that is taken for rounding."""
-        self._remedy = "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
+        self._remedy = config.engine.mismatch_remedy(number_format)
         """What a user can do about an engine beyond the tolerance."""
-        if isinstance(config.engine, SwarmConfig):
-            self._remedy = (
-                f"whoever runs this worker must see to it that it computes in {number_format} and without quantisation"
-                " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that nobody else"
-                " loads weights into its engine; rollover workers RUN --trust NAME then lets it join again"
-            )
-        if isinstance(config.engine, ServerConfig):
-            self._remedy = (
-                f"it must serve this run's model with --dtype {number_format}, without quantisation, and no other run"
-                " or process may load weights into it"
-            )
         self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
         """Otherwise engines rightly report other log-probs than the trainer computes."""
         self._replayed = frozenset(replayed)

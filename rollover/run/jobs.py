@@ -22,11 +22,10 @@ from rollover.run import directory
 from rollover.run.config import RunConfig, WarmupConfig, check_context, resolved, variant
 from rollover.run.directory import RunDir
 from rollover.run.signals import Stopped
-from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import NO_SOURCE
 
 NEW_RECORDS = 20_000
-"""Between two collections of garbage in the trainer of a swarm, which has thousands of calls open: some megabytes."""
+"""Between two collections of garbage where thousands of calls are open: some megabytes."""
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
@@ -109,7 +108,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
             await train_loop(session, interrupt)
 
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
-        if isinstance(config.engine, SwarmConfig):
+        if config.engine.declared.opens_many_calls:
             stack.enter_context(rare_collections(NEW_RECORDS))
         asyncio.run(work())
     record = read_run(run.path)
@@ -158,8 +157,10 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.run.prepare import initial_policy
     from rollover.tasks.open import eval_sources
 
-    if isinstance(config.engine, SwarmConfig):
-        raise ConfigError("engine.kind 'swarm' is there to train: to evaluate, add --engine.kind embedded")
+    if config.engine.declared.serves_training_only:
+        raise ConfigError(
+            f"engine.kind {config.engine.kind!r} is there to train: to evaluate, add --engine.kind embedded"
+        )
     folder = initial_policy(config, run.model, progress, metrics)
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)

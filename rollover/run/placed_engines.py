@@ -11,6 +11,7 @@ from rollover.cluster.connect import connect
 from rollover.cluster.engines import ClusterEngines, checked_forms, described
 from rollover.cluster.fitting import Wanted
 from rollover.cluster.nodes import alive_nodes
+from rollover.engine.config import EngineConfig
 from rollover.engine.servers.config import ServerConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.config import TrainerConfig
@@ -18,11 +19,12 @@ from rollover.trainer.config import TrainerConfig
 _PROBE = "probe"
 
 
-def check_places(cluster: ClusterConfig, engine: ServerConfig, trainer: TrainerConfig) -> list[str]:
+def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerConfig) -> list[str]:
     """Say where the servers will go.
 
     Raises ``ConfigError`` when there is no such cluster, or one that can never hold them beside the trainer's ranks.
     """
+    assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     nodes, ranks = alive_nodes(connect(cluster)), []
     if trainer.num_devices > 1:
         from rollover.cluster.ranks import rank_demand
@@ -36,7 +38,7 @@ def check_places(cluster: ClusterConfig, engine: ServerConfig, trainer: TrainerC
 
 async def open_places(
     cluster: ClusterConfig,
-    engine: ServerConfig,
+    engine: EngineConfig,
     run: RunDir,
     folder: Path,
     root: Path,
@@ -47,6 +49,7 @@ async def open_places(
     Args:
         root: the folder through which weights reach the servers.
     """
+    assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     connect(cluster)
     must_see = {str(file): file.read_bytes() for file in [(folder / "config.json").resolve()]}
     if _by_folder(engine):

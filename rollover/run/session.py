@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine, Sleeps
-from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter, read_metrics
@@ -111,15 +110,13 @@ async def open_session(
         driver = _open_driver(config, engine, tasks, journal, state, clock=clock, stops=stops, observe=observe)
         stack.push_async_callback(driver.stop)
         run.settle()
-        # With servers the deadline of a publication is that of each of them, after which it is taken out.
-        timeout_s = 600.0 if isinstance(config.engine, EmbeddedConfig) else config.engine.update_timeout_s
         meter = _open_meter(config, state, tasks, engine, clock)
         weights = WeightSync(
             trainer=trainer,
-            publisher=Publisher([engine], folders=folders, timeout_s=timeout_s),
+            publisher=Publisher([engine], folders=folders, timeout_s=config.engine.publication_timeout_s),
             trust=Trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
             driver=driver,
-            reloads_after_check=isinstance(config.engine, EmbeddedConfig),
+            reloads_after_check=config.engine.declared.deterministic,
             sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,
             notify=observe,
             measured=meter.measured,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import Capabilities, check_colocated
+from rollover.engine.base import Capabilities
+from rollover.engine.config import check_colocated
 
 
 def _require(record: object, words: str, holds: Callable[[float], bool], *fields: str) -> None:

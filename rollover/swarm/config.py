@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities
+from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
 from rollover.settings.changes import Changeable
 from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.wire.address import is_loopback
@@ -21,7 +22,7 @@ _STORE = re.compile(r"(s3|gs|az)://[A-Za-z0-9._-]+(/[^\s?#@]*)?|file:///[^\s?#]+
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmConfig:
+class SwarmConfig(EngineConfig):
     """Workers on any machines, which dial in with `rollover worker --join URL`. Needs `rollover[swarm]`."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -160,7 +161,28 @@ class SwarmConfig:
     @property
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
-        return DeclaredCapabilities(max_running=self.max_running)
+        return DeclaredCapabilities(max_running=self.max_running, opens_many_calls=True, serves_training_only=True)
+
+    def mismatch_remedy(self, number_format: str) -> str:
+        return (
+            f"whoever runs this worker must see to it that it computes in {number_format} and without quantisation"
+            " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that nobody else"
+            " loads weights into its engine; rollover workers RUN --trust NAME then lets it join again"
+        )
+
+    def refusals(self, demands: EngineDemands) -> Iterator[str]:
+        yield from EngineConfig.refusals(self, demands)
+        if demands.adapters:
+            yield (
+                "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters alone by itself,"
+                " where they are smaller; leave the key out"
+            )
+        if self.mode == "pull" and demands.staleness_bound > 0:
+            yield (
+                "engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"
+                f" {demands.strategy!r} trains tokens that are up to {demands.staleness_bound} versions older: use"
+                " strategy 'sync', or engine.mode = 'push_pull'"
+            )
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.config import EmbeddedConfig, SGLangConfig, VLLMConfig
+from rollover.engine.kinds import EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
 from rollover.run import config as module

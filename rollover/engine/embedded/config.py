@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
-from rollover.engine.base import DeclaredCapabilities, check_colocated
+from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands, check_colocated
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -14,7 +15,7 @@ _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedConfig:
+class EmbeddedConfig(EngineConfig):
     """Settings of the embedded engine. Sampling parameters come with each request."""
 
     kind: Literal["embedded"] = "embedded"
@@ -72,7 +73,26 @@ class EmbeddedConfig:
             max_running=self.max_running,
             max_context_tokens=self.max_context_tokens,
             is_colocated=self.colocated,
+            in_process=True,
         )
+
+    def mismatch_remedy(self, number_format: str) -> str:
+        return "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
+
+    def refusals(self, demands: EngineDemands) -> Iterator[str]:
+        yield from EngineConfig.refusals(self, demands)
+        if demands.deterministic and self.kv_on_update == "keep":
+            yield (
+                "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
+                " rebuilt after a restart"
+            )
+
+    def fitted(self, num_tokens: int, num_positions: int) -> Self:
+        """Return these settings with room for a prompt and response of ``num_tokens`` where they name no length, unless
+        a model of ``num_positions`` cannot have it."""
+        if self.max_context_tokens is not None or num_tokens > num_positions:
+            return self
+        return replace(self, max_context_tokens=num_tokens)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):

@@ -4,11 +4,13 @@ module does not import torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
 from rollover.settings.changes import Changeable
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
@@ -28,7 +30,7 @@ def _is_reachable(url: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(EngineConfig):
     """Servers to use, or to start. All of them serve the same model."""
 
     urls: Changeable[tuple[str, ...]] = ()
@@ -101,6 +103,10 @@ class ServerConfig:
     """Longest time for which calls wait for a server to come back when all are out."""
 
     @property
+    def declared(self) -> DeclaredCapabilities:
+        return DeclaredCapabilities(is_colocated=self.colocated)
+
+    @property
     def switch_timeout_s(self) -> float:
         """Return the longest time that a server which keeps its deadlines takes to pause and to resume."""
         return 4 * self.control_timeout_s
@@ -127,6 +133,31 @@ class ServerConfig:
             again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
         once_s = 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
         return once_s + again_s
+
+    @property
+    def start_timeout_s(self) -> float:
+        return self.launch_timeout_s if self.launch else 0.0
+
+    def mismatch_remedy(self, number_format: str) -> str:
+        return (
+            f"it must serve this run's model with --dtype {number_format}, without quantisation, and no other run"
+            " or process may load weights into it"
+        )
+
+    def weights_root(self, default: Path, name: str) -> Path:
+        return (default if self.weights_dir is None else Path(self.weights_dir) / name).resolve()
+
+    @property
+    def unties_first(self) -> bool:
+        return self.launch  # vLLM on a CPU does not reload the output side of a tied matrix
+
+    def cluster_refusals(self) -> Iterator[str]:
+        if not self.launch:
+            yield "cluster.engines starts servers, and engine.urls names some that run: leave one of the two out"
+            return
+        for key, empty in (("num_servers", 1), ("launch_devices", ())):
+            if getattr(self, key) != empty:
+                yield f"engine.{key} is for servers on this machine, and cluster.engines places them: leave it out"
 
     def __post_init__(self) -> None:
         if self.launch == bool(self.urls):
@@ -185,3 +216,26 @@ class ServerConfig:
                 raise ValueError(f"{key} has no effect without launch = true: leave it out")
         if self.ca_file is not None and not self.verify_tls:
             raise ValueError("ca_file has no effect with verify_tls = false: leave it out")
+
+
+def adapter_refusals(demands: EngineDemands, *, colocated: bool, kv_on_update: str) -> Iterator[str]:
+    """Yield why servers that put adapters beside their weights, and serve calls under their name, cannot be given them
+    alone."""
+    if not demands.adapters:
+        return
+    if colocated:
+        yield (
+            "trainer.lora.publish 'adapter' brings nothing with engine.colocated = true: the server gives its weights"
+            " back and is given all of them at every update; leave one of the two out"
+        )
+    elif kv_on_update == "keep":
+        yield (
+            "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep': a running call keeps the adapter"
+            " that it began with; set kv_on_update = 'recompute', or publish = 'merged'"
+        )
+    elif demands.in_flight_update:
+        yield (
+            f"rollout.strategy {demands.strategy!r} loads weights under running samples, but with trainer.lora.publish"
+            " 'adapter' a running call keeps the adapter that it began with: set publish = 'merged', or choose another"
+            " strategy"
+        )

@@ -15,7 +15,6 @@ from typing import Any
 
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities, Engine
-from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.logprob_check import (
     CheckedMembers,
     Reference,
@@ -24,8 +23,7 @@ from rollover.engine.logprob_check import (
     default_tolerance,
     some_prompts,
 )
-from rollover.engine.open import TrainedEngine, open_engine
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineMismatch
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
 from rollover.integrations.hosted import HostedConfig, check_capabilities
@@ -107,7 +105,7 @@ class HostedRollouts:
         """The newest by version: a server may be checked under an older one while a newer one is loaded."""
         self._has_checked = False
         self._underway: _Underway | None = None
-        timeout_s = config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 600.0
+        timeout_s = config.engine.publication_timeout_s
         self._feed = Feed(
             self._open_parts,
             config.rollout,
@@ -259,14 +257,12 @@ class HostedRollouts:
     @asynccontextmanager
     async def _open_parts(self) -> AsyncIterator[FeedParts]:
         config, folder = self._config.engine, self._folder
-        if not isinstance(config, EmbeddedConfig):
-            shared = config.weights_dir
-            root = (self._run.path / "weights" if shared is None else Path(shared) / self._run.identity).resolve()
-            if config.launch:  # vLLM on a CPU does not reload the output side of a tied matrix
+        if (root := config.weights_root(self._run.path / "weights", self._run.identity)) is not None:
+            if config.unties_first:
                 folder = untied(folder, root / "initial")
             self._folders = WeightFolders(root, like=folder)
-        logs = self._run.path / "logs"
-        engine = await open_engine(config, folder, run=self._run.identity, logs=logs, clock=SystemClock())
+        setup = EngineSetup(folder=folder, run=self._run.identity, logs=self._run.path / "logs", clock=SystemClock())
+        engine = await open_engine(config, setup)
         try:
             check_capabilities(self._config, engine.capabilities)
             if isinstance(engine, CheckedMembers):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.kinds import AnyEngineConfig
 from rollover.settings.schema import ByKind
 
 
@@ -19,7 +19,7 @@ class WorkerConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    engine: Annotated[EngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     deterministic: bool = False
     """Decode in step with the calls' consumers, as a run with ``deterministic = true`` does; the embedded engine alone
     can."""
@@ -43,7 +43,7 @@ class WorkerConfig:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
         if self.engine.declared.is_colocated:
             raise ValueError("engine.colocated has no effect in a worker, which has no trainer beside it: leave it out")
-        if self.deterministic and not isinstance(self.engine, EmbeddedConfig):
+        if self.deterministic and not self.engine.declared.deterministic:
             raise ValueError(
                 f"deterministic = true needs the embedded engine, which alone repeats itself bit for bit; got"
                 f" engine.kind = {self.engine.kind!r}"

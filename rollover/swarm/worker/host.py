@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from rollover.clock import Clock, SystemClock
-from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.open import TrainedEngine, open_engine
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.swarm.wire.messages import Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
@@ -59,10 +57,9 @@ def opener(config: WorkerConfig, *, name: str, logs: Path) -> OpenEngine:
     """Return how engines of ``config`` are opened. ``name``: the worker's, by which its servers know it."""
 
     async def open_on(folder: Path) -> TrainedEngine:
-        opening = open_engine(
-            config.engine, folder, run=name, logs=logs, clock=SystemClock(), lockstep=config.deterministic
-        )
-        if isinstance(config.engine, EmbeddedConfig):  # it reads the weights without giving way to heartbeats
+        setup = EngineSetup(folder=folder, run=name, logs=logs, clock=SystemClock(), lockstep=config.deterministic)
+        opening = open_engine(config.engine, setup)
+        if config.engine.declared.in_process:  # it reads the weights without giving way to heartbeats
             return await asyncio.to_thread(asyncio.run, opening)
         return await opening
 
@@ -126,8 +123,7 @@ class EngineHost:
 
     async def _until_up(self, engine: MayBeDown) -> None:
         """Wait as long as the servers may be away, and as one that is started anew may take to start."""
-        config = self._config.engine
-        starting_s = config.launch_timeout_s if isinstance(config, ServerConfig) and config.launch else 0.0
+        starting_s = self._config.engine.start_timeout_s
         since_s = self._clock.now_s()
         while True:
             try:
@@ -174,9 +170,8 @@ class EngineHost:
     @property
     def _folders(self) -> Path:
         """The folder of model folders, which servers on other machines must see under the same path."""
-        engine = self._config.engine
-        shared = engine.weights_dir if isinstance(engine, ServerConfig) else None
-        return Path(shared) / f"worker-{self._name}" if shared is not None else self._work / "weights"
+        own = self._work / "weights"
+        return self._config.engine.weights_root(own, f"worker-{self._name}") or own
 
     def _goes_back(self, head: Head) -> bool:
         return self.serves is not None and head.version < self.serves.version
@@ -250,8 +245,7 @@ class EngineHost:
     @asynccontextmanager
     async def _deadline(self, engine: TrainedEngine, head: Head) -> AsyncIterator[None]:
         config = self._config
-        own_s = config.engine.update_timeout_s if isinstance(config.engine, ServerConfig) else 0.0
-        timeout_s = max(config.update_timeout_s, own_s)
+        timeout_s = max(config.update_timeout_s, config.engine.update_timeout_s or 0.0)
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -263,14 +257,14 @@ class EngineHost:
             ) from None
 
     def _source_for_engine(self, fetched: Fetched, root: Path) -> WeightSource:
-        """Return the weights as the engine takes them: servers read a folder. Those on a CPU do not reload the output
-        side of a tied matrix, so servers that are started here get a copy of the model with two matrices."""
+        """Return the weights as the engine takes them: servers read a folder, and some that are started here get a copy
+        without a tied matrix."""
         engine = self._config.engine
-        if not isinstance(engine, ServerConfig):
+        if engine.weights_root(root, self._name) is None:
             return fetched
         folder = fetched.write_folder(root)
         copies = root / "untied"
-        if not engine.launch or (copy := untied(folder, copies / folder.name)) == folder:
+        if not engine.unties_first or (copy := untied(folder, copies / folder.name)) == folder:
             return fetched
         for old in sorted(copies.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             with suppress(OSError):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
-from rollover.engine.base import DeclaredCapabilities, check_colocated
+from rollover.engine.config import check_colocated
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
@@ -51,16 +51,23 @@ class EmbeddedServerConfig(ServerConfig):
     """Address of this machine as seen from the servers, for `nccl` and `gloo`; the address from which they are reached
     when left out."""
 
-    @property
-    def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(is_colocated=self.colocated)
-
     def embedded(self) -> EmbeddedConfig:
         """Return the settings of the engine in each server that is started.
 
         Example: ``EmbeddedServerConfig(launch=True, max_running=8).embedded().max_running == 8``.
         """
         return EmbeddedConfig(max_running=self.running(), **{key: getattr(self, key) for key in _OF_STARTED})
+
+    @property
+    def unties_first(self) -> bool:
+        return False
+
+    def fitted(self, num_tokens: int, num_positions: int) -> Self:
+        """Return these settings with room for a prompt and response of ``num_tokens`` in servers that are started where
+        they name no length, unless a model of ``num_positions`` cannot have it."""
+        if not self.launch or self.max_context_tokens is not None or num_tokens > num_positions:
+            return self
+        return replace(self, max_context_tokens=num_tokens)
 
     def __post_init__(self) -> None:
         super(EmbeddedServerConfig, self).__post_init__()  # slots make a second class: plain super() fails

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.engine.base import DeclaredCapabilities, check_colocated
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.config import DeclaredCapabilities, EngineDemands, check_colocated
+from rollover.engine.servers.config import ServerConfig, adapter_refusals
 from rollover.settings.changes import Changeable
 
 
@@ -40,6 +41,10 @@ class SGLangConfig(ServerConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         return DeclaredCapabilities(cuts_logprobs=False, is_colocated=self.colocated)
+
+    def refusals(self, demands: EngineDemands) -> Iterator[str]:
+        yield from ServerConfig.refusals(self, demands)
+        yield from adapter_refusals(demands, colocated=self.colocated, kv_on_update=self.kv_on_update)
 
     def __post_init__(self) -> None:
         super(SGLangConfig, self).__post_init__()  # slots make a second class: plain super() fails

@@ -1,0 +1,100 @@
+"""Each kind of engine has a config and a way of opening it, and its config answers what runs ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollover.engine.config import EngineConfig, EngineDemands
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.kinds import AnyEngineConfig
+from rollover.engine.open import ENGINES
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.settings.schema import kinds
+from rollover.swarm.config import SwarmConfig
+
+NOTHING = EngineDemands(
+    strategy="april",
+    staleness_bound=0,
+    in_flight_update=False,
+    deterministic=False,
+    adapters=False,
+    on_cluster=False,
+)
+
+
+def test_every_kind_that_a_config_can_name_can_be_opened() -> None:
+    assert {*kinds(AnyEngineConfig)} == {*ENGINES}
+
+
+def test_the_deadline_of_a_publication_is_that_of_the_servers_or_ten_minutes() -> None:
+    servers = VLLMConfig(launch=True)
+    assert servers.publication_timeout_s == servers.update_timeout_s > 600
+    assert VLLMConfig(launch=True, load_timeout_s=10.0).publication_timeout_s == servers.update_timeout_s - 290
+    assert SwarmConfig(update_timeout_s=90.0).publication_timeout_s == 90
+    assert EmbeddedConfig().publication_timeout_s == 600
+    assert EmbeddedConfig().update_timeout_s is None
+
+
+def test_servers_alone_take_weights_through_a_folder(tmp_path: Path) -> None:
+    assert VLLMConfig(launch=True).weights_root(tmp_path, "a-run") == tmp_path
+    assert VLLMConfig(launch=True, weights_dir=str(tmp_path)).weights_root(Path("w"), "a-run") == tmp_path / "a-run"
+    assert EmbeddedConfig().weights_root(tmp_path, "a-run") is None
+    assert SwarmConfig().weights_root(tmp_path, "a-run") is None
+
+
+def test_vllm_and_sglang_that_are_started_are_given_an_output_matrix_of_its_own() -> None:
+    started: list[EngineConfig] = [VLLMConfig(launch=True), SGLangConfig(launch=True)]
+    assert [config.unties_first for config in started] == [True, True]
+    others: list[EngineConfig] = [
+        VLLMConfig(urls=("http://a:1",)),
+        EmbeddedServerConfig(launch=True),
+        EmbeddedConfig(),
+        SwarmConfig(),
+    ]
+    assert [config.unties_first for config in others] == 4 * [False]
+
+
+@pytest.mark.parametrize(
+    ("config", "demands", "refusal"),
+    [
+        (EmbeddedConfig(), {"deterministic": True}, None),
+        (EmbeddedConfig(kv_on_update="keep"), {"deterministic": True}, "needs engine.kv_on_update 'recompute'"),
+        (VLLMConfig(launch=True), {"deterministic": True}, "needs engine.kind 'embedded', got 'vllm'"),
+        (SwarmConfig(), {"deterministic": True}, "needs engine.kind 'embedded', got 'swarm'"),
+        (VLLMConfig(launch=True), {"adapters": True}, None),
+        (VLLMConfig(launch=True, kv_on_update="keep"), {"adapters": True}, "cannot go with engine.kv_on_update 'keep'"),
+        (SGLangConfig(launch=True, colocated=True), {"adapters": True}, "brings nothing with engine.colocated"),
+        (
+            SGLangConfig(launch=True),
+            {"adapters": True, "in_flight_update": True},
+            "'april' loads weights under running",
+        ),
+        (EmbeddedServerConfig(launch=True, kv_on_update="keep"), {"adapters": True}, None),
+        (SwarmConfig(), {"adapters": True}, "a swarm sends adapters alone by itself"),
+        (SwarmConfig(mode="pull"), {}, None),
+        (SwarmConfig(mode="pull"), {"staleness_bound": 4}, "trains tokens that are up to 4 versions older"),
+        (SwarmConfig(), {"staleness_bound": 4}, None),
+        (VLLMConfig(launch=True), {"on_cluster": True}, None),
+        (VLLMConfig(launch=True, num_servers=2), {"on_cluster": True}, "engine.num_servers is for servers on this"),
+        (VLLMConfig(urls=("http://a:1",)), {"on_cluster": True}, "engine.urls names some that run"),
+        (EmbeddedConfig(), {"on_cluster": True}, "cluster.engines starts servers, and engine.kind is 'embedded'"),
+    ],
+)
+def test_what_a_run_asks_and_an_engine_cannot_do_is_refused(
+    config: EngineConfig, demands: dict[str, object], refusal: str | None
+) -> None:
+    found = list(config.refusals(replace(NOTHING, **demands)))  # type: ignore[arg-type]
+    assert (len(found) == 1 and refusal in found[0]) if refusal else found == []
+
+
+def test_room_is_made_for_the_longest_sample_where_no_length_is_named_and_the_model_can_have_it() -> None:
+    assert EmbeddedConfig().fitted(1000, 2048).max_context_tokens == 1000
+    assert EmbeddedConfig(max_context_tokens=500).fitted(1000, 2048).max_context_tokens == 500
+    assert EmbeddedConfig().fitted(1000, 512).max_context_tokens is None
+    assert EmbeddedServerConfig(launch=True).fitted(1000, 2048).max_context_tokens == 1000
+    assert EmbeddedServerConfig(urls=("http://a:1",)).fitted(1000, 2048).max_context_tokens is None

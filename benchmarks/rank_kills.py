@@ -19,6 +19,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -42,7 +43,8 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from rollover import cli  # noqa: E402
-from rollover.rollout.events import BatchConsumed  # noqa: E402
+from rollover.rollout.events import BatchConsumed, SegmentEnded  # noqa: E402
+from rollover.rollout.journal import read_events  # noqa: E402
 from rollover.trainer import ranks  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.trainer import forked_ranks  # noqa: E402
@@ -151,6 +153,25 @@ def check(ours: Path, theirs: Path, said: str, losses: Sequence[Loss]) -> None:
         assert message.startswith(f"rank {loss.rank} of ") and how in message, f"{loss} was told as: {message}"
 
 
+def counts(ours: Path, theirs: Path) -> dict[str, int]:
+    """Count what the journal of a run says of its groups and tokens, beside that of one which lost no rank."""
+    consumed = Counter(group for event in written(ours, BatchConsumed) for group in event.group_ids)
+    expected = {group for event in written(theirs, BatchConsumed) for group in event.group_ids}
+    decoded = [sum(len(e.segment.token_ids) for e in written(run, SegmentEnded)) for run in (ours, theirs)]
+    return {
+        "groups_trained": len(consumed),
+        "groups_lost": len(expected - consumed.keys()),
+        "groups_trained_twice": sum(times > 1 for times in consumed.values()),
+        "tokens_decoded": decoded[0],
+        "tokens_decoded_again": decoded[0] - decoded[1],
+    }
+
+
+def written(folder: Path, kind: type[Any]) -> list[Any]:
+    """All events of a kind that ever went to the journal."""
+    return [event for _, event in read_events(folder / "journal.sqlite") if isinstance(event, kind)]
+
+
 def sampled(folder: Path) -> list[Any]:
     return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(folder) for t in batch.trajectories]
 
@@ -188,7 +209,7 @@ def campaign(options: argparse.Namespace, chosen: Sequence[str], folder: Path) -
     for i, case in enumerate(chosen):
         wanted = options.losses // len(chosen) + (i < options.losses % len(chosen))
         run(folder, f"{case}-whole", case)
-        num_runs, losses = 0, list[Loss]()
+        num_runs, losses, found = 0, list[Loss](), Counter[str]()
         while len(losses) < wanted:
             lots = random.Random(f"{options.seed}/{case}/{num_runs}")
             saboteur = Saboteur(lots, wanted - len(losses))
@@ -199,6 +220,8 @@ def campaign(options: argparse.Namespace, chosen: Sequence[str], folder: Path) -
                 check(folder / name, folder / f"{case}-whole", said, saboteur.losses)
             except AssertionError as error:
                 sys.exit(f"{folder / name}: {error}")
+            found.update(counts(folder / name, folder / f"{case}-whole"))
+            found["steps_repeated"] += sum(map(int, re.findall(r"with (\d+) steps to repeat", " ".join(said.split()))))
             losses += saboteur.losses
             num_runs += 1
         ways = Counter(loss.number.name for loss in losses)
@@ -210,9 +233,7 @@ def campaign(options: argparse.Namespace, chosen: Sequence[str], folder: Path) -
                 "by_signal": dict(sorted(ways.items())),
                 "by_moment": dict(sorted(Counter(loss.doing for loss in losses).items())),
                 "runs": num_runs,
-                "groups_lost": 0,
-                "groups_trained_twice": 0,
-                "tokens_decoded_again": 0,
+                **found,
             }
         )
     wall_s = time.monotonic() - began_s

@@ -1,6 +1,7 @@
 """What Ray costs a sharded trainer: the time of a step, a publication and a checkpoint that its ranks do not need.
 
     python benchmarks/ray_ranks.py --out benchmarks/results/ray-ranks-DATE.json    # two minutes on two idle cores
+    python benchmarks/ray_ranks.py --small                                         # to see that it works
 
 The same steps of GRPO by two ranks (gloo) that are processes of this machine, and by two on the nodes of a Ray cluster
 that is made for it on this machine. *Outside* is the time of a step as the process of the run sees it, less what rank 0
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,54 +29,52 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"})
 
 from engine import machine  # noqa: E402
-from scale import BUDGET, RESPONSE, SHAPE, batch  # noqa: E402
+from scale import LOADS, Load  # noqa: E402
 
 from rollover.cluster.config import ClusterConfig  # noqa: E402
 from rollover.cluster.ranks import RayLauncher  # noqa: E402
 from rollover.trainer.config import TrainerConfig  # noqa: E402
 
-CONFIG = TrainerConfig(micro_batch_tokens=BUDGET, device="cpu", learning_rate=1e-4, num_devices=2)
 
-
-def ray_share(num_steps: int = 8) -> dict[str, Any]:
+def ray_share(load: Load, num_steps: int) -> dict[str, Any]:
     """Return what two ranks took, by the way they are started: seconds, and the share of a step outside of them."""
-    import torch
-    import transformers
     from ray.cluster_utils import Cluster
 
-    torch.manual_seed(0)
     node = {"num_cpus": 2, "object_store_memory": 400 * 2**20, "include_dashboard": False}
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        config = transformers.AutoConfig.for_model(**SHAPE)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
-        found = {"processes of this machine": measured(model, None, num_steps)}
+        model = load.save_model(Path(folder) / "model")
+        found = {"processes of this machine": measured(load, model, None, num_steps)}
         cluster = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 0})
         try:
             for _ in range(2):
                 cluster.add_node(**node, resources={"rank": 1})
             where = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
-            found["ranks on a Ray cluster"] = measured(model, RayLauncher(where, CONFIG, notify=print), num_steps)
+            launcher = RayLauncher(where, on_two(load), notify=print)
+            found["ranks on a Ray cluster"] = measured(load, model, launcher, num_steps)
         finally:
             import ray
 
             ray.shutdown()
             cluster.shutdown()
-    return {"batch_bytes": len(pickle.dumps(batch(0), protocol=pickle.HIGHEST_PROTOCOL)), "ways": found}
+    return {"batch_bytes": len(pickle.dumps(load.batch(0), protocol=pickle.HIGHEST_PROTOCOL)), "ways": found}
 
 
-def measured(model: Path, launcher: RayLauncher | None, num_steps: int) -> dict[str, Any]:
+def on_two(load: Load) -> TrainerConfig:
+    return replace(load.config, num_devices=2)
+
+
+def measured(load: Load, model: Path, launcher: RayLauncher | None, num_steps: int) -> dict[str, Any]:
     """Train some steps, publish and save with two ranks; return what each took, in seconds."""
     from rollover.algorithms import AlgorithmConfig, resolve
     from rollover.trainer.fleet import FleetTrainer
 
     started_s = time.perf_counter()
     trainer = FleetTrainer(
-        CONFIG,
+        on_two(load),
         resolve(AlgorithmConfig()),
         model,
         temperature=1.0,
-        max_response_tokens=RESPONSE,
+        max_response_tokens=load.response,
         num_steps=1000,
         fallback=model.parent / "staging",
         logs=model.parent / "logs",
@@ -82,10 +82,10 @@ def measured(model: Path, launcher: RayLauncher | None, num_steps: int) -> dict[
     )
     try:
         start_s = time.perf_counter() - started_s
-        trainer.step(batch(0))  # makes the moments
+        trainer.step(load.batch(0))  # makes the moments
         steps, own = [], []
         for step in range(1, num_steps + 1):
-            given, began_s = batch(step), time.perf_counter()
+            given, began_s = load.batch(step), time.perf_counter()
             own.append(trainer.step(given).metrics["time/step_s"])
             steps.append(time.perf_counter() - began_s)
         outside = [step - inside for step, inside in zip(steps, own, strict=True)]
@@ -114,9 +114,11 @@ def timed(work: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--small", action="store_true", help="a tiny model and one step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = {"machine": machine(), "shape": SHAPE, **ray_share(args.steps)}
+    load = LOADS["small" if args.small else "whole"]
+    result = {"machine": machine(), "load": asdict(load), **ray_share(load, 1 if args.small else args.steps)}
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

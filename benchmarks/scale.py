@@ -1,6 +1,7 @@
 """What it costs to shard the trainer, and what it gives: time and memory of a step, and how evenly batches are dealt.
 
     python benchmarks/scale.py --out benchmarks/results/scale-DATE.json    # some ten minutes on two idle cores
+    python benchmarks/scale.py --small                                     # to see that it works
 
 * **Step.** The same steps of GRPO by the trainer of one process, by FSDP2 over one rank (what sharding costs where
   there is nothing to share), and over two ranks (gloo). All ranks have one thread, and the three take turns. *Held* are
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,68 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 from engine import machine  # noqa: E402
 from memory import make_batch, memory_now  # noqa: E402
 
+from rollover.algorithms import AlgorithmConfig, resolve  # noqa: E402
+from rollover.trainer.config import TrainerConfig  # noqa: E402
 from rollover.trainer.dealing import Row, attention_share, deal_rows, family_cost  # noqa: E402
 from rollover.trainer.packing import TrainingSample, families  # noqa: E402
+from rollover.trainer.world import ALONE, World  # noqa: E402
+from rollover.types import Batch  # noqa: E402
 
-SHAPE = {
-    "model_type": "qwen3", "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6, "vocab_size": 4096,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "eos_token_id": 1,
-}  # fmt: skip
-SAMPLES, RESPONSE, BUDGET = 16, 192, 1024
-"""Of a batch: responses, their tokens, and input positions of a row; four rows, two for each of two ranks."""
-GROUPS = 4
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A model and the batches that it is trained on. Each group fills a row, so two ranks get two rows each.
+
+    Example: ``LOADS["whole"]`` is a model of 12 M parameters, and four groups of four responses with 192 tokens each.
+    """
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    response: int
+    """Tokens."""
+    groups: int = 4
+    group_size: int = 4
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The settings of a Qwen3 with heads of 64 numbers."""
+        return {
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 3 * self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "num_attention_heads": self.hidden_size // 64,
+            "num_key_value_heads": max(1, self.hidden_size // 192),
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        }
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The trainer's, whose rows have room for one group."""
+        budget = 4 * self.group_size * self.response // 3
+        return TrainerConfig(micro_batch_tokens=budget, device="cpu", learning_rate=1e-4)
+
+    def batch(self, step: int) -> Batch:
+        return make_batch(step, self.group_size, self.response, self.groups)
+
+    def save_model(self, folder: Path) -> Path:
+        """Write the model with random weights."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.shape)).save_pretrained(folder)
+        return folder
+
+
+LOADS = {
+    "whole": Load(hidden_size=384, num_layers=6, vocab_size=4096, response=192),
+    "small": Load(hidden_size=64, num_layers=2, vocab_size=64, response=12),
+}
 WAYS = {"one process": (1, False), "FSDP2 over 1 rank": (1, True), "FSDP2 over 2 ranks": (2, True)}
 RANKS = (2, 4, 8)
 
@@ -54,47 +107,33 @@ _kept: dict[str, Any] = {}
 """A rank's trainer, from one call to the next."""
 
 
-def open_trainer(world: Any, folder: str, is_sharded: bool) -> dict[str, int]:
+def open_trainer(world: World, load: Load, folder: Path, is_sharded: bool) -> dict[str, int]:
     """Open the trainer of a rank and take the first step, which makes the moments."""
-    from rollover.algorithms import AlgorithmConfig, resolve
-    from rollover.trainer.config import TrainerConfig
     from rollover.trainer.local import LocalTrainer
-    from rollover.trainer.world import ALONE
 
     Path("/proc/self/clear_refs").write_text("5")  # the height of memory is measured from now on
-    before = memory_now("VmRSS")
+    before = memory_now("VmRSS", os.getpid())
     trainer = LocalTrainer(
-        TrainerConfig(micro_batch_tokens=BUDGET, device="cpu", learning_rate=1e-4),
+        load.config,
         resolve(AlgorithmConfig()),
         folder,
         temperature=1.0,
-        max_response_tokens=RESPONSE,
+        max_response_tokens=load.response,
         num_steps=1000,
         world=world if is_sharded else ALONE,
     )
     _kept["trainer"] = trainer
-    trainer.step(batch(0))
-    return {"held": _held(trainer), "peak": memory_now("VmHWM") - before}
+    trainer.step(load.batch(0))
+    return {"held": _held(trainer), "peak": memory_now("VmHWM", os.getpid()) - before}
 
 
-def take_steps(world: Any, num: int) -> float:
+def take_steps(world: World, load: Load, num: int) -> float:
     """Return the seconds that each of ``num`` steps took on this rank."""
     trainer = _kept["trainer"]
     started_s = time.perf_counter()
     for _ in range(num):
-        trainer.step(batch(trainer.version))
+        trainer.step(load.batch(trainer.version))
     return (time.perf_counter() - started_s) / num
-
-
-def batch(step: int) -> Any:
-    """Groups of one prompt each, so that all ranks get as much."""
-    one = make_batch(step, SAMPLES // GROUPS, RESPONSE)
-    return replace(one, groups=tuple(_numbered(one.groups[0], GROUPS * step + n) for n in range(GROUPS)))
-
-
-def _numbered(group: Any, number: int) -> Any:
-    trajectories = (replace(t, sample_id=t.sample_id._replace(group=number)) for t in group.trajectories)
-    return replace(group, group_id=number, trajectories=tuple(trajectories))
 
 
 def _held(trainer: Any) -> int:
@@ -109,31 +148,27 @@ def _held(trainer: Any) -> int:
     return 2 * weights + moments
 
 
-def step_times(rounds: int, num: int) -> dict[str, Any]:
+def step_times(load: Load, rounds: int, num: int) -> dict[str, Any]:
     """Open the three trainers and let them take turns."""
-    import torch
-    import transformers
-
     from tests.trainer.rank_pool import RankPool
 
-    torch.manual_seed(0)
     pools = {way: RankPool(size) for way, (size, _) in WAYS.items()}
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            config = transformers.AutoConfig.for_model(**SHAPE)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = load.save_model(Path(scratch))
             memory = {
-                way: pool.call(open_trainer, folder=folder, is_sharded=WAYS[way][1]) for way, pool in pools.items()
+                way: pool.call(open_trainer, load=load, folder=folder, is_sharded=WAYS[way][1])
+                for way, pool in pools.items()
             }
         times: dict[str, list[float]] = {way: [] for way in pools}
         for _ in range(rounds):
             for way, pool in pools.items():
-                times[way].append(max(pool.call(take_steps, num=num)))
+                times[way].append(max(pool.call(take_steps, load=load, num=num)))
     finally:
         for pool in pools.values():
             pool.close()
     plain_s = statistics.median(times["one process"])
-    found = {}
+    found: dict[str, Any] = {}
     for way in pools:
         median_s = statistics.median(times[way])
         found[way] = {
@@ -206,7 +241,8 @@ def balance(batches: list[list[TrainingSample]], budget: int, width: int) -> dic
     quadratic = attention_share(width)
     found: dict[str, Any] = {}
     for ranks in RANKS:
-        ours, turns = [], []
+        ours: list[float] = []
+        turns: list[float] = []
         for samples in batches:
             for costs, kept in (
                 (by_us(samples, budget, ranks, quadratic), ours),
@@ -228,9 +264,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each trainer in a round")
     parser.add_argument("--run-steps", type=int, default=12, help="of the quickstart whose batches are dealt")
+    parser.add_argument("--small", action="store_true", help="a tiny model, one round, and no run of the quickstart")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "shape": SHAPE, "step": step_times(args.rounds, args.steps)}
+    if args.small:
+        args.rounds, args.steps, args.run_steps = 1, 1, 0
+    load = LOADS["small" if args.small else "whole"]
+    result: dict[str, Any] = {"machine": machine(), "load": asdict(load)}
+    result["step"] = step_times(load, args.rounds, args.steps)
     print("dealing, recorded lengths (16 prompts x 8), rows of 8,192:")
     result["dealing_recorded"] = balance(recorded_batches(), 8192, 1024)
     if args.run_steps:

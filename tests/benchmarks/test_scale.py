@@ -1,0 +1,60 @@
+"""The benchmarks of the sharded trainer run to their end in their shortest form, and record what they say they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def recorded(tmp_path: Path, script: str, *argv: str) -> dict[str, Any]:
+    """Run a script as a user does and return the result that it writes."""
+    out = tmp_path / "found.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("SGLANG_PYTHON", None)
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *argv, "--out", str(out)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_scale_compares_steps_and_deals(tmp_path: Path) -> None:
+    found = recorded(tmp_path, "scale.py", "--small")
+    one, same, half = (found["step"][way] for way in ("one process", "FSDP2 over 1 rank", "FSDP2 over 2 ranks"))
+    assert one["of_one_process"] == 1.0 and len(half["held_mib"]) == 2
+    assert one["held_mib"] == same["held_mib"] and sum(half["held_mib"]) == pytest.approx(one["held_mib"][0], rel=0.1)
+    for ranks, row in found["dealing_recorded"].items():
+        assert 1.0 <= row["busiest_over_mean"] < row["in_turn"] < float(ranks)
+
+
+@pytest.mark.slow
+def test_ray_ranks_compares_two_ways_to_start_ranks(tmp_path: Path) -> None:
+    found = recorded(tmp_path, "ray_ranks.py", "--small")
+    assert set(found["ways"]) == {"processes of this machine", "ranks on a Ray cluster"}
+    for way in found["ways"].values():
+        assert 0 < way["outside_s"] < way["step_s"] and way["checkpoint_s"] > 0
+
+
+@pytest.mark.slow
+def test_publication_measures_each_way_after_comparing_bits(tmp_path: Path) -> None:
+    found = recorded(tmp_path, "publication.py", "--layers", "1", "--rounds", "1", "--bucket-mb", "8")
+    assert len(found["ways"]) == 12
+    for name, row in found["ways"].items():
+        assert len(row["s_per_gb"]) == 1 and row["s_per_gb"][0] > 0, name
+    buckets = {name: max(row["bucket_mb"]) for name, row in found["ways"].items() if name.startswith("group")}
+    assert all(0 < size < found["num_bytes"] / 1e6 for size in buckets.values()), buckets

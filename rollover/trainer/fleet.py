@@ -152,9 +152,10 @@ class FleetTrainer:
         while they do, and while the files are brought into shared memory here."""
 
         def publish(ranks: LedRanks) -> Path:
-            folder = self._staging.publication(self._version)
-            ranks.ask(f"the publication of version {self._version}", "publish", folder=FromRanks(folder))
-            return folder
+            doing = f"the publication of version {self._version}"
+            return self._staging.publication(
+                self._version, lambda folder: ranks.ask(doing, "publish", folder=FromRanks(folder))
+            )
 
         with self._turn:
             folder = self._surely(publish)

@@ -54,7 +54,7 @@ class FleetWeights:
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
         """See ``SentByHolder.open_sender``."""
-        give_back = self._lease.lend(self.manifest.version, self._current)
+        give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
         try:
             return FleetSender(self._ask, plan, buckets, give_back)
         except BaseException:

@@ -328,13 +328,13 @@ class LocalTrainer:
         for row in mini.padding:
             logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
             (0 * logprobs_T).sum().backward()
+            if not parts and refused is None:  # without rows of its own it takes the form of metrics from this one
+                tokens = mini.token_batch(data, constants, row, logprobs_T.detach(), as_proximal=True)
+                try:
+                    parts.append(of_nothing(self._loss(data, mini, row, tokens)[1]))
+                except RolloverError as error:
+                    refused = error
             self._world.tick()
-        if not mini.rows:  # what has no metrics of its own takes their form from a pass made for nothing
-            tokens = mini.token_batch(data, constants, row, logprobs_T.detach(), as_proximal=True)
-            try:
-                parts.append(of_nothing(self._loss(data, mini, row, tokens)[1]))
-            except RolloverError as error:
-                refused = error
         self._agree(refused)
         return gathered_losses(self._world, losses, reduce(LossMetrics.merge, parts))
 

@@ -1,24 +1,25 @@
 """The ranks of a trainer and the process of the run lay down here what they pass on: in memory that they share.
 
 A folder of its own for each trainer, which its user alone can enter. It lies in ``/dev/shm`` where there is room, else
-below the run. Folders of processes that were killed are cleared away by the next trainer.
+below the run. Its process holds a lock on it (flock), which ends with the process, however that ends; folders that
+nobody holds are cleared away by the next trainer. Process numbers would not do: containers that share ``/dev/shm``
+do not see each other's.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
-import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r"rollover-trainer-(\d+)-.*")
-_KEPT = 2
-"""Published versions: an engine may still read the one before the newest."""
+_PREFIX = "rollover-staging-"
 
 
 class Staging:
@@ -28,7 +29,8 @@ class Staging:
         needed_bytes: the most that will lie there at a time.
         fallback: a place on disk, for where shared memory is too small.
 
-    Example: ``Staging(2**30, fallback=run / "staging").publication(7)`` is an empty folder for weights of version 7.
+    Example: ``Staging(2**30, fallback=run / "staging").publication(7, write)`` is a folder into which ``write`` has put
+    weights of version 7.
     """
 
     def __init__(self, needed_bytes: int, *, fallback: Path) -> None:
@@ -37,24 +39,35 @@ class Staging:
             root = fallback
             root.mkdir(parents=True, exist_ok=True)
         _clear_left_behind(root)
-        self.path = Path(tempfile.mkdtemp(prefix=f"rollover-trainer-{os.getpid()}-", dir=root))
-        self._published: list[Path] = []
+        self.path, self._lock = _held_folder(root)
+        self._published: dict[int, Path] = {}
         self._num_folders = 0
 
     def meeting(self) -> Path:
         """Return an empty folder where ranks can meet that have not met before."""
         return self._folder("ranks")
 
-    def publication(self, version: int) -> Path:
-        """Return an empty folder for the weights of ``version``; those of the version before the last one go."""
-        folder = self._folder(f"v{version}")
-        for old in self._published[: -(_KEPT - 1)]:
-            shutil.rmtree(old, ignore_errors=True)
-        self._published = [*self._published[-(_KEPT - 1) :], folder]
-        return folder
+    def publication(self, version: int, write: Callable[[Path], object]) -> Path:
+        """Return the folder with the weights of ``version``, which ``write`` fills unless they are there already. Those
+        of the version before, which an engine may still read, stay, and older ones go."""
+        if version not in self._published:
+            for old in sorted(self._published)[:-1]:
+                shutil.rmtree(self._published.pop(old), ignore_errors=True)
+            folder = self._folder(f"v{version}")
+            try:
+                write(folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._published[version] = folder
+        return self._published[version]
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete the folder. Does nothing the second time."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
 
     def _folder(self, name: str) -> Path:
         self._num_folders += 1
@@ -70,19 +83,33 @@ def lay_down(path: Path, value: Any) -> Path:
     return path
 
 
+def _held_folder(root: Path) -> tuple[Path, int | None]:
+    """Make a folder and hold it. Returns it with the descriptor of its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        # Another trainer may have taken it for one that nobody holds, before it was held.
+        if (lock := _lock(folder)) is not None:
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
 def _clear_left_behind(root: Path) -> None:
-    """Delete the folders of processes that are no longer there."""
-    for folder in root.glob("rollover-trainer-*"):
-        if (name := _NAME.fullmatch(folder.name)) and not _is_alive(int(name[1])):
-            with suppress(OSError):  # it is another user's
-                shutil.rmtree(folder)
+    """Delete the folders that no process holds."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        if (lock := _lock(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
+def _lock(folder: Path) -> int | None:
+    """Lock a folder, and return the descriptor that holds the lock; ``None`` where another process holds it, and where
+    it is another user's or gone."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None

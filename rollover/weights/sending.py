@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TICK_S = 0.2
+_CLOSE_S = 60.0
+"""A sender that has failed at its deadline may take so long to be closed."""
 
 
 class SenderLost(EngineError):
@@ -210,32 +212,48 @@ class Lease:
 
     def __init__(self) -> None:
         self._state = threading.Condition()
+        self._loans: dict[int, tuple[int, float]] = {}
+        """Version and deadline of each, by its number."""
         self._num_lent = 0
         self._is_changing = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the weights within. Waits until they are lent to nobody; whoever asks for them is refused."""
-        with self._state:
-            self._is_changing = True
-            self._state.wait_for(lambda: self._num_lent == 0)
+        """Change the weights within. Waits until they are lent to nobody; whoever asks for them is refused.
+
+        Raises ``EngineTimeout`` when they are not given back by the deadline of their transfer.
+        """
+        self._is_changing = True
         try:
+            self._wait()
             yield
         finally:
             self._is_changing = False
 
-    def lend(self, version: int, current: Callable[[], int]) -> Callable[[], None]:
-        """Return what gives the weights back, which is called once. Raises ``WeightsGone`` when they are changing, or
-        are no longer those of ``version``."""
+    def lend(self, version: int, current: Callable[[], int], *, timeout_s: float) -> Callable[[], None]:
+        """Return what gives the weights back, which is called once, within ``timeout_s``. Raises ``WeightsGone`` when
+        they are changing, or are no longer those of ``version``."""
         with self._state:
             if self._is_changing or current() != version:
                 raise WeightsGone(f"weights of version {version} can be sent no more: later ones follow")
             self._num_lent += 1
-        return self._give_back
+            self._loans[number := self._num_lent] = version, time.monotonic() + timeout_s
+        return partial(self._give_back, number)
 
-    def _give_back(self) -> None:
+    def _wait(self) -> None:
         with self._state:
-            self._num_lent -= 1
+            last_s = max((deadline_s for _, deadline_s in self._loans.values()), default=0.0)
+            left_s = max(0.0, last_s - time.monotonic()) + _CLOSE_S
+            if not self._state.wait_for(lambda: not self._loans, left_s):
+                version = next(iter(self._loans.values()))[0]
+                raise EngineTimeout(
+                    f"weights of version {version} have not been given back by whoever sends them, {_CLOSE_S:g} s after"
+                    " their transfer should have ended (engine.load_timeout_s): resume the run"
+                )
+
+    def _give_back(self, number: int) -> None:
+        with self._state:
+            del self._loans[number]
             self._state.notify_all()
 
 
@@ -266,7 +284,7 @@ class OwnWeights:
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
         """See ``SentByHolder.open_sender``."""
-        give_back = self._lease.lend(self.manifest.version, self._current)
+        give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
         try:
             return OwnSender(plan, buckets, partial(cast, self._weights), on_close=give_back)
         except BaseException:

@@ -339,21 +339,20 @@ def test_ranks_end_with_the_process_that_leads_them(folder: Path, tmp_path: Path
     code = (
         "import os, signal; from pathlib import Path; from tests.trainer.test_fleet import fleet\n"
         f"with fleet(Path({str(folder)!r}), Path({str(tmp_path)!r})) as trainer:\n"
-        "    print(*trainer.pids, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "    print(trainer._staging.path, *trainer.pids, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     leader = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, timeout=_DEADLINE_S, text=True, check=False
     )
-    pids = [int(pid) for pid in leader.stdout.split()]
+    left, pids = Path(leader.stdout.split()[0]), [int(pid) for pid in leader.stdout.split()[1:]]
     assert leader.returncode == -signal.SIGKILL and len(pids) == 2
     deadline_s = time.monotonic() + _DEADLINE_S
     while any(is_there(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "a rank outlived the process that led it"
         time.sleep(0.05)
+    assert left.exists()
     Staging(0, fallback=tmp_path).close()  # the next one clears away what it left
-    assert not [
-        path for path in Path("/dev/shm").glob("rollover-trainer-*") if not is_there(int(path.name.split("-")[2]))
-    ]
+    assert not left.exists()
 
 
 # -- devices that are not there ---------------------------------------------------------------------------------------

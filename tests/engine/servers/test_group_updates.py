@@ -14,7 +14,8 @@ import torch
 
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
+from rollover.weights import sending
 from rollover.weights.publisher import Publisher
 from rollover.weights.sending import Lease, OwnWeights, SenderLost
 from rollover.weights.sources import FolderWeights, MemoryWeights
@@ -240,7 +241,7 @@ def test_a_server_that_comes_back_when_the_weights_are_gone_is_sent_the_next_wit
 
 def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are_sent() -> None:
     lease, version = Lease(), 3
-    give_back = lease.lend(3, lambda: version)
+    give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
     order = list[str]()
 
     async def main() -> None:
@@ -253,7 +254,7 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
             while not lease._is_changing:
                 await asyncio.sleep(0.001)
             with pytest.raises(EngineError, match="weights of version 3 can be sent no more"):
-                lease.lend(3, lambda: version)
+                lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
             order.append("given back")
             give_back()
             await changing
@@ -261,8 +262,39 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
     asyncio.run(main())
     assert order == ["given back", "changed"]
     with pytest.raises(EngineError, match="version 2 can be sent no more"):
-        lease.lend(2, lambda: version)
-    lease.lend(3, lambda: version)()
+        lease.lend(2, lambda: version, timeout_s=_DEADLINE_S)
+    lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)()
+
+
+def test_a_sender_that_is_never_closed_is_waited_for_no_longer_than_its_transfer_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "_CLOSE_S", 0.01)
+    lease = Lease()
+    give_back = lease.lend(3, lambda: 3, timeout_s=0.01)
+    late = pytest.raises(EngineTimeout, match=r"^weights of version 3 have not been given back .*load_timeout_s")
+    with late, lease.changing():
+        raise AssertionError("they are lent")
+    lease.lend(3, lambda: 3, timeout_s=0.01)()  # nothing is changing any more
+    give_back()
+    with lease.changing():
+        pass
+
+
+def test_a_step_that_is_interrupted_while_it_waits_does_not_keep_weights_from_being_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = Lease()
+    give_back = lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)
+
+    def interrupted(is_so: Any, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lease._state, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt), lease.changing():
+        raise AssertionError("they are lent")
+    give_back()
+    lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)()
 
 
 def test_an_update_by_group_is_given_time_to_be_repeated() -> None:

@@ -1,0 +1,96 @@
+"""Folders of values on their way: which versions stay, and whose folders are cleared away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover.trainer import staging
+from rollover.trainer.staging import Staging
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(staging, "_SHARED_MEMORY", shared)
+    return shared
+
+
+def test_a_publication_that_is_repeated_leaves_the_version_before_it(tmp_path: Path) -> None:
+    """Ranks are lost in it, twice."""
+    own = Staging(0, fallback=tmp_path)
+    first = own.publication(6, lambda folder: (folder / "six").touch())
+
+    def fail(folder: Path) -> None:
+        (folder / "part").touch()
+        raise RuntimeError("rank 1 was lost")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            own.publication(7, fail)
+    second = own.publication(7, lambda folder: (folder / "seven").touch())
+    assert own.publication(7, fail) == second  # it is there
+    assert sorted(path.name for path in own.path.glob("*/*")) == ["seven", "six"]
+    own.publication(9, lambda folder: None)
+    assert second.exists() and not first.exists()
+    own.close()
+    own.close()
+    assert not own.path.exists()
+
+
+def test_a_folder_whose_process_has_another_number_elsewhere_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers that share memory, and do not see each other's processes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 2**22 + 1)  # nobody here has it
+        theirs = Staging(0, fallback=tmp_path)
+    ours = Staging(0, fallback=tmp_path)
+    assert theirs.path.exists()
+    theirs.close()
+    ours.close()
+
+
+def test_the_folder_of_a_process_that_was_killed_is_cleared_away(shared_memory: Path, tmp_path: Path) -> None:
+    program = (
+        "import os, signal; from pathlib import Path; from rollover.trainer import staging\n"
+        f"staging._SHARED_MEMORY = Path({str(shared_memory)!r})\n"
+        f"staging.Staging(0, fallback=Path()).meeting(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False)
+    assert len([*shared_memory.glob("*/*")]) == 1
+    own = Staging(0, fallback=tmp_path)
+    assert [*shared_memory.iterdir()] == [own.path]
+    own.close()
+
+
+def test_a_new_folder_that_another_trainer_takes_for_one_left_behind_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = staging.tempfile.mkdtemp
+    taken: list[Path] = []
+
+    def taken_at_first(**given: Path | str) -> str:
+        folder = Path(made(**given))
+        if not taken:
+            taken.append(folder)
+            folder.rmdir()
+        return str(folder)
+
+    monkeypatch.setattr(staging.tempfile, "mkdtemp", taken_at_first)
+    own = Staging(0, fallback=tmp_path)
+    assert own.path.exists() and own.path != taken[0]
+    own.close()
+
+
+def test_values_lie_below_the_run_where_shared_memory_is_too_small(tmp_path: Path) -> None:
+    own = Staging(2**62, fallback=tmp_path / "staging")
+    assert own.path.parent == tmp_path / "staging"
+    own.close()

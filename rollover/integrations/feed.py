@@ -198,7 +198,7 @@ class Feed:
             EngineError: the engine answers nobody.
             DataError: every sample fails.
         """
-        return self._call(self._next_batch(version), None, f"collect the batch of version {version}")
+        return self._call(self._next_batch(version), None, f"collect batch {version}")
 
     def publish(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Have the engine sample from weights ``version`` from now on.
@@ -279,16 +279,16 @@ class Feed:
         driver, bound = self._open.driver, self._rollout.staleness_bound
         if version != (expected := driver.ledger.next_step):
             raise RunError(
-                f"the host asks for the batch of version {version}, but that of version {expected} is next: each batch"
-                f" is trained once and in order; resume from a checkpoint that has seen {expected} batches"
+                f"the trainer asks for batch {version}, but batch {expected} is next: each batch is trained once and in"
+                f" order, so resume from a checkpoint that has seen {expected} batches"
             )
         if self._published is None:
-            raise RunError(f"the batch of version {version} is asked for before any weights were published")
+            raise RunError(f"batch {version} is asked for before any weights were published: publish them first")
         if not version - bound <= self._published <= version:
             raise RunError(
-                f"the engine samples from weights of version {self._published}, which the batch of version {version}"
-                f" must not hold: it takes versions {max(0, version - bound)} to {version}"
-                f" (rollout.max_staleness is {bound}); publish newer weights first"
+                f"the engine samples from weights of version {self._published}, but tokens of batch {version} must come"
+                f" from versions {max(0, version - bound)} to {version} (rollout.max_staleness is {bound}): publish"
+                " newer weights first"
             )
         return await driver.next_batch()
 
@@ -297,8 +297,8 @@ class Feed:
         oldest, newest = driver.ledger.policy_version, driver.ledger.next_step
         if not oldest <= version <= newest:
             raise RunError(
-                f"the host publishes weights of version {version}, where {oldest} to {newest} can follow: the engine"
-                f" samples from version {oldest}, and {newest} batches were handed out"
+                f"the trainer publishes weights of version {version}, but the next version must be between {oldest},"
+                f" which the engine samples from, and {newest}, the number of batches handed out"
             )
 
         async def load_in_time() -> None:
@@ -319,16 +319,16 @@ class Feed:
     async def _trained(self, step: int, untrained: Mapping[WasteCause, int]) -> None:
         driver, ledger = self._open.driver, self._open.driver.ledger
         if step >= ledger.next_step or step not in ledger.batches or step in ledger.untrained:
-            why = "is trained already" if step in ledger.untrained else "was not handed out, or is forgotten"
-            raise RunError(f"the host says that it has trained the batch of step {step}, which {why}")
+            why = "is recorded as trained already" if step in ledger.untrained else "is not on record"
+            raise RunError(f"batch {step} cannot be recorded as trained: it {why}")
         driver.record(BatchTrained(time_s=self._open.clock.now_s(), step=step, untrained=dict(untrained)))
 
     async def _saved(self, step: int) -> None:
         driver = self._open.driver
         if not 0 <= step <= driver.ledger.next_step:
             raise RunError(
-                f"the host has saved a checkpoint that has seen {step} batches, but was given"
-                f" {driver.ledger.next_step} only"
+                f"a checkpoint that has seen {step} batches cannot be recorded: only {driver.ledger.next_step} batches"
+                " were handed out"
             )
         driver.record(CheckpointSaved(time_s=self._open.clock.now_s(), step=step))
 
@@ -359,8 +359,8 @@ class Feed:
             is_new = not self._journal_path.exists()
             if is_new and self._first_step:
                 raise RunError(
-                    f"{self._journal_path} is gone, and a checkpoint that has seen {self._first_step} batches cannot"
-                    " go on without it: put it back, or begin a new run from the checkpoint's model"
+                    f"{self._journal_path} does not exist, and a checkpoint that has seen {self._first_step} batches"
+                    " cannot be resumed without it: put it back, or start a new run from the checkpoint's model"
                 )
             journal = Journal(self._journal_path)
             stack.callback(journal.close)
@@ -425,7 +425,7 @@ class Feed:
         silent_s = now_s - self._last_answer_s
         if silent_s >= self._rollout.stall_timeout_s + _LOOK_S:
             raise EngineTimeout(
-                f"the feed's event loop has stood still for {silent_s:.0f} s (rollout.stall_timeout_s) and cannot"
+                f"the feed's event loop has been blocked for {silent_s:.0f} s (rollout.stall_timeout_s) and cannot"
                 f" {what}: the source of prompts, the scorer or the weight update blocks it"
             )
         self._loop.call_soon_threadsafe(self._answer)

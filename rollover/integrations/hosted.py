@@ -1,7 +1,7 @@
 """The settings of a run inside another trainer: ``[rollout]`` and ``[engine]`` of a run of ours, and no more.
 
-What the other trainer, the host, decides is its own: batch and group size, temperature, length, seed. Whoever says it
-here too must say the same.
+Batch and group size, temperature, length and seed are set in the other trainer, the host. A different value for one of
+them is refused here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> H
                 raise ConfigError(f"{document.name}: {table} must be a table of settings, got {here!r}")
         if last in here and here[last] != value:
             raise ConfigError(
-                f"{document.name}: {key} is {here[last]!r}, but {by} is {value!r}: {by} decides, so leave {key} out"
+                f"{document.name}: {key} is {here[last]!r}, but {by} sets it to {value!r}: leave {key} out"
             )
         here[last] = value
     return build(HostedConfig, toml.Document(name=document.name, data=data, lines=document.lines))
@@ -112,12 +112,13 @@ def check_capabilities(config: HostedConfig, engine: Capabilities) -> None:
     strategy = config.rollout.strategy
     if strategy.needs_in_flight_update and not engine.in_flight_update:
         raise ConfigError(
-            f"rollout.strategy {strategy.kind!r} loads weights under running samples, which this engine"
-            f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
-            " does without"
+            f"rollout.strategy {strategy.kind!r} loads weights while samples are running, and this engine"
+            f" (engine.kind {config.engine.kind!r}) cannot do that: set engine.kv_on_update = 'keep', or choose another"
+            " strategy"
         )
     if engine.max_context_tokens <= config.rollout.max_new_tokens:
         raise ConfigError(
-            f"responses may have {config.rollout.max_new_tokens} tokens, but prompt and response together only"
-            f" {engine.max_context_tokens} in this engine: lower the former, or use an engine with a longer context"
+            f"responses may have {config.rollout.max_new_tokens} tokens, but this engine has room for only"
+            f" {engine.max_context_tokens} tokens of prompt and response together: allow shorter responses, or use an"
+            " engine with a longer context"
         )

@@ -69,7 +69,7 @@ class HostedRun:
         try:
             if self.journal.exists() and not resume:
                 raise RunError(
-                    f"{path} holds the rollouts of an earlier run: {remedy}, or give this one another directory"
+                    f"{path} holds the rollouts of an earlier run: {remedy}, or use another directory for this run"
                 )
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
             known = {"host": host, "rollover": __version__}
@@ -115,13 +115,13 @@ def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mappin
     # A kind (the strategy's, the engine's) comes first: who chooses another changes the settings beside it as well.
     for key, reason in sorted(refusals(before, config).items(), key=lambda found: not found[0].endswith(".kind")):
         raise RunError(
-            f"{path}: {key} is not what this run began with, and {reason}: restore it, or begin a new run in another"
-            " directory"
+            f"{path}: {key} differs from the value that this run began with, and {reason}: restore it, or start a new"
+            " run in another directory"
         )
     for name, value in facts.items():
         if name in meta and meta[name] != value:
             raise RunError(
-                f"{path}: this run began with {name.replace('_', ' ')} {meta[name]}, now it is {value}: restore it, or"
-                " begin a new run in another directory"
+                f"{path}: this run began with {name.replace('_', ' ')} {meta[name]}, but now it is {value}: restore it,"
+                " or start a new run in another directory"
             )
     return meta

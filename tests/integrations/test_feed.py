@@ -178,7 +178,7 @@ def test_a_checkpoint_older_than_the_oldest_that_was_kept_is_refused(hosts: Any)
 
 
 def test_a_checkpoint_without_its_journal_is_refused(hosts: Any) -> None:
-    with pytest.raises(RunError, match=r"journal\.sqlite is gone, and a checkpoint that has seen 7 batches"):
+    with pytest.raises(RunError, match=r"journal\.sqlite does not exist, and a checkpoint that has seen 7 batches"):
         hosts(step=7)
 
 
@@ -186,10 +186,10 @@ def test_a_host_that_skips_a_batch_or_asks_for_one_twice_is_refused(hosts: Any) 
     host = hosts()
     host.train(0)
     host.publish(1)
-    with pytest.raises(RunError, match="asks for the batch of version 2, but that of version 1 is next"):
+    with pytest.raises(RunError, match="asks for batch 2, but batch 1 is next"):
         host.feed.batch(2)
     host.feed.batch(1)
-    with pytest.raises(RunError, match="asks for the batch of version 1, but that of version 2 is next"):
+    with pytest.raises(RunError, match="asks for batch 1, but batch 2 is next"):
         host.feed.batch(1)
     assert host.feed.next_version == 2
 
@@ -204,7 +204,7 @@ def test_weights_may_lag_as_far_as_the_bound_and_no_further(hosts: Any) -> None:
     host.publish(0)
     for version in range(3):
         host.feed.batch(version)
-    with pytest.raises(RunError, match=r"samples from weights of version 0, .* takes versions 1 to 3"):
+    with pytest.raises(RunError, match=r"samples from weights of version 0, .* must come from versions 1 to 3"):
         host.feed.batch(3)
     host.publish(3)
     batch = host.feed.batch(3)
@@ -214,9 +214,9 @@ def test_weights_may_lag_as_far_as_the_bound_and_no_further(hosts: Any) -> None:
 def test_weights_that_go_back_or_run_ahead_are_refused(hosts: Any) -> None:
     host = hosts()
     host.train(0, 1, 2)
-    with pytest.raises(RunError, match="publishes weights of version 4, where 2 to 3 can follow"):
+    with pytest.raises(RunError, match=r"publishes weights of version 4, but .* between 2, .* and 3"):
         host.publish(4)
-    with pytest.raises(RunError, match="publishes weights of version 1, where 2 to 3 can follow"):
+    with pytest.raises(RunError, match=r"publishes weights of version 1, but .* between 2, .* and 3"):
         host.publish(1)
     assert host.engine.version == 2
 
@@ -229,11 +229,11 @@ def test_what_was_not_trained_is_entered_once(hosts: Any) -> None:
     account = host.feed.account()
     assert account["rollout/wasted_tokens/zero_advantage"] == 5
     assert account["rollout/trained_tokens"] == batch.num_tokens - 5
-    with pytest.raises(RunError, match="batch of step 0, which is trained already"):
+    with pytest.raises(RunError, match="batch 0 cannot be recorded as trained: it is recorded as trained already"):
         host.feed.trained(0)
-    with pytest.raises(RunError, match="batch of step 1, which was not handed out"):
+    with pytest.raises(RunError, match="batch 1 cannot be recorded as trained: it is not on record"):
         host.feed.trained(1)
-    with pytest.raises(RunError, match="has seen 2 batches, but was given 1 only"):
+    with pytest.raises(RunError, match="has seen 2 batches cannot be recorded: only 1 batches"):
         host.feed.saved(2)
     host.feed.saved(1)
     kinds = [type(e) for _, e in read_events(host.journal) if isinstance(e, BatchTrained | CheckpointSaved)]
@@ -325,7 +325,7 @@ def test_an_event_loop_that_is_blocked_is_noticed(hosts: Any, monkeypatch: pytes
         let_go.wait(60)
 
     try:
-        with pytest.raises(EngineTimeout, match=r"event loop has stood still .* cannot publish version 0"):
+        with pytest.raises(EngineTimeout, match=r"event loop has been blocked .* cannot publish version 0"):
             host.feed.publish(0, blocks)
     finally:
         let_go.set()
@@ -355,7 +355,7 @@ def test_a_closed_feed_says_so_and_closes_once(hosts: Any) -> None:
     host.feed.close()
     host.feed.close()
     assert host.closed.is_set()
-    with pytest.raises(RunError, match="the feed is closed: it cannot collect the batch of version 1"):
+    with pytest.raises(RunError, match="the feed is closed: it cannot collect batch 1"):
         host.feed.batch(1)
     assert not host.ledger().running
 

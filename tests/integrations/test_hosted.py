@@ -50,8 +50,7 @@ def test_saying_otherwise_than_the_host_is_refused_and_saying_the_same_is_not() 
     with pytest.raises(ConfigError) as refused:
         config({"rollout": {"temperature": 0.7}})
     assert str(refused.value) == (
-        "rollover=: rollout.temperature is 0.7, but Args.temperature is 0.9: Args.temperature decides, so leave"
-        " rollout.temperature out"
+        "rollover=: rollout.temperature is 0.7, but Args.temperature sets it to 0.9: leave rollout.temperature out"
     )
     assert config({"rollout": {"temperature": 0.9}}) == config()
 
@@ -81,9 +80,9 @@ def test_what_cannot_work_is_refused(asked: object, message: str) -> None:
 
 def test_an_engine_that_lacks_what_the_strategy_needs_is_refused() -> None:
     needy = config({"rollout": {"strategy": "inflight"}})
-    with pytest.raises(ConfigError, match="'inflight' loads weights under running samples"):
+    with pytest.raises(ConfigError, match="'inflight' loads weights while samples are running"):
         check_capabilities(needy, Capabilities(max_running=4, max_context_tokens=4096))
-    with pytest.raises(ConfigError, match="responses may have 1024 tokens, but prompt and response together only 512"):
+    with pytest.raises(ConfigError, match="responses may have 1024 tokens, but this engine has room for only 512"):
         check_capabilities(config(), Capabilities(max_running=4, max_context_tokens=512))
 
 
@@ -108,7 +107,7 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     with begin(tmp_path) as run:
         Journal(run.journal).close()
         name = run.identity
-    with pytest.raises(RunError, match="holds the rollouts of an earlier run: resume it, or give this one another"):
+    with pytest.raises(RunError, match="holds the rollouts of an earlier run: resume it, or use another"):
         begin(tmp_path)
     with begin(tmp_path, resume=True) as run:
         assert run.identity == name
@@ -125,18 +124,18 @@ def test_a_resumed_run_keeps_what_it_has_learned_from_and_may_change_the_rest(tm
     with begin(tmp_path) as run:
         Journal(run.journal).close()
     begin(tmp_path, {"engine": {"max_running": 12}, "rollout": {"stall_timeout_s": 30.0}}, resume=True).close()
-    with pytest.raises(RunError, match=r"rollout\.strategy\.kind is not what this run began with"):
+    with pytest.raises(RunError, match=r"rollout\.strategy\.kind differs from the value that this run began with"):
         begin(tmp_path, "sync", resume=True)
-    with pytest.raises(RunError, match="this run began with dataset 8 rows, now it is 9 rows"):
+    with pytest.raises(RunError, match="this run began with dataset 8 rows, but now it is 9 rows"):
         begin(tmp_path, resume=True, dataset="9 rows")
 
 
 def test_another_strategy_is_named_before_the_settings_that_came_with_it(tmp_path: Path) -> None:
     with begin(tmp_path, {"rollout": {"strategy": "april", "max_staleness": 2}}) as run:
         Journal(run.journal).close()
-    with pytest.raises(RunError, match=r"rollout\.strategy\.kind is not what this run began with"):
+    with pytest.raises(RunError, match=r"rollout\.strategy\.kind differs from the value that this run began with"):
         begin(tmp_path, "sync", resume=True)
-    with pytest.raises(RunError, match=r"rollout\.max_staleness is not what this run began with"):
+    with pytest.raises(RunError, match=r"rollout\.max_staleness differs from the value that this run began with"):
         begin(tmp_path, {"rollout": {"strategy": "april", "max_staleness": 3}}, resume=True)
 
 

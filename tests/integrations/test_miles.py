@@ -1,7 +1,8 @@
-"""miles: slime's rollouts behind a class. Its records as of 0.1.0 (2026-01), in our own words."""
+"""miles: slime's rollouts behind a class. Its records as of 0.1.0 (2026-08-21), in our own words."""
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 from argparse import ArgumentParser, Namespace
@@ -20,8 +21,8 @@ import pytest
 from rollover.errors import ConfigError
 from rollover.integrations.miles import RolloutFn
 from rollover.integrations.slime import plugin
-from rollover.integrations.slime.host import MILES
-from rollover.integrations.slime.settings import slime_settings
+from rollover.integrations.slime.host import MILES, SLIME
+from rollover.integrations.slime.settings import slime_settings, zero_signal_filter
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
 from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, shows_its_run, slime_over_servers
@@ -176,7 +177,7 @@ def test_its_own_staleness_flag_is_the_bound(tmp_path: Path) -> None:
             oldest = min(s.oldest_weight_version for s in process.generate(rollout_id))
             assert oldest >= rollout_id
         changes["rollover"] = {"rollout": {"max_staleness": 3}}
-        with pytest.raises(ConfigError, match="--max-weight-staleness is 1"):
+        with pytest.raises(ConfigError, match="--max-weight-staleness sets it to 1"):
             Process(arguments(tmp_path, servers.port, **changes)).generate(0)
 
 
@@ -249,7 +250,7 @@ def test_the_run_is_one_to_report_on_and_to_simulate_and_ends_with_its_data_sour
 
 def test_a_context_that_would_cut_responses_is_refused(tmp_path: Path) -> None:
     changes = {"rollout_max_context_len": 4000, "rollout_max_response_len": 3000}
-    with pytest.raises(ConfigError, match="--rollout-max-context-len 4000 cuts no response"):
+    with pytest.raises(ConfigError, match="--rollout-max-context-len 4000 would have no effect"):
         slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=3999, **changes), MILES)
     slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=1000, **changes), MILES)
     slime_settings(arguments(tmp_path, 1, rollout_max_prompt_len=3999, **changes))  # slime's own cuts nothing either
@@ -275,6 +276,42 @@ def test_another_version_is_refused_under_either_name(tmp_path: Path, monkeypatc
     del found["miles-rl"]
     found["miles"] = "0.1.0"
     slime_settings(arguments(tmp_path, 1), MILES)
+
+
+@pytest.mark.parametrize("path", MILES.filters)
+def test_its_own_filter_of_groups_without_signal_is_known(tmp_path: Path, path: str) -> None:
+    args = arguments(tmp_path, 1, dynamic_sampling_filter_path=path)
+    slime_settings(args, MILES)
+    assert zero_signal_filter(args, MILES)
+    with pytest.raises(ConfigError, match=r"except for slime\.rollout.*\(it is 'miles\."):
+        slime_settings(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dynamic_sampling_filter_path": SLIME.filters[0]}, "except for miles.rollout.filter_hub"),
+        ({"rollover": "inflight", "over_sampling_batch_size": 3}, "miles changes weights only while its servers"),
+        ({"rollover": {"engine": {"kv_on_update": "keep"}}}, "has no effect on the servers of miles"),
+        ({"rollover": {"engine": {"urls": ["http://a"]}}}, "has no effect on the servers of miles"),
+        ({"rollover": {"rollout": {"unit": "sample"}}}, "miles sets it to 'group'"),
+    ],
+)
+def test_messages_speak_of_miles(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        slime_settings(arguments(tmp_path, 1, **changes), MILES)
+    assert message in str(refusal.value)
+
+
+def test_no_message_names_slime_where_the_trainer_may_be_miles() -> None:
+    package = Path(plugin.__file__).parent
+    expected = {"slime", "slime.json", "slime/", *SLIME.filters}
+    for file in package.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                assert "slime" not in node.value or node.value in expected, (file, node.value)
 
 
 def test_the_class_where_miles_wants_a_function_is_refused() -> None:

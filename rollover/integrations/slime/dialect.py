@@ -195,10 +195,10 @@ class LentLabel:
         return (await self.info()).weight_version
 
     async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        raise EngineError(f"{self._client} belongs to slime, which alone gives it weights")
+        raise EngineError(f"{self._client} is lent: its trainer alone gives it weights")
 
     async def set_label(self, label: str) -> None:
-        raise EngineError(f"{self._client} belongs to slime, which alone labels its weights")
+        raise EngineError(f"{self._client} is lent: its trainer alone labels its weights")
 
 
 async def _of_either(client: HTTPClient, path: str, older: str) -> bytes:

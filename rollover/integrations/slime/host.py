@@ -46,7 +46,7 @@ class HostCode(NamedTuple):
 class Host:
     """A trainer of slime's kind.
 
-    Example: ``Host(name="slime", distributions=("slime",), versions=("0.3",))``
+    Example: ``SLIME.versions`` is ``("0.3",)``.
     """
 
     name: str
@@ -55,10 +55,12 @@ class Host:
     """Under which pip may know it."""
     versions: tuple[str, ...]
     """Those that this was written against, without their last number."""
+    filters: tuple[str, ...]
+    """Its dynamic sampling filters that drop groups whose rewards are all equal, and nothing else."""
 
     def refuse_other_versions(self) -> None:
-        """Raise ``ConfigError`` for a version that nobody has looked at. A checkout on the path has none that could be
-        asked for; its own names are then all there is."""
+        """Raise ``ConfigError`` for an installed version that this was not written for. A checkout on the path does not
+        say its version, and is accepted."""
         known = " and ".join(self.versions)
         for distribution in self.distributions:
             with suppress(metadata.PackageNotFoundError):
@@ -102,7 +104,20 @@ class Host:
         )
 
 
-SLIME = Host(name="slime", distributions=("slime",), versions=("0.3",))
+SLIME = Host(
+    name="slime",
+    distributions=("slime",),
+    versions=("0.3",),
+    filters=("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",),
+)
 """Read at 0.3.1, of 2026-08-21."""
-MILES = Host(name="miles", distributions=("miles", "miles-rl"), versions=("0.1",))
-"""Read at 0.1.0, of 2026-08-21."""
+MILES = Host(
+    name="miles",
+    distributions=("miles", "miles-rl"),
+    versions=("0.1",),
+    filters=(
+        "miles.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        "miles.rollout.filter_hub.common_filters.apply_reward_nonzero_std_filter",
+    ),
+)
+"""Read at 0.1.0, of 2026-08-21; later trees have the second filter."""

@@ -1,4 +1,4 @@
-"""Labels of weights that slime gives its servers, read as policy versions. Pure.
+"""Labels of the weights that slime gives its servers, read as policy versions. Pure.
 
 slime counts its weight updates in each process from 1 and writes the count on every server as its ``weight_version``.
 Our version is the number of batches that the weights have seen, which goes on over restarts. Both grow by one with each
@@ -37,7 +37,7 @@ def agreed(labels: Mapping[str, str]) -> str:
         said = "; ".join(f"{label!r} by {_few(urls)}" for label, urls in sorted(by_label.items()))
         raise EngineError(
             f"the servers do not serve the same weights, by their weight_version: {said}. Some of them have missed the"
-            " last weight update: see slime's log of it, and start those again"
+            " last weight update: look for it in the trainer's log, and restart those servers"
         )
     (label,) = by_label
     count(label)
@@ -48,12 +48,12 @@ def count(label: str) -> int:
     """Return the number of weight updates that a label stands for.
 
     Raises:
-        EngineError: it is no number: slime has given the server no weights yet.
+        EngineError: it is not a number: the trainer has given the server no weights yet.
     """
     if not (label.isascii() and label.isdecimal()):
         raise EngineError(
-            f"the servers call their weights {label!r}, where slime writes a number at each weight update: they have"
-            " had none, or not by slime"
+            f"the servers call their weights {label!r}, where the trainer writes a number at each weight update: they"
+            " have had no update yet, or one from something else"
         )
     return int(label)
 
@@ -89,14 +89,15 @@ class LabelLine:
         version = count(label) + self.shift
         if version > step:
             raise EngineError(
-                f"the servers say {label!r} at the rollout of batch {step}, where {self.label(step)!r} was due: more"
-                " weight updates than batches. Somebody else updates them, or they were restarted in the middle"
+                f"the servers say {label!r} at the rollout of batch {step}, where {self.label(step)!r} was due: there"
+                " were more weight updates than batches. Something else updates them, or the trainer was restarted"
+                " without them"
             )
         if version < step - self.max_lag:
             raise EngineError(
                 f"the servers still say {label!r} at the rollout of batch {step}, where"
                 f" {self.label(step - self.max_lag)!r} was due: their weights were not updated after the last training"
-                " step. With train_async.py say `weights_lag: 1` under `rollover` in the --custom-config-path file"
+                " step. With train_async.py, set `weights_lag: 1` under `rollover` in the --custom-config-path file"
             )
         return version
 

@@ -89,9 +89,11 @@ class SlimeScorer:
                 raise
             raise RewardError(f"its reward took longer than {self._timeout_s:g} s (reward_timeout_s)") from None
         except NotImplementedError as error:
-            raise DataError(f"slime cannot score responses: {error}; see its --rm-type and --custom-rm-path") from error
+            raise DataError(f"responses cannot be scored: {error}; see --rm-type and --custom-rm-path") from error
         if not hasattr(scored, "reward"):
-            raise DataError(f"a sample hook of slime returned {type(scored).__name__} where one sample is wanted")
+            raise DataError(
+                f"a hook of --rollout-sample-hook-path returned {type(scored).__name__} instead of a sample"
+            )
         return scored
 
 
@@ -110,4 +112,4 @@ def _value(sample: Sample, args: Namespace) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise RewardError(f"its reward is {value!r}, which is no number; see slime's --reward-key") from None
+        raise RewardError(f"its reward is {value!r}, which is not a number; see --reward-key") from None

@@ -67,6 +67,7 @@ class SlimeRun:
         self, args: Namespace, settings: SlimeSettings, groups: GivesGroups, start: Beginning, host: Host
     ) -> None:
         self._args = args
+        self._host = host
         self._settings = settings
         self._code = code = host.code(args)
         self._progress = start.progress
@@ -75,7 +76,7 @@ class SlimeRun:
         self._stops = _stops(args, code.tokenizer)
         if settings.hosted.rollout.stop_strings and not Path(args.hf_checkpoint).is_dir():
             raise ConfigError(
-                "--rollout-stop needs the tokenizer's files, and --hf-checkpoint is no folder of this machine:"
+                "--rollout-stop needs the tokenizer's files, and --hf-checkpoint is not a folder on this machine:"
                 f" {args.hf_checkpoint!r}"
             )
         self._source = SlimeSource(
@@ -98,7 +99,7 @@ class SlimeRun:
                     host=f"{host.name} {host.versions[-1]}",
                     resume=True,
                     facts=_facts(args),
-                    remedy="go on with --load",
+                    remedy="resume it with --load",
                 )
             )
             self._progress.write(folder)
@@ -137,7 +138,7 @@ class SlimeRun:
         step = self._progress.step(rollout_id)
         if step != (due := self._feed.next_version):
             raise RunError(
-                f"slime asks for rollout {rollout_id}, but rollout {self._progress.first_rollout + due} is next: each"
+                f"rollout {rollout_id} is asked for, but rollout {self._progress.first_rollout + due} is next: each"
                 " batch is handed out once and in order"
             )
         self._steps.begin(step)
@@ -158,7 +159,7 @@ class SlimeRun:
     def _begin(self, step: int) -> int:
         """Have the servers lent for a rollout. Returns the version of their weights."""
         config = self._settings.servers
-        label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach slime's servers")
+        label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach the servers")
         self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
         version = self._line.version(label, step=step)
         self._steps.trained_before(version)
@@ -176,7 +177,7 @@ class SlimeRun:
     def _end(self) -> None:
         config = self._settings.servers
         timeout_s = 4 * (config.abort_timeout_s + config.control_timeout_s)
-        self._on_loop(self._servers.end(), timeout_s, "give slime's servers back")
+        self._on_loop(self._servers.end(), timeout_s, "give the servers back")
 
     def save(self, rollout_id: int, save_groups: Callable[[], None]) -> None:
         """Record that slime has trained a rollout and saved a checkpoint, with what ``save_groups`` saves of its data
@@ -201,7 +202,7 @@ class SlimeRun:
         self._servers = LentServers(config, model, self._clock, num_workers=num_workers)
         check_capabilities(self._settings.hosted, self._servers.capabilities)
         try:
-            keep = _has_signal if zero_signal_filter(args) else _any_group
+            keep = _has_signal if zero_signal_filter(args, self._host) else _any_group
             yield FeedParts(
                 engine=self._servers,
                 source=self._source,

@@ -44,18 +44,18 @@ def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequ
     Raises:
         DataError: the samples hold images, a response already, or what JSON cannot hold; names the group.
     """
-    name = f"group {group[0].group_index} of slime's data source"
+    name = f"group {group[0].group_index} of the data source"
     for sample in group:
         if any(getattr(sample, field, None) for field in _OF_IMAGES):
-            raise DataError(f"{name} has images or other media: prompts are text alone here")
+            raise DataError(f"{name} has images or other media, and Rollover's rollout function takes text only")
         if sample.response_length or sample.status.value != "pending":
             raise DataError(
-                f"{name} has a response already: what slime's own rollout function has left in a buffer cannot be taken"
-                " over; begin with an empty one"
+                f"{name} has a response already: groups that another rollout function has left in the buffer cannot be"
+                " resumed; start with an empty buffer"
             )
     first = group[0]
     if not isinstance(first.prompt, str):
-        raise DataError(f"{name} is a list of messages: give slime --apply-chat-template")
+        raise DataError(f"{name} is a list of messages: set --apply-chat-template")
     templates = [_template(sample, name) for sample in group]
     same = all(template == templates[0] for template in templates)
     return Prompt(
@@ -84,7 +84,7 @@ def _template(sample: Sample, name: str) -> dict[str, Any]:
     except (TypeError, ValueError):
         pass
     raise DataError(
-        f"{name}: what its samples hold is more than JSON can, and the journal could not keep it: {template}"
+        f"{name}: its samples have fields that cannot be written as JSON, so the journal cannot keep them: {template}"
     )
 
 

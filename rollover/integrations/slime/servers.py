@@ -15,7 +15,7 @@ call                  waits for                            is unblocked by
 ====================  ===================================  =================================================
 
 What it keeps true: between ``end`` and ``begin`` no call of ours is open and nobody of ours asks a server anything,
-for slime may have taken its memory away; a token's version is that of the label which all workers had at the begin and
+for slime may have taken its memory away; a token's version is that of the label which all workers had at the start and
 which the answer repeats.
 """
 
@@ -180,12 +180,12 @@ class LentServer:
                 await asyncio.sleep(look_s)
                 look_s = min(2 * look_s, _MAX_LOOK_S)
         except EngineError as error:
-            logger.warning("%s does not answer at the end of the rollout and is left to slime: %s", self, error)
+            logger.warning("%s does not answer at the end of the rollout and is left to its trainer: %s", self, error)
             return
         if num_calls:
             raise EngineTimeout(
-                f"{self} still runs {num_calls} calls {2 * self._abort_timeout_s:g} s after all were aborted: its"
-                " weights must not change under them"
+                f"{self} still runs {num_calls} calls {2 * self._abort_timeout_s:g} s after all were aborted, and its"
+                " weights must not change during a call"
             )
 
     # -- Engine ----------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class LentServer:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` when the server fails or changes its weights."""
         if self._closed:
-            raise EngineError(f"{self} was given back to slime; generate came too late")
+            raise EngineError(f"{self} was given back to its trainer: the call came too late")
         call = self._calls.start(request)
         try:
             while True:
@@ -231,8 +231,8 @@ class LentServer:
         """Do nothing: slime's weights come only between rollouts."""
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Take it that the weights in force are ``version``. Raises ``EngineError`` when they are no longer those of
-        the rollout's begin."""
+        """Take it that the weights in force are ``version``. Raises ``EngineError`` when they are no longer those that
+        the rollout started with."""
         await self._weights.check(lambda: True)
         self._weights.version = version
 
@@ -271,7 +271,7 @@ class LentServers:
         self._totals = EngineStats(num_running=0, num_waiting=0, policy_version=0)
 
     def __repr__(self) -> str:
-        return f"the servers of slime behind {self._config.urls[0]}"
+        return f"the servers behind {self._config.urls[0]}"
 
     async def begin(self) -> str:
         """Find the workers and return the label of the weights that all of them serve.
@@ -316,7 +316,7 @@ class LentServers:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``EnginePool.generate``. Raises ``EngineError`` between rollouts."""
         if self._pool is None:
-            raise EngineError(f"{self} are lent for rollouts only; {request.request_id} came between two of them")
+            raise EngineError(f"{self} are lent for rollouts only, and {request.request_id} came between two of them")
         async for chunk in self._pool.generate(request):
             yield chunk
 
@@ -364,7 +364,7 @@ async def _labels(clients: Collection[HTTPClient], router: str) -> dict[HTTPClie
             labels[client] = label
         elif isinstance(label, EngineError):
             silent.append(str(label))
-            logger.warning("this rollout goes on without %s: %s", client, label)
+            logger.warning("this rollout continues without %s: %s", client, label)
         else:
             raise label
     if not labels:

@@ -74,7 +74,7 @@ class SlimeSettings:
     @property
     def servers(self) -> SGLangConfig:
         """Return how slime's servers are reached."""
-        assert isinstance(self.hosted.engine, SGLangConfig), "slime's servers are given"
+        assert isinstance(self.hosted.engine, SGLangConfig), "the servers are given"
         return self.hosted.engine
 
 
@@ -85,7 +85,7 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
         ConfigError: an argument that would have no effect, or settings that cannot work.
     """
     host.refuse_other_versions()
-    _refuse_what_has_no_effect(args)
+    _refuse_what_has_no_effect(args, host)
     if host is MILES:
         _refuse_a_context_that_cuts(args)
     asked = _asked(args)
@@ -96,18 +96,18 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
     rollout.setdefault("stall_timeout_s", _STALL_TIMEOUT_S)
     engine = _table(asked, "engine")
     if useless := sorted(engine.keys() - _ENGINE_KEYS):
-        raise ConfigError(f"{SOURCE}: engine.{useless[0]} has no effect on the servers of slime: leave it out")
+        raise ConfigError(f"{SOURCE}: engine.{useless[0]} has no effect on the servers of {host.name}: leave it out")
     engine.setdefault("max_running", _argument(args, "sglang_server_concurrency"))
     engine.setdefault("first_token_timeout_s", _RESPONSE_TIMEOUT_S)
-    hosted = hosted_config(asked, _given(args), source=SOURCE)
+    hosted = hosted_config(asked, _given(args, host), source=SOURCE)
     strategy = hosted.rollout.strategy
     if strategy.overlaps_training:
         raise ConfigError(
-            f"{SOURCE}: strategy {strategy.kind!r} decodes while the trainer trains, and slime changes the weights of"
-            " its servers only while none does: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
+            f"{SOURCE}: strategy {strategy.kind!r} decodes while the trainer trains, and {host.name} changes weights"
+            " only while its servers are idle: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
         )
     if not isinstance(hosted.engine, SGLangConfig) or not isinstance(hosted.engine.max_running, int):
-        raise ConfigError(f"{SOURCE}: engine.max_running must be one number, for each server of slime")
+        raise ConfigError(f"{SOURCE}: engine.max_running must be one number, the same for every server")
     bound, least = hosted.rollout.staleness_bound, strategy.staleness_needed(hosted.rollout) + options.weights_lag
     if options.weights_lag and bound < least:
         raise ConfigError(
@@ -123,22 +123,22 @@ def learns_from_stale_tokens_unknowingly(args: Namespace) -> bool:
     return not any(getattr(args, name, False) for name in corrections)
 
 
-def zero_signal_filter(args: Namespace) -> bool:
-    """Return whether groups whose rewards are all equal are left out, as slime's own filter does."""
-    return getattr(args, "dynamic_sampling_filter_path", None) in _ZERO_SIGNAL
+def zero_signal_filter(args: Namespace, host: Host = SLIME) -> bool:
+    """Return whether groups whose rewards are all equal are left out, as the host's own filter does."""
+    return getattr(args, "dynamic_sampling_filter_path", None) in host.filters
 
 
 # -- what slime has decided --------------------------------------------------------------------------------------------
 
 
-def _given(args: Namespace) -> dict[str, Given]:
+def _given(args: Namespace, host: Host) -> dict[str, Given]:
     stops = getattr(args, "rollout_stop", None) or ()
     top_k = getattr(args, "rollout_top_k", -1)
     bound = getattr(args, "max_weight_staleness", None)  # miles has it
     return {
         **({} if bound is None else {"rollout.max_staleness": Given(bound, "--max-weight-staleness")}),
         "seed": Given(_argument(args, "rollout_seed"), "--rollout-seed"),
-        "rollout.unit": Given("group", "slime"),
+        "rollout.unit": Given("group", host.name),
         "rollout.rollout_batch_size": Given(_argument(args, "rollout_batch_size"), "--rollout-batch-size"),
         "rollout.group_size": Given(_argument(args, "n_samples_per_prompt"), "--n-samples-per-prompt"),
         "rollout.max_new_tokens": Given(_argument(args, "rollout_max_response_len"), "--rollout-max-response-len"),
@@ -146,8 +146,8 @@ def _given(args: Namespace) -> dict[str, Given]:
         "rollout.top_p": Given(getattr(args, "rollout_top_p", 1.0), "--rollout-top-p"),
         "rollout.top_k": Given(max(top_k, 0), "--rollout-top-k"),
         "rollout.stop_strings": Given([stops] if isinstance(stops, str) else [*stops], "--rollout-stop"),
-        "engine.kind": Given("sglang", "slime"),
-        "engine.urls": Given([_router(args)], "slime's router"),
+        "engine.kind": Given("sglang", host.name),
+        "engine.urls": Given([_router(args)], f"{host.name}'s router"),
     }
 
 
@@ -157,10 +157,8 @@ def _router(args: Namespace) -> str:
 
 def _argument(args: Namespace, name: str) -> Any:
     if (value := getattr(args, name, None)) is None:
-        raise ConfigError(
-            f"the argument {name} is not set, and a rollout needs it; this was written for slime"
-            f" {' and '.join(SLIME.versions)} and miles {' and '.join(MILES.versions)}"
-        )
+        known = " and ".join(f"{host.name} {version}" for host in (SLIME, MILES) for version in host.versions)
+        raise ConfigError(f"the argument {name} is not set, and a rollout needs it; this was written for {known}")
     return value
 
 
@@ -209,12 +207,10 @@ def _add_strategy(asked: dict[str, Any], args: Namespace) -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
-_HUB = "slime.rollout.filter_hub.dynamic_sampling_filters."
-_ZERO_SIGNAL = (f"{_HUB}check_reward_nonzero_std",)
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("custom_generate_function_path", bool, "samples are decoded here, one response to one prompt"),
     ("group_rm", bool, "responses are scored one by one, as each ends; give a reward for one sample"),
-    ("buffer_filter_path", bool, "unfinished groups are in Rollover's journal, not in slime's buffer"),
+    ("buffer_filter_path", bool, "unfinished groups are in Rollover's journal, not in the data source's buffer"),
     ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out"),
     ("use_rollout_routing_replay", bool, "routed experts are not recorded"),
     ("use_rollout_indexer_replay", bool, "indexer choices are not recorded"),
@@ -222,14 +218,9 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("use_opd", bool, "log-probs of a teacher are not asked for"),
     ("debug_rollout_only", bool, "its servers are given no weights, and so no label that tells their version"),
     ("multi_lora", bool, "requests name no adapter"),
-    (
-        "dynamic_sampling_filter_path",
-        lambda path: bool(path) and path not in _ZERO_SIGNAL,
-        f"of filters {_ZERO_SIGNAL[0]} is known here",
-    ),
     ("rollout_top_p", lambda p: p is not None and p != 1, "SGLang's log-probs are those before top-p: use 1"),
     ("rollout_top_k", lambda k: k is not None and k > 0, "SGLang's log-probs are those before top-k: use -1"),
-    ("multimodal_keys", bool, "prompts are text alone"),
+    ("multimodal_keys", bool, "prompts can only be text"),
     ("update_weights_interval", lambda n: n is not None and n != 1, "a version is one training step: use 1"),
 )
 """Arguments of slime that this rollout function would ignore, with the values that it would and why."""
@@ -242,25 +233,33 @@ def _refuse_a_context_that_cuts(args: Namespace) -> None:
     prompt, response = getattr(args, "rollout_max_prompt_len", None), _argument(args, "rollout_max_response_len")
     if prompt is None or prompt + response > context:
         raise ConfigError(
-            f"--rollout-max-context-len {context} cuts no response with Rollover's rollout function: choose"
-            f" --rollout-max-prompt-len ({prompt}) and --rollout-max-response-len ({response}) with a sum of at most"
-            " that"
+            f"--rollout-max-context-len {context} would have no effect: Rollover's rollout function does not shorten"
+            f" responses to fit the context, so choose --rollout-max-prompt-len ({prompt}) and"
+            f" --rollout-max-response-len ({response}) so that their sum is at most {context}"
         )
 
 
-def _refuse_what_has_no_effect(args: Namespace) -> None:
+def _refuse_what_has_no_effect(args: Namespace, host: Host) -> None:
+    chosen = getattr(args, "dynamic_sampling_filter_path", None)
+    if chosen and chosen not in host.filters:
+        raise ConfigError(
+            "--dynamic-sampling-filter-path cannot be used with Rollover's rollout function, except for"
+            f" {' and '.join(host.filters)} (it is {chosen!r})"
+        )
     for name, is_set, why in _REFUSED:
         if is_set(getattr(args, name, None)):
             raise ConfigError(
-                f"--{name.replace('_', '-')} cannot be used with Rollover's rollout function: {why}"
-                f" (it is {getattr(args, name)!r})"
+                f"--{name.replace('_', '-')} {getattr(args, name)!r} cannot be used with Rollover's rollout function:"
+                f" {why}"
             )
     if not getattr(args, "lora_train_only", False):
         for name in ("lora_rank", "lora_adapter_path"):
             if value := getattr(args, name, None):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {value} cannot be used with Rollover's rollout function: its requests"
-                    " name no adapter, so the base model would answer"
+                    f"--{name.replace('_', '-')} {value} cannot be used with Rollover's rollout function, whose"
+                    " requests name no adapter: the base model would answer them"
                 )
     if not getattr(args, "rollout_global_dataset", True):
-        raise ConfigError("--disable-rollout-global-dataset leaves Rollover's rollout function without prompts")
+        raise ConfigError(
+            "--disable-rollout-global-dataset cannot be used with Rollover's rollout function: it would have no prompts"
+        )

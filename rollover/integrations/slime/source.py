@@ -67,8 +67,8 @@ class SlimeSource:
             return self._last
         if index < self._position:
             raise RunError(
-                f"the rollout needs group {index} of slime's data source, which has given {self._position} already:"
-                " somebody else has drawn from it, or it was not restored from the same checkpoint"
+                f"the rollout needs group {index} of the data source, which has given {self._position} already:"
+                " something else has drawn from it, or it was not restored from the same checkpoint"
             )
         while True:
             group = self._draw()
@@ -80,11 +80,11 @@ class SlimeSource:
     def _draw(self) -> list[Any]:
         groups = self._groups.get_samples(1)
         if len(groups) != 1:
-            raise DataError(f"slime's data source gave {len(groups)} groups where one was asked for: is it empty?")
+            raise DataError(f"the data source gave {len(groups)} groups where one was asked for: is it empty?")
         (group,) = groups
         if len(group) != self._group_size:
             raise DataError(
-                f"slime's data source gave a group of {len(group)} samples, and --n-samples-per-prompt is"
+                f"the data source gave a group of {len(group)} samples, and --n-samples-per-prompt is"
                 f" {self._group_size}"
             )
         return group

@@ -56,11 +56,11 @@ def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
             args.generation_batch_size // group_size, "GRPOConfig.generation_batch_size / num_generations"
         ),
         "rollout.group_size": Given(group_size, "GRPOConfig.num_generations"),
-        "rollout.unit": Given("group", "TRL, which compares siblings,"),
+        "rollout.unit": Given("group", "TRL"),
         "rollout.max_new_tokens": Given(args.max_completion_length, "GRPOConfig.max_completion_length"),
         "rollout.temperature": Given(float(args.temperature), "GRPOConfig.temperature"),
-        "rollout.top_p": Given(1.0, "TRL, whose log-probs are those of the whole vocabulary,"),
-        "rollout.top_k": Given(0, "TRL, whose log-probs are those of the whole vocabulary,"),
+        "rollout.top_p": Given(1.0, "TRL"),
+        "rollout.top_k": Given(0, "TRL"),
     }
 
 
@@ -86,8 +86,8 @@ def check_correction(args: Any, *, is_on_policy: bool) -> None:
     """Raise ``ConfigError`` when tokens of older weights would pass for tokens of the current ones."""
     if not args.vllm_importance_sampling_correction and not is_on_policy:
         raise ConfigError(
-            "GRPOConfig.vllm_importance_sampling_correction is False: tokens that older weights sampled would be"
-            " trained as if the current weights had sampled them; set it to True, or use rollover='sync'"
+            "GRPOConfig.vllm_importance_sampling_correction is False, so tokens sampled from older weights would be"
+            " trained as if the current weights had sampled them: set it to True, or use rollover='sync'"
         )
 
 
@@ -96,7 +96,7 @@ def check_steps(args: Any, *, max_steps: int, save_steps: float) -> None:
     ``num_train_epochs=1.5`` may be 9 steps, and ``save_steps=0.3`` of 10 are 3.
 
     Raises:
-        ConfigError: one of them ends amid a batch.
+        ConfigError: one of them ends in the middle of a batch.
     """
     _refuse(_out_of_step(args, max_steps, save_steps))
 
@@ -110,16 +110,16 @@ def _in_the_way_before(arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, what in (
         ("tools", "calls tools over several turns"),
         ("environment_factory", "rolls out several turns in an environment"),
-        ("rollout_func", "rolls out by itself"),
-        ("quantization_config", "trains a model whose weights are quantised, which engines cannot be given"),
+        ("rollout_func", "replaces the rollouts"),
+        ("quantization_config", "trains a model with quantised weights, which cannot be loaded into engines"),
     ):
         if arguments.get(name):
-            yield f"{name} is set, and {what}: rollouts that are stopped and resumed cannot do that; leave it out"
+            yield f"{name} is set, which {what}: this is not possible with Rollover's rollouts; leave it out"
     args = arguments.get("args")
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(args, name, False):
             yield (
-                f"GRPOConfig.{name} is True, but Rollover brings the engine: leave it out, and for vLLM servers say"
+                f"GRPOConfig.{name} is True, but Rollover opens the engine: leave it out, and for vLLM servers pass"
                 " rollover={'engine': {'kind': 'vllm', 'urls': [...]}}"
             )
     dataset = arguments.get("train_dataset")
@@ -127,24 +127,24 @@ def _in_the_way_before(arguments: Mapping[str, Any]) -> Iterator[str]:
         seen = "nothing" if dataset is None else type(dataset).__name__
         yield (
             f"train_dataset must be a dataset with a length and numbered rows, got {seen}: a run could not be resumed"
-            " from a stream; make it one by datasets.Dataset.from_list(list(stream.take(n)))"
+            " from a stream; turn it into a dataset with datasets.Dataset.from_list(list(stream.take(n)))"
         )
     elif {"image", "images"} & {*(getattr(dataset, "column_names", None) or ())}:
-        yield "train_dataset has images, and no engine of Rollover sees any: leave the column out"
+        yield "train_dataset has images, which no engine of Rollover supports: leave the column out"
 
 
 def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str]:
     if num_processes > 1:
         yield (
-            f"the trainer has {num_processes} processes, and batches are handed to one: start it with one process (the"
-            " engine may have as many GPUs as you like)"
+            f"the trainer has {num_processes} processes, but batches are handed to one process only: start it with one"
+            " (the engine may use any number of GPUs)"
         )
     if is_sharded:
-        yield "DeepSpeed or FSDP shards the weights, which are published whole: train without it"
+        yield "DeepSpeed or FSDP shards the weights, but they are published unsharded: train without it"
     if args.num_iterations > 1:
         yield (
-            f"GRPOConfig.num_iterations is {args.num_iterations}, but each batch is trained once: set it to 1, and"
-            " steps_per_generation for several optimizer steps to a batch"
+            f"GRPOConfig.num_iterations is {args.num_iterations}, but each batch is trained once: set it to 1, and use"
+            " steps_per_generation for several optimizer steps per batch"
         )
     if args.steps_per_generation % args.gradient_accumulation_steps:
         yield (
@@ -155,19 +155,19 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
         yield from _out_of_step(args, args.max_steps, args.save_steps)
     if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
         yield (
-            f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, and the loss 'vespo'"
-            " weighs sequences by itself: set it to 'token_truncate' or 'token_mask'"
+            f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but the loss 'vespo'"
+            " already weights whole sequences: set it to 'token_truncate' or 'token_mask'"
         )
     for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
         if (value := getattr(args, name)) not in off:
             yield (
-                f"GRPOConfig.{name} is {value}: TRL computes log-probs over the whole vocabulary, and what a cut"
-                f" distribution samples would be weighted wrongly; set it to {off[0]}"
+                f"GRPOConfig.{name} is {value}, but TRL computes log-probs over the whole vocabulary, so tokens sampled"
+                f" from a truncated distribution would be weighted wrongly: set it to {off[0]}"
             )
     if args.repetition_penalty != 1.0:
         yield (
-            f"GRPOConfig.repetition_penalty is {args.repetition_penalty}, of which TRL's log-probs know nothing: set it"
-            " to 1.0"
+            f"GRPOConfig.repetition_penalty is {args.repetition_penalty}, which TRL's log-probs do not take into"
+            " account: set it to 1.0"
         )
     if args.generation_kwargs:
         yield (
@@ -177,7 +177,8 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
 
 
 def _out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
-    """Yield what would save or stop amid a batch. Counts that TRL has yet to make of a share or of epochs pass."""
+    """Yield settings that would save or stop in the middle of a batch. A share of the steps, or a number of epochs, is
+    let through until TRL has turned it into steps."""
     each = steps_per_batch(args)
     wrong = []
     if args.save_strategy == "steps" and save_steps >= 1 and int(save_steps) % each:
@@ -189,5 +190,5 @@ def _out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
     if wrong:
         yield (
             f"a batch is trained in {each} optimizer steps (steps_per_generation / gradient_accumulation_steps), and a"
-            f" checkpoint amid one could not be resumed: make {' and '.join(wrong)} a multiple of {each}"
+            f" checkpoint in the middle of it could not be resumed: make {' and '.join(wrong)} a multiple of {each}"
         )

@@ -43,7 +43,7 @@ from rollover.weights.sources import MemoryWeights
 _NUM_REFERENCES = 2
 _REMEDY = (
     "set engine.dtype = 'float32' where the engine is embedded; a server must serve this model in its own number"
-    " format, without quantisation, and nobody else may load weights into it"
+    " format, without quantisation, and nothing else may load weights into it"
 )
 
 

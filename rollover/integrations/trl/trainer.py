@@ -95,7 +95,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         check_trainer(self.args, num_processes=self.accelerator.num_processes, is_sharded=is_sharded)
         if self._is_vlm:
-            raise ConfigError("the model reads images, and no engine of Rollover does: use a model of text")
+            raise ConfigError("the model reads images, which no engine of Rollover supports: use a text model")
         self.rollover_config: HostedConfig = hosted_config(
             rollover, given_by(self.args, self.num_generations), source="rollover="
         )
@@ -128,7 +128,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             host=f"trl {trl_version()}",
             resume=self._resumes,
             facts={"dataset": fingerprint(self.train_dataset)},
-            remedy="go on with it by trainer.train(resume_from_checkpoint=True)",
+            remedy="resume it with trainer.train(resume_from_checkpoint=True)",
         )
         with self._run:
             try:
@@ -162,7 +162,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         version, beyond = divmod(self.state.global_step, steps_per_batch(self.args))
         if beyond:
             raise RunError(
-                f"TRL asks for a batch at optimizer step {self.state.global_step}, amid one of"
+                f"TRL asks for a batch at optimizer step {self.state.global_step}, in the middle of a batch of"
                 f" {steps_per_batch(self.args)} steps: resume from a checkpoint at the end of a batch"
             )
         batch = rollouts.take(version, self.accelerator.unwrap_model(self.model))
@@ -212,9 +212,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss = super().compute_loss(model, watched, *args, **kwargs)
         if _RATIO not in watched.looked_up:
             raise RunError(
-                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with: tokens of"
-                " older weights would be trained as if the current ones had sampled them; report this, and use TRL's"
-                " own GRPOTrainer meanwhile"
+                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with, so tokens"
+                " of older weights would be trained as if the current ones had sampled them: use TRL's own GRPOTrainer,"
+                " and please report this"
             )
         return loss
 
@@ -293,8 +293,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._rollouts is not None:
             if self.state.global_step % each:
                 raise ConfigError(
-                    f"a checkpoint is to be saved after {self.state.global_step} optimizer steps, amid a batch of"
-                    f" {each}, and could not be resumed: save at multiples of {each}"
+                    f"a checkpoint after {self.state.global_step} optimizer steps, in the middle of a batch of {each}"
+                    f" steps, could not be resumed: save at multiples of {each}"
                 )
             self._rollouts.finish_step()
         super()._save_checkpoint(*args, **kwargs)

@@ -64,8 +64,8 @@ def _low_rank(name: str, module: Any) -> LowRank:
     )
     if not plain:
         raise ModelError(
-            f"the adapter of {name!r} is no plain LoRA on a linear layer (active: {', '.join(active) or 'none'}), and"
-            " cannot be merged for the engine: use LoRA without DoRA and bias, and one adapter"
+            f"the adapter of {name!r} is not plain LoRA on a linear layer (active: {', '.join(active) or 'none'}) and"
+            " cannot be merged for the engine: use a single LoRA adapter without DoRA and bias"
         )
     return LowRank(
         a_RI=module.lora_A[adapter].weight.detach(),
@@ -111,8 +111,8 @@ def model_folder(model: Any, tokenizer: Any, place: Path, *, is_untrained: bool)
         tokenizer.save_pretrained(place)
     elif is_untrained and not _is_model_of(place, dict(policy_source(model, 0).tensors())):
         raise RunError(
-            f"the model is not the one that this run began with ({place}), and no checkpoint was saved yet: make it the"
-            " same each time, by transformers.set_seed before it say, or remove that run"
+            f"the model is not the one that this run began with ({place}), and no checkpoint was saved yet: create the"
+            " same model each time, for instance by calling transformers.set_seed before, or remove that run"
         )
     return place
 

@@ -43,5 +43,5 @@ def test_a_label_may_lag_as_far_as_the_user_says() -> None:
 
 def test_a_label_ahead_of_the_batches_is_refused() -> None:
     line = LabelLine.first(step=0, label="1", max_lag=0)
-    with pytest.raises(EngineError, match="say '3' at the rollout of batch 1, where '2' was due: more"):
+    with pytest.raises(EngineError, match="say '3' at the rollout of batch 1, where '2' was due: there were more"):
         line.version("3", step=1)

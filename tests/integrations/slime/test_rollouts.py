@@ -230,7 +230,7 @@ def test_a_rollout_out_of_order_is_refused(tmp_path: Path) -> None:
         loop = run_of(tmp_path, servers)
         loop.step(0)
         servers.update_weights()
-        with pytest.raises(RunError, match="slime asks for rollout 2, but rollout 1 is next"):
+        with pytest.raises(RunError, match="rollout 2 is asked for, but rollout 1 is next"):
             loop.manager.generate(2)
 
 
@@ -411,7 +411,7 @@ def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None
         loop.step(0, saves=True)
         loop.kill()
         args.prompt_data = str(Path(args.prompt_data).rename(tmp_path / "others.jsonl"))
-        with pytest.raises(RunError, match=r"began with prompt data .*prompts\.jsonl, now it is .*others\.jsonl"):
+        with pytest.raises(RunError, match=r"began with prompt data .*prompts\.jsonl, but now it is .*others\.jsonl"):
             Loop(servers, args, start=1).step(1)
 
 
@@ -440,7 +440,7 @@ def test_a_loss_that_takes_stale_tokens_for_current_ones_is_warned_of(
 def test_a_reward_model_that_slime_does_not_have_ends_the_run_at_once(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         loop = run_of(tmp_path, servers, custom_rm_path=None)
-        with pytest.raises(DataError, match="slime cannot score responses: Rule-based RM type is not specified"):
+        with pytest.raises(DataError, match="responses cannot be scored: Rule-based RM type is not specified"):
             loop.step(0)
 
 

@@ -77,13 +77,13 @@ def test_no_two_samples_share_a_table() -> None:
         ({"multimodal_inputs": {"images": ["x.png"]}}, "has images"),
         ({"response_length": 3}, "has a response already"),
         ({"status": Sample.Status.COMPLETED}, "has a response already"),
-        ({"apply_chat_template_kwargs": {"tool": {1, 2}}}, "more than JSON can"),
+        ({"apply_chat_template_kwargs": {"tool": {1, 2}}}, "cannot be written as JSON"),
     ],
 )
 def test_a_group_that_cannot_be_rolled_out_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as refusal:
         prompt_of(group(5, **changes), 0, encode)
-    assert "group 5 of slime's data source" in str(refusal.value) and message in str(refusal.value)
+    assert "group 5 of the data source" in str(refusal.value) and message in str(refusal.value)
 
 
 def test_a_list_of_messages_is_refused_with_the_flag_that_helps() -> None:

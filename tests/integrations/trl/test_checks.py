@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
     ("changes", "message"),
     [
         ({"num_iterations": 2}, r"num_iterations is 2, but each batch is trained once: set it to 1"),
-        ({"top_p": 0.9}, r"GRPOConfig\.top_p is 0\.9: .* set it to 1\.0"),
+        ({"top_p": 0.9}, r"GRPOConfig\.top_p is 0\.9, but .* set it to 1\.0"),
         ({"top_k": 20}, r"GRPOConfig\.top_k is 20"),
         ({"min_p": 0.1}, r"GRPOConfig\.min_p is 0\.1"),
         ({"repetition_penalty": 1.1}, r"GRPOConfig\.repetition_penalty is 1\.1"),
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
         ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching is True"),
         (
             {"vllm_importance_sampling_correction": False},
-            r"vllm_importance_sampling_correction is False: .* or use rollover='sync'",
+            r"vllm_importance_sampling_correction is False, so .* or use rollover='sync'",
         ),
         (
             {"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
-            r"mode is 'sequence_mask', and the loss 'vespo' .* set it to 'token_truncate' or 'token_mask'",
+            r"mode is 'sequence_mask', but the loss 'vespo' .* set it to 'token_truncate' or 'token_mask'",
         ),
         (
             {"per_device_train_batch_size": 4, "steps_per_generation": 6, "gradient_accumulation_steps": 4},
@@ -88,10 +88,13 @@ def test_steps_that_trl_counts_later_are_refused_before_anything_is_decoded(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"rollout": {"temperature": 0.7}}, r"rollout\.temperature is 0\.7, but GRPOConfig\.temperature is 1\.0"),
-        ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p is 0\.9, but TRL, .*, is 1\.0"),
-        ({"rollout": {"group_size": 3}}, r"rollout\.group_size is 3, but GRPOConfig\.num_generations is 4"),
-        ({"rollout": {"unit": "sample"}}, r"rollout\.unit is 'sample', but TRL, which compares siblings, is 'group'"),
+        (
+            {"rollout": {"temperature": 0.7}},
+            r"rollout\.temperature is 0\.7, but GRPOConfig\.temperature sets it to 1\.0",
+        ),
+        ({"rollout": {"top_p": 0.9}}, r"rollout\.top_p is 0\.9, but TRL sets it to 1\.0"),
+        ({"rollout": {"group_size": 3}}, r"rollout\.group_size is 3, but GRPOConfig\.num_generations sets it to 4"),
+        ({"rollout": {"unit": "sample"}}, r"rollout\.unit is 'sample', but TRL sets it to 'group'"),
     ],
 )
 def test_settings_of_rollover_that_are_not_trls(
@@ -104,8 +107,8 @@ def test_settings_of_rollover_that_are_not_trls(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"tools": [len]}, "tools is set, and calls tools over several turns"),
-        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func is set, and rolls out by itself"),
+        ({"tools": [len]}, "tools is set, which calls tools over several turns"),
+        ({"rollout_func": lambda prompts, trainer: {}}, "rollout_func is set, which replaces the rollouts"),
         ({"train_dataset": letters().to_iterable_dataset()}, "must be a dataset with a length .*, got IterableDataset"),
         ({"train_dataset": datasets.Dataset.from_dict({"prompt": ["a"], "image": [1]})}, "train_dataset has images"),
     ],
@@ -128,15 +131,15 @@ def test_arguments_of_the_trainer_that_are_in_the_way(
 
 
 def test_vllm_is_refused_before_it_is_opened(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="use_vllm is True, but Rollover brings the engine"):
+    with pytest.raises(ConfigError, match="use_vllm is True, but Rollover opens the engine"):
         trainer(tiny_model, tmp_path, use_vllm=True)
 
 
 def test_several_processes_and_sharded_weights_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    with pytest.raises(ConfigError, match="the trainer has 2 processes, and batches are handed to one"):
+    with pytest.raises(ConfigError, match="the trainer has 2 processes, but batches are handed to one"):
         check_trainer(args, num_processes=2, is_sharded=False)
-    with pytest.raises(ConfigError, match="shards the weights, which are published whole"):
+    with pytest.raises(ConfigError, match="shards the weights, but they are published unsharded"):
         check_trainer(args, num_processes=1, is_sharded=True)
     check_trainer(args, num_processes=1, is_sharded=False)
 

@@ -131,19 +131,19 @@ def test_a_resumed_run_decodes_nothing_twice(tiny_model: Path, tmp_path: Path) -
 
 def test_an_earlier_run_is_neither_written_over_nor_mixed_with_another(tiny_model: Path, tmp_path: Path) -> None:
     trainer(tiny_model, tmp_path, max_steps=1, **SAVING).train()
-    with pytest.raises(RunError, match=r"go on with it by trainer\.train\(resume_from_checkpoint=True\)"):
+    with pytest.raises(RunError, match=r"resume it with trainer\.train\(resume_from_checkpoint=True\)"):
         trainer(tiny_model, tmp_path, max_steps=1).train()
-    with pytest.raises(RunError, match="seed is not what this run began with"):
+    with pytest.raises(RunError, match="seed differs from the value that this run began with"):
         trainer(tiny_model, tmp_path, max_steps=2, seed=12).train(resume_from_checkpoint=True)
     other = letters().select(range(8))
-    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, now it is 8 rows"):
+    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, but now it is 8 rows"):
         trainer(tiny_model, tmp_path, max_steps=2, dataset=other).train(resume_from_checkpoint=True)
     answered = letters().map(lambda row: {"answer": row["answer"].upper()})
-    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, now it is 16 rows"):
+    with pytest.raises(RunError, match=r"this run began with dataset 16 rows, .*, but now it is 16 rows"):
         trainer(tiny_model, tmp_path, max_steps=2, dataset=answered).train(resume_from_checkpoint=True)
 
 
-def test_a_run_that_is_resumed_amid_an_epoch_goes_on_there(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_continues_there(tiny_model: Path, tmp_path: Path) -> None:
     straight = history(tiny_model, tmp_path / "straight")
     straight.trainer.train()
     assert straight.epochs == [(step, step / 4) for step in range(1, 9)]
@@ -167,7 +167,7 @@ def test_there_must_be_something_to_resume(tiny_model: Path, tmp_path: Path) -> 
         trainer(tiny_model, tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_amid_a_batch_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_middle_of_a_batch_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
     class SaveNow(TrainerCallback):  # type: ignore[misc]
@@ -176,5 +176,5 @@ def test_a_checkpoint_amid_a_batch_is_refused(tiny_model: Path, tmp_path: Path) 
 
     made = trainer(tiny_model, tmp_path, steps_per_generation=2, max_steps=2)
     made.add_callback(SaveNow())
-    with pytest.raises(ConfigError, match="to be saved after 1 optimizer steps, amid a batch of 2"):
+    with pytest.raises(ConfigError, match="after 1 optimizer steps, in the middle of a batch of 2"):
         made.train()

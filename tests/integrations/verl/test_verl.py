@@ -363,7 +363,11 @@ def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
         ("trainer.v1.sampler", {"sync_refill_failed_groups": True}, "Rollover replaces failed groups itself"),
         ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": {"engine": {}}}}, "engine has no effect"),
         ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": "inflight"}}, "replicas sleep then"),
-        ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": {"rollout": {"group_size": 2}}}}, "rollout.n decides"),
+        (
+            "trainer.v1.sampler",
+            {"sampler_kwargs": {"rollover": {"rollout": {"group_size": 2}}}},
+            "rollout.n sets it to 4",
+        ),
         ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": {"max_running": 0}}}, "max_running must be at least 1"),
         ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": 3}}, "expected the name of a strategy"),
     ],

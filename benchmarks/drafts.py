@@ -34,7 +34,8 @@ from rollover.engine.embedded.core import EngineCore
 from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
-from rollover.run.config import RunConfig, load
+from rollover.run.config import RunConfig
+from rollover.run.loading import load
 from rollover.run.prepare import initial_policy
 from rollover.tasks.open import train_source
 from rollover.types import SamplingParams

@@ -27,7 +27,7 @@ from typing import Any
 from edge import EdgeMachine
 from forked import Forks
 
-from rollover.run.config import find
+from rollover.run.loading import find
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key

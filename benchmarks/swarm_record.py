@@ -168,8 +168,8 @@ async def _evaluate(config_file: Path, model: Path, checkpoints: Path, samples_p
     from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
-    from rollover.run.config import load
     from rollover.run.evaluation import Evaluator
+    from rollover.run.loading import load
     from rollover.tasks.open import eval_sources
     from rollover.weights.sources import FolderWeights
 

@@ -66,7 +66,7 @@ class Task:
 
     def __init__(self, model: Path, seed: int, num_prompts: int) -> None:
         from rollover.hf.tokenizer import load_tokenizer
-        from rollover.run.config import load
+        from rollover.run.loading import load
         from rollover.tasks.open import eval_sources, held_out_texts, train_source
 
         config = load("quickstart", ["--seed", str(seed)])
@@ -185,7 +185,7 @@ def run_ours(model: Path, folder: Path, *, steps: int, every: int, seed: int) ->
     from swarm_arms import without_sections
 
     from rollover.report.metrics import read_metrics
-    from rollover.run.config import find
+    from rollover.run.loading import find
 
     text = without_sections(find("quickstart").read_text(), "model.scratch", "sft", "eval").replace("steps = 60", "", 1)
     file, run = folder / "run.toml", folder / "run"
@@ -259,7 +259,7 @@ def main() -> None:
     sys.path.append(str(HERE))
     from swarm_arms import without_sections
 
-    from rollover.run.config import find
+    from rollover.run.loading import find
 
     text = without_sections(find("quickstart").read_text(), "model.scratch", "sft")
     (options.folder / "evaluate.toml").write_text(text)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rollover.algorithms import ALGORITHMS, Algorithm, AlgorithmConfig
-from rollover.run.config import RunConfig, plain
+from rollover.run.config import RunConfig
 from rollover.settings import toml
 from rollover.settings.changes import FIXED, OnResume, said_by
+from rollover.settings.plain import plain
 
 PAGE = Path(__file__).with_name("configuration.md")
 

@@ -26,7 +26,7 @@ from rollover.rollout import events as recorded
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
-from rollover.run.config import load
+from rollover.run.loading import load
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
 from tests import runs
 from tests.runs import Cue, Outcome, Processes

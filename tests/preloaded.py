@@ -17,7 +17,7 @@ import rollover.trainer.sft  # noqa: F401
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled
 from rollover.errors import EngineError
-from rollover.run.config import restore
+from rollover.run.loading import restore
 
 restore({"model": {"path": "model"}}, "a run like any other")  # what pydantic finds out of the settings is kept
 with suppress(EngineError):  # there is no compiler: a run falls back as well

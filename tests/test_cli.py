@@ -12,8 +12,10 @@ import pytest
 from rollover import cli
 from rollover.errors import EXTRAS, DataError, ResourceError
 from rollover.run import directory, jobs
-from rollover.run.config import RunConfig, WarmupConfig, load
+from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.run.loading import load
+from rollover.run.sections import WarmupConfig
 from rollover.version import __version__
 
 TEXT = """\

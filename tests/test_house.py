@@ -75,7 +75,7 @@ def needs_no_torch(module: Path) -> bool:
 
 def test_a_config_loads_without_torch() -> None:
     code = (
-        "import sys; from rollover.run.config import restore;"
+        "import sys; from rollover.run.loading import restore;"
         "restore({'model': {'scratch': {'max_position': 2048}}}, 'x'); print('torch' in sys.modules)"
     )
     assert python(code) == "False"

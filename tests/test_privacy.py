@@ -9,7 +9,10 @@ import pytest
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.privacy import HIDDEN, Redactor, is_secret, redacted, redacted_command, redacted_text
-from rollover.run.config import EXPERIMENTS, ModelConfig, RunConfig, load, resolved
+from rollover.run.config import RunConfig
+from rollover.run.loading import EXPERIMENTS, load
+from rollover.run.sections import ModelConfig
+from rollover.settings.plain import resolved
 
 SECRETS = (
     "api_key", "HF_TOKEN", "token", "wandb-api-key", "password", "client_secret", "apiKey", "OPENAI_API_KEY", "auth",

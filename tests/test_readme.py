@@ -12,8 +12,8 @@ import pytest
 from rollover import cli
 from rollover.engine.open import check_model
 from rollover.hf.architecture import Architecture
-from rollover.run.config import load
-from rollover.run.engine import longest_tokens
+from rollover.run.checks import longest_tokens
+from rollover.run.loading import load
 from tests import runs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

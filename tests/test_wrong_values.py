@@ -107,7 +107,7 @@ def test_a_file_with_a_value_that_cannot_be_is_named(
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "", ".", "..", "checkpoints", "config.json", "y" * 200, "-x", " ", "a\\u0000"]
+    "name", ["../x", "a/b", "", ".", "..", "checkpoints", "began_with.json", "swarm", "y" * 200, "-x", " ", "a\\u0000"]
 )
 def test_a_variant_is_named_as_a_directory_can_be(refused: Say, name: str) -> None:
     text = Path("run.toml").read_text()

@@ -57,8 +57,8 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
     """Begin a new run of ``job``, a function of ``rollover.run.jobs``."""
     from rollover.run import directory
-    from rollover.run.config import load
     from rollover.run.jobs import completed
+    from rollover.run.loading import load
 
     require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
@@ -115,9 +115,9 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
 
 def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) -> None:
     """Print the plan as comments above the config: the output is itself a config file, except for secrets."""
-    from rollover.run.config import resolved
     from rollover.run.dry_run import dry_run
     from rollover.settings import toml
+    from rollover.settings.plain import resolved
 
     redactor = _redactor(ctx, config)
     for line in (*notes, *dry_run(config)):
@@ -127,7 +127,7 @@ def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) 
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:
     """Return the redactor that keeps secrets off the terminal; it knows those of ``config``."""
-    from rollover.run.config import resolved
+    from rollover.settings.plain import resolved
 
     redactor = ctx.find_object(Redactor)
     assert redactor is not None

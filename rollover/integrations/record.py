@@ -25,9 +25,9 @@ from rollover.errors import RunError
 from rollover.integrations.hosted import HostedConfig
 from rollover.report.metrics import MetricsWriter
 from rollover.report.record import read_config
-from rollover.run.config import resolved
 from rollover.run.directory import RunDir, is_run, refusals, replace_json
 from rollover.settings import toml
+from rollover.settings.plain import resolved
 from rollover.settings.schema import build
 from rollover.version import __version__
 

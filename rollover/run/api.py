@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rollover.errors import ConfigError, missing_extra, require
 from rollover.run import directory, jobs
-from rollover.run.config import RunConfig, load
+from rollover.run.config import RunConfig
+from rollover.run.loading import load
 
 
 def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Path:

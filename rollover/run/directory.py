@@ -38,16 +38,19 @@ from typing import Any, Self
 from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
 from rollover.rollout.strategies import SIMULATED_ONLY
-from rollover.run.config import RunConfig, resolved, restore
+from rollover.run import layout
+from rollover.run.config import RunConfig
+from rollover.run.loading import restore
+from rollover.settings.plain import resolved
 from rollover.settings.schema import on_resume, types_at
 from rollover.settings.toml import KeyPath, dotted
 from rollover.version import __version__
 
 _MAX_NAME_CHARACTERS = 50
 """The part of a config's name that goes into the default name of a directory: file systems allow 255 bytes."""
-_LEFT_UNBEGUN = ("lock", "config.partial")
+_LEFT_UNBEGUN = (layout.LOCK, "config.partial")
 """The files of a run that was killed while it made its directory; the next run can use that directory."""
-_PRELIMINARIES = ("config.json", "began_with.json", "lock", "metrics.jsonl", "tensorboard", "model-untrained")
+_PRELIMINARIES = (layout.CONFIG, layout.BEGAN_WITH, layout.LOCK, "metrics.jsonl", "tensorboard", "model-untrained")
 
 MIN_FREE_BYTES = 256 * 2**20
 """The free disk below which no run is started: room for the journal and report of a small one."""
@@ -64,12 +67,12 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
         self.path = path
-        self.config_file = path / "config.json"
-        self.began_with = path / "began_with.json"
-        self.journal = path / "journal.sqlite"
-        self.model = path / "model"
-        self.checkpoints = path / "checkpoints"
-        self.report = path / "report.html"
+        self.config_file = path / layout.CONFIG
+        self.began_with = path / layout.BEGAN_WITH
+        self.journal = path / layout.JOURNAL
+        self.model = path / layout.MODEL
+        self.checkpoints = path / layout.CHECKPOINTS
+        self.report = path / layout.REPORT
         self.resume_command = f"rollover train --resume {shlex.quote(str(path))}"
         """The command that goes on with this run."""
         self.made: tuple[Path, ...] = ()
@@ -78,7 +81,7 @@ class RunDir:
         """Whether the run is: its directory can be cleared again."""
         self._unsettled: tuple[Mapping[str, Any], str] | None = None
         """The config that a resumed run shall go on under, and what is recorded of the resume."""
-        self._lock: int | None = _locked(path / "lock")
+        self._lock: int | None = _locked(path / layout.LOCK)
 
     def require_free(self, num_bytes: int, purpose: str) -> None:
         """Raise ``ResourceError`` unless the disk has room for ``num_bytes`` more."""
@@ -259,12 +262,12 @@ def refusals(before: Any, after: Any) -> dict[str, str]:
 
 def derived_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` as the start of another run: any setting may be overridden."""
-    return restore(_read(path)[0], str(path / "config.json"), overrides)
+    return restore(_read(path)[0], str(path / layout.CONFIG), overrides)
 
 
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is a run directory."""
-    return (path / "config.json").is_file()
+    return (path / layout.CONFIG).is_file()
 
 
 def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
@@ -305,7 +308,7 @@ def _locked(file: Path) -> int:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config and the meta data of a run directory."""
-    file = path / "config.json"
+    file = path / layout.CONFIG
     try:
         config = json.loads(file.read_text())
         meta = config.pop("meta") if isinstance(config, dict) and "meta" in config else None

@@ -11,7 +11,8 @@ from typing import Any
 from rollover.algorithms.config import resolve
 from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import require
-from rollover.run.config import RunConfig, check_context
+from rollover.run.checks import check_context
+from rollover.run.config import RunConfig
 
 
 def dry_run(config: RunConfig) -> list[str]:

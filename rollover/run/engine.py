@@ -12,7 +12,8 @@ from rollover.engine.open import EngineSetup, TrainedEngine
 from rollover.errors import require
 from rollover.hf.architecture import Architecture
 from rollover.rollout.strategy import OnFull
-from rollover.run.config import RunConfig, context_needed
+from rollover.run.checks import longest_tokens
+from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
@@ -115,11 +116,6 @@ def _turns(config: RunConfig) -> list[str]:
         kind = config.rollout.strategy.kind
         line += f", so what strategy {kind} leaves unfinished is prefilled again in the next round"
     return [line]
-
-
-def longest_tokens(config: RunConfig) -> int:
-    """Return the tokens of the longest prompt and response of the run, in training or evaluation."""
-    return max(context_needed(config, key) for key in ("rollout", "eval"))
 
 
 def _architecture(config: RunConfig) -> Architecture:

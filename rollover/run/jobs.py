@@ -19,9 +19,13 @@ from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
-from rollover.run.config import RunConfig, WarmupConfig, check_context, resolved, variant
+from rollover.run.checks import check_context
+from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.run.loading import variant
+from rollover.run.sections import WarmupConfig
 from rollover.run.signals import Stopped
+from rollover.settings.plain import resolved
 from rollover.tasks.config import NO_SOURCE
 
 NEW_RECORDS = 20_000

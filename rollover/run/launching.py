@@ -17,8 +17,9 @@ from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.launchable import can_train
 from rollover.planner.plan import Plan
-from rollover.run.config import RunConfig, find
-from rollover.run.config import load as load_config
+from rollover.run.config import RunConfig
+from rollover.run.loading import find
+from rollover.run.loading import load as load_config
 
 _SIZES = {
     "vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"),

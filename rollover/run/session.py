@@ -27,7 +27,8 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
-from rollover.run.config import RunConfig, check_capabilities, check_context, resolved
+from rollover.run.checks import check_capabilities, check_context
+from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine
 from rollover.run.engine_trust import Trust
@@ -37,6 +38,7 @@ from rollover.run.observers import EngineObserver, MetricsObserver, Observer, Pr
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import open_trainer
 from rollover.run.weight_sync import WeightSync
+from rollover.settings.plain import resolved
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
 from rollover.tasks.resume_check import same_datasets

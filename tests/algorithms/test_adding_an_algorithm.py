@@ -99,7 +99,8 @@ from rollover.algorithms import resolve
 from rollover.algorithms.advantages import compute_advantages
 from rollover.algorithms.losses import token_losses
 from rollover.errors import ConfigError
-from rollover.run.config import load, resolved, restore
+from rollover.run.loading import load, restore
+from rollover.settings.plain import resolved
 from tests.algorithms.batches import f64, worked_batch
 import torch
 

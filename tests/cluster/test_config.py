@@ -11,7 +11,9 @@ import pytest
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.errors import ConfigError
-from rollover.run.config import RunConfig, load, resolved, restore
+from rollover.run.config import RunConfig
+from rollover.run.loading import load, restore
+from rollover.settings.plain import resolved
 
 SECTION = """\
 [model.scratch]

@@ -12,7 +12,7 @@ from rollover.cluster.engines import described
 from rollover.cluster.fitting import Wanted, refusal, unplaced
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
-from rollover.run.config import load
+from rollover.run.loading import load
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rollover.planner.records import Fleet
 from rollover.planner.report import key_numbers, render_plan
 from rollover.planner.search import make_plan
 from rollover.planner.summary import sentences
-from rollover.run import config
+from rollover.run.loading import load
 from rollover.settings import toml
 from tests.planner.test_plan import QWEN_7B, fleet
 
@@ -156,5 +156,5 @@ def test_every_server_is_launched_and_used_with_its_own_cap(plan: Plan, tmp_path
     assert [starts.count(f"--max-num-seqs {cap} ") for cap in (64, 256)] == [expected.count(64), expected.count(256)]
     file = tmp_path / "trainer.toml"  # type: ignore[operator]
     file.write_text(files["trainer.toml"])
-    engine = config.load(file).engine
+    engine = load(file).engine
     assert [engine.running(url) for url in settings["urls"]] == expected  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.planner.summary import roles, sentences
 from rollover.planner.topology import Topology
-from rollover.run import config
+from rollover.run.loading import load
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
 
@@ -239,7 +239,7 @@ def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan
             ports = {shlex.split(s)[shlex.split(s).index("--port") + 1] for s in text.splitlines() if s in starts}
             assert ports == {url.rpartition(":")[2] for url in urls if url.startswith(f"http://{node}:")}
         (tmp_path / "trainer.toml").write_text(files["trainer.toml"])
-        loaded = config.load(tmp_path / "trainer.toml")
+        loaded = load(tmp_path / "trainer.toml")
         assert loaded.rollout.max_staleness == 4
         assert loaded.rollout.rollout_batch_size == 64
 

@@ -64,7 +64,8 @@ import rollover
 from rollover import cli
 from rollover.errors import ConfigError
 from rollover.frontier.settings import label, settings
-from rollover.run.config import load, resolved, restore
+from rollover.run.loading import load, restore
+from rollover.settings.plain import resolved
 from rollover.run.dry_run import dry_run
 from tests.frontier.kit import small
 

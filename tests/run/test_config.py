@@ -10,20 +10,13 @@ import pytest
 from rollover.engine.kinds import EmbeddedConfig, SGLangConfig, VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
-from rollover.run import config as module
-from rollover.run.config import (
-    EXPERIMENTS,
-    EvalConfig,
-    ModelConfig,
-    RunConfig,
-    find,
-    load,
-    resolved,
-    restore,
-    variant,
-)
+from rollover.run import loading
+from rollover.run.config import RunConfig
 from rollover.run.dry_run import dry_run
+from rollover.run.loading import EXPERIMENTS, find, load, restore, variant
+from rollover.run.sections import EvalConfig, ModelConfig
 from rollover.settings import toml
+from rollover.settings.plain import resolved
 
 TEXT = """\
 steps = 12
@@ -82,7 +75,7 @@ def test_every_packaged_experiment_loads_by_its_name(file: Path) -> None:
 
 def test_an_unknown_experiment_gets_the_nearest_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "quickstart.toml").write_text(TEXT)
-    monkeypatch.setattr(module, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(loading, "EXPERIMENTS", tmp_path)
     assert find("quickstart") == tmp_path / "quickstart.toml"
     with pytest.raises(ConfigError, match=r"quikstart: neither a .toml file nor .*; did you mean 'quickstart'"):
         find("quikstart")

@@ -15,7 +15,9 @@ from rollover.environments.rewards import ExactConfig
 from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
-from rollover.run.config import ModelConfig, RunConfig, resolved
+from rollover.run.config import RunConfig
+from rollover.run.sections import ModelConfig
+from rollover.settings.plain import resolved
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import JsonlConfig
 from rollover.trainer.config import TrainerConfig

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rollover.errors import DataError, EngineError, RewardError
-from rollover.run.config import EvalConfig, ModelConfig, RunConfig
+from rollover.run.config import RunConfig
 from rollover.run.evaluation import Evaluator
+from rollover.run.sections import EvalConfig, ModelConfig
 from rollover.types import Prompt
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing

@@ -21,6 +21,7 @@ from rollover.report.timeline_figure import gantt
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
+from rollover.run.layout import RUN_FILES
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
@@ -88,6 +89,7 @@ def test_a_finished_run_leaves_everything_in_its_directory(finished: Path) -> No
     assert list((finished / "tensorboard").glob("events.out.tfevents.*"))
     assert "</html>" in (finished / "report.html").read_text()
     assert not (finished / "model").exists(), "the model is the user's own folder"
+    assert {entry.name for entry in finished.iterdir()} <= {*RUN_FILES}, "no variant can take one of these names"
 
 
 def test_a_finished_run_measures_every_step_and_before_and_after(finished: Path) -> None:

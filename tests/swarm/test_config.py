@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.run.config import load
+from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

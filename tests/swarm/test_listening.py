@@ -14,8 +14,8 @@ import pytest
 
 from rollover.cli import main
 from rollover.errors import ConfigError
-from rollover.run.config import load
 from rollover.run.engine import check_engine
+from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.listening import check_listening
 from tests.swarm.certificates import make_certificate

@@ -19,6 +19,7 @@ from safetensors.torch import load
 from rollover.engine.servers.launch import free_port
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
+from rollover.run.layout import RUN_FILES
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.status.weight_log import MemberChange, PublishedVersion, read_weight_log
 from rollover.swarm.coordinator.trust.credentials import Credentials
@@ -190,6 +191,7 @@ def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(
     for batch in runs.batches(it.run):
         assert {v for t in batch.trajectories for v in t.policy_versions} == {batch.step}
     assert_weights_are_accounted(it.run, members={"a", "b"})
+    assert {entry.name for entry in it.run.iterdir()} <= {*RUN_FILES}, "no variant can take one of these names"
 
 
 def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from rollover.environments.rewards import ExactConfig, FunctionConfig, VerifierConfig
 from rollover.errors import ConfigError
-from rollover.run.config import resolved, restore
+from rollover.run.loading import restore
+from rollover.settings.plain import resolved
 from rollover.tasks.old_config import without_keys_of_other_kinds
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import Literal
 
 from rollover.rollout import events as recorded
-from rollover.run.config import load
+from rollover.run.loading import load
 from tests.runs import Cue
 from tests.swarm.chaos.disks import small_disk
 from tests.swarm.chaos.faults import Blows, WireFaults, drawn_blows

@@ -159,7 +159,7 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
     assert (job, config.model.path, config.model.scratch) == ("evaluate", "out/checkpoints/step_10", None)
     assert (config.eval.num_prompts, config.tasks.train) == (5, load("run.toml").tasks.train)
     assert config.tasks.eval == config.tasks.train
-    assert "measured on items drawn anew (tasks.train)" in capsys.readouterr().err
+    assert "measured on newly drawn items (tasks.train)" in capsys.readouterr().err
     assert path.name.startswith("out-eval-")
 
 
@@ -175,8 +175,8 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
         (["train", "run.toml", "more"], "error: Got unexpected extra argument (more)"),
         (["train", "gone.toml"], "error: gone.toml: no such file"),
         (["train", "--resume", "gone"], "error: gone is not a run directory: it has no config.json"),
-        (["train", "run.toml", "--resume", "x"], "error: --resume reads the config of its run and writes there; leave CONFIG out"),
-        (["train", "--resume", "x", "--run-dir", "y"], "error: --resume reads the config of its run and writes there; leave --run-dir out"),
+        (["train", "run.toml", "--resume", "x"], "error: --resume reads the config of its run and writes to its directory; leave out CONFIG"),
+        (["train", "--resume", "x", "--run-dir", "y"], "error: --resume reads the config of its run and writes to its directory; leave out --run-dir"),
         (["eval"], "error: Missing argument 'CONFIG|RUN'."),
         (["report", "gone"], "error: gone is not a run directory: it holds no config.json"),
     ],
@@ -236,7 +236,7 @@ def test_whatever_the_system_refuses_is_one_line(work: Jobs, capsys: pytest.Capt
     work.failure = OSError(number, os.strerror(number), "out/metrics.jsonl")
     told, resume = failed(capsys, "train", "run.toml", "--run-dir", "out").splitlines()
     assert told.startswith(f"error: out/metrics.jsonl: {REFUSALS[number]}")
-    assert resume.strip() == "once that is mended, go on with: rollover train --resume out"
+    assert resume.strip() == "once that is fixed, resume with: rollover train --resume out"
 
 
 @pytest.mark.parametrize("place", ["x" * 300, "run.toml/out", "/proc/none/out"])
@@ -289,7 +289,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(work: Jobs) -> Non
 def test_an_interrupted_run_says_how_to_go_on(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     work.failure = KeyboardInterrupt()
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 130
-    assert "stopped; go on with: rollover train --resume out\n" in capsys.readouterr().err
+    assert "stopped; resume with: rollover train --resume out\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["train", "--help"], ["report", "-h"]])

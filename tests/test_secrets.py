@@ -115,7 +115,7 @@ def test_a_dry_run_shows_no_secret_and_what_it_prints_says_so(
     assert "[hidden]" in shown
     Path("printed.toml").write_text(shown)
     message = said(capfd, 2, "train", "printed.toml", "--dry-run")
-    assert "a secret was hidden where this was copied from: write it again" in message
+    assert "this is the placeholder of a hidden secret: write the secret itself" in message
 
 
 @pytest.mark.parametrize("variable", ["ENGINE_KEY", "engine_key"])

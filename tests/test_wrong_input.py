@@ -62,7 +62,7 @@ CONTRADICTIONS = [
     (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
     (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),
     (["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
-    (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true cannot hold with"),
+    (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true is impossible with"),
     (["--tasks.max_prompt_tokens", "1"], "each of its 16 prompts is longer than 1 tokens; raise tasks.max_prompt_tokens"),
     (["--tasks.train", "[]"], "tasks.train names no source"),
     (["--trainer.micro_batch_tokens", "0"], "micro_batch_tokens must be at least 1, got 0"),
@@ -139,7 +139,7 @@ def edited(file: str, old: str, new: str) -> Callable[[Path], object]:
 
 
 MODELS: list[tuple[Callable[[Path], object], str]] = [
-    (shutil.rmtree, "model 'wrong' is no folder here and could not be fetched from the hub"),
+    (shutil.rmtree, "model 'wrong' is not a folder here and could not be fetched from the hub"),
     (lambda folder: (folder / "config.json").unlink(), "model folder 'wrong' has no config.json"),
     (edited("config.json", '"qwen3"', '"gpt2"'), "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3"),
     (edited("config.json", "{", "("), "wrong/config.json is not a model config"),
@@ -234,7 +234,7 @@ def test_a_directory_is_used_by_one_process_at_a_time(refused: Say, run: Path) -
 
 def test_what_is_no_run_is_neither_resumed_nor_reported(refused: Say) -> None:
     assert "model is not a run directory" in refused("report", "model")
-    assert "model/config.json is damaged: it is not what a run writes there" in refused("train", "--resume", "model")
+    assert "model/config.json is damaged: its content was not written by a run" in refused("train", "--resume", "model")
     assert "gone is not a run directory" in refused("train", "--resume", "gone")
     assert not Path("model/report.html").exists()
 
@@ -264,7 +264,7 @@ def test_a_journal_older_than_the_checkpoint_is_refused(refused: Say, run: Path)
         db.execute("DELETE FROM events WHERE seq > 5")
     db.close()
     message = refused_resume(refused, run)
-    assert "out/journal.sqlite ends at event 5, but out/checkpoints/step_2 has seen event" in message
+    assert "out/journal.sqlite ends at event 5, but out/checkpoints/step_2 includes event" in message
 
 
 def test_a_missing_journal_does_not_start_the_rollout_afresh(refused: Say, run: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_go_on(
         else:
             patch.setattr(LocalTrainer, "save", save)
         message = refused("train", "run.toml", "--run-dir", "out")
-    assert "disk" in message and "space" in message and "go on with: rollover train --resume out" in message
+    assert "disk" in message and "space" in message and "resume with: rollover train --resume out" in message
     before = runs.ledger(Path("out"))
     assert before.next_group_id > 0
     assert cli.main(["train", "--resume", "out"]) == 0

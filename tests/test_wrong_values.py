@@ -35,27 +35,27 @@ HUGE = (
 WRONG: list[tuple[list[str], str]] = [
     *(([*TRAIN, f"--{key}", "nan"], "this must be a finite number, got the number nan") for key in NOT_FINITE),
     *(([*TRAIN, f"--{key}", "inf"], "this must be a finite number, got the number inf") for key in ("trainer.learning_rate", "rollout.temperature", "algorithm.clip_high")),
-    *(([*TRAIN, f"--{key}", BIG], "whole numbers have 64 bits here") for key in HUGE),
+    *(([*TRAIN, f"--{key}", BIG], "whole numbers are limited to 64 bits") for key in HUGE),
     ([*TRAIN, "--rollout.rollout_batch_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
     ([*TRAIN, "--rollout.group_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
     ([*TRAIN, "--engine.max_running", str(2**62)], "max_running must be at most 65536"),
     ([*TRAIN, "--engine.prefill_chunk_tokens", str(2**62)], "prefill_chunk_tokens must be at most 16777216"),
     ([*TRAIN, "--model.path", "none", "--model.scratch", "{hidden_size = 4611686018427387904}"], "hidden_size must be at most 1048576"),
     ([*TRAIN, "--rollout.stop_strings", '[""]'], "stop_strings must not hold an empty string, which every response completes at once"),
-    ([*TRAIN, "--rollout.stop_strings", '["a\\u0000"]'], "this text holds the character of code 0"),
+    ([*TRAIN, "--rollout.stop_strings", '["a\\u0000"]'], "this text contains the null character"),
     ([*TRAIN, "--tasks.train.0.path", "a\udcffb"], r"'a\udcffb' is not text in UTF-8"),
     (["train", "a\udcffb.toml"], r"'a\udcffb.toml' is not text in UTF-8"),
     (["report", "a\udcff"], r"'a\udcff' is not text in UTF-8"),
-    (["train", "run.toml", "--run-dir", LONG], "cannot be made into a run directory: File name too long"),
-    (["train", LONG], "cannot be looked for: File name too long"),
-    ([*TRAIN, "--model.path", LONG], "cannot be looked for: [Errno 36] File name too long"),
-    ([*TRAIN, "--model.path", "~nobody-of-this-name/x"], "cannot be looked for: Could not determine home directory"),
+    (["train", "run.toml", "--run-dir", LONG], "cannot become a run directory: File name too long"),
+    (["train", LONG], "cannot be accessed: File name too long"),
+    ([*TRAIN, "--model.path", LONG], "cannot be accessed: [Errno 36] File name too long"),
+    ([*TRAIN, "--model.path", "~nobody-of-this-name/x"], "cannot be accessed: Could not determine home directory"),
     ([*TRAIN, "--tasks.train.²", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
     ([*TRAIN, "--tasks.train.99999999999999999999.name", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),
     *(([*VLLM, "--engine.urls", json.dumps([url])], "urls must name a host, and a port from 1 to 65535 or none") for url in ("http://h:0", "http://h:65536", "http://h:99999", "http://h:x", "http://[::1]:70000", "http://:80")),
     *(([*TRAIN, "--rollout.strategy", "rollover", f"--rollout.strategy.{key}", "nan"], "this must be a finite number, got the number nan") for key in ("lag_target", "prefill_tokens_per_iteration")),
     ([*TRAIN, "--rollout.strategy", "fast_lane"], "'fast_lane' is not allowed: it is simulated only (rollover simulate --strategies fast_lane); to train, use 'concurrency'"),
-    ([*VLLM, "--engine.urls", '["http://h"]', "--rollout.strategy", "inflight"], "set engine.kv_on_update = 'keep', or choose a strategy that does without"),
+    ([*VLLM, "--engine.urls", '["http://h"]', "--rollout.strategy", "inflight"], "set engine.kv_on_update = 'keep', or choose a strategy that does not need this"),
     ([*SIMULATE, "--lag", "nan"], "nan is not a finite number"),
     ([*SIMULATE, "--lag", "1e999"], "inf is not a finite number"),
     ([*SIMULATE, "--strategies", ""], "'' is an empty list"),
@@ -112,13 +112,13 @@ def test_a_file_with_a_value_that_cannot_be_is_named(
 def test_a_variant_is_named_as_a_directory_can_be(refused: Say, name: str) -> None:
     text = Path("run.toml").read_text()
     Path("run.toml").write_text(f'{text}\n[variants."{name}"]\n[variants.other]\n')
-    assert "cannot name a variant, whose run gets a directory of that name" in refused(*TRAIN)
+    assert "cannot name a variant, because its run gets a directory of that name" in refused(*TRAIN)
     assert not Path("out").exists()
 
 
 def test_one_variant_compares_with_nothing(refused: Say) -> None:
     Path("run.toml").write_text(Path("run.toml").read_text() + "\n[variants.only]\n")
-    assert "'only' is alone, and a comparison needs two: add another variant" in refused(*TRAIN)
+    assert "'only' is the only variant, and a comparison needs two: add another" in refused(*TRAIN)
 
 
 def changed(**keys: Any) -> Callable[[Path], object]:
@@ -135,7 +135,7 @@ def written(file: str, content: str) -> Callable[[Path], object]:
 
 MODELS: list[tuple[Callable[[Path], object], str]] = [
     (written("generation_config.json", "{"), "wrong/generation_config.json cannot be read: "),
-    (written("generation_config.json", "[]"), "wrong/generation_config.json holds no table of keys; mend or delete it"),
+    (written("generation_config.json", "[]"), "wrong/generation_config.json does not hold a table of keys; fix or delete it"),
     (written("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id must be a token id or a list of them, got 'x'"),
     (written("tokenizer_config.json", "{"), "wrong: the tokenizer cannot be loaded ("),
     (written("config.json", "[" * 20000), "wrong/config.json is not a model config: it cannot be read"),

@@ -1,7 +1,7 @@
-"""The command line: reads what the user wants, calls the function that does it, and reports failures.
+"""The command line: parses arguments, calls the function that does the work, and reports failures.
 
-Every failure the user can mend ends here as one message and exit code 2; a traceback means a bug. What needs
-torch is imported inside the command that runs it, so ``--help`` and a refused config answer at once.
+Every failure that the user can fix ends here as one message and exit code 2; a traceback means a bug. Modules that
+need torch are imported inside the command that runs them, so that ``--help`` and a refused config answer at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ for module in (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    redactor = Redactor(arguments)  # the commands let it meet the secrets of their configs
+    redactor = Redactor(arguments)  # the commands tell it the secrets of their configs
     try:
         for argument in arguments:
             _check_text(argument)
@@ -81,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RolloverError as error:
         return _fail(redactor, str(error), error)
     except ModuleNotFoundError as error:
-        if (missing := missing_extra(error)) is None:  # not an extra: a bug
+        if (missing := missing_extra(error)) is None:  # not part of an extra: a bug
             raise
         return _fail(redactor, str(missing), error)
     except OSError as error:
-        if error.errno is None:  # not the system's own: a bug
+        if error.errno is None:  # not raised by the operating system: a bug
             raise
         return _fail(redactor, refusal(error), error)
     except (click.Abort, KeyboardInterrupt) as end:  # click makes the former of the latter
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_text(argument: str) -> None:
-    """Refuse bytes that are no text: they could be neither stored in a config nor printed."""
+    """Reject bytes that are not text: they could be neither stored in a config nor printed."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -104,7 +104,7 @@ def _check_text(argument: str) -> None:
 
 
 def _fail(redactor: Redactor, message: str, error: BaseException | None = None) -> int:
-    """Show the message without secrets, and below it what was noted on the error."""
+    """Show the message without secrets, followed by the notes on the error."""
     text = redactor.text("\n".join([message, *getattr(error, "__notes__", ())]))
     first, *more = text.encode(errors="backslashreplace").decode().splitlines() or [""]
     click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)

@@ -12,22 +12,27 @@ from rollover.errors import require
 
 @click.command("calibrate")
 @click.option("--out", type=OutputFile(), required=True, metavar="FILE", help="Write the device to FILE (TOML).")
-@click.option("--key", metavar="NAME", help="Call the device so; made of its title when left out.")
+@click.option("--key", metavar="NAME", help="Key of the device; derived from its title when left out.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Measure with the model in DIR, not one of random weights.",
+    help="Measure with the model in DIR instead of one with random weights.",
 )
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="cpu, cuda or cuda:N.")
 @click.option(
-    "--from", "measured", type=click.Path(path_type=Path), metavar="FILE", help="Measurements made elsewhere (JSON)."
+    "--from",
+    "measured",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Use measurements made elsewhere (JSON).",
 )
 def command(out: Path, key: str | None, model: Path | None, device: str, measured: Path | None) -> None:
-    """Measure this machine for the planner: decoding, prefill, training, copies.
+    """Measure this machine for the planner: decoding, prefill, training and copies.
 
-    Takes minutes, on an idle machine. Every other time is held out, predicted from the rest, and compared. Elsewhere,
-    python -m rollover.devices.measure FILE measures with torch alone, for --from.
+    This takes a few minutes; the machine should be idle. Every second measurement is held out, predicted from the
+    others, and compared. On a machine without Rollover's other dependencies, python -m rollover.devices.measure FILE
+    needs only torch; pass its FILE to --from.
 
     \b
     rollover calibrate --out mine.toml

@@ -1,4 +1,4 @@
-"""The building blocks of commands: suggestions for misspelt names, overrides of the config, types of options."""
+"""The building blocks of commands: suggestions for misspelt names, config overrides, and types of options."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Commands(click.Group):
 
 
 class ConfiguredCommand(click.Command):
-    """A command that takes ``--section.key value`` beside its own options, in any order."""
+    """A command that accepts ``--section.key value`` as well as its own options, in any order."""
 
     context_class = _Context
     examples = ("--steps 20", "--rollout.group_size 16 or --tasks.train.0.weight 2")
-    """A key outside all sections, and keys inside."""
+    """Examples of a key outside all sections, and of keys inside sections."""
 
     def keys(self) -> list[str]:
         """Return the keys outside all sections, and the sections."""
@@ -85,7 +85,7 @@ class ConfiguredCommand(click.Command):
         return own, overrides
 
     def _check_key(self, ctx: click.Context, name: str, options: Iterable[str]) -> None:
-        """Refuse what is neither ``--section.key`` nor a key outside all sections."""
+        """Reject a name that is neither ``--section.key`` nor a key outside all sections."""
         known = [f"--{key}" for key in self.keys()]
         if "." not in name and name.replace("-", "_") not in [key.replace("-", "_") for key in known]:
             long = [option for option in options if option.startswith("--")]
@@ -103,7 +103,7 @@ class ConfiguredCommand(click.Command):
 
 
 class OutputFile(click.Path):
-    """A file to be written: its folder must be there before the work begins."""
+    """A file to write: its folder must exist before the work begins."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False, writable=True)
@@ -116,12 +116,12 @@ class OutputFile(click.Path):
         except OSError as error:
             self.fail(f"{file}: cannot be written: {error.strerror}", param, ctx)
         if not is_there:
-            self.fail(f"{file}: there is no folder {str(file.parent)!r}", param, ctx)
+            self.fail(f"{file}: the folder {str(file.parent)!r} does not exist", param, ctx)
         return file
 
 
 class PageFile(OutputFile):
-    """A page to be written (HTML): the package that draws it must be there before the work begins."""
+    """An HTML page to write: the package that draws it must be installed before the work begins."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         require("plotly", purpose=f"a page ({param.opts[0] if param else value})")
@@ -133,14 +133,14 @@ MOST = 10**9
 
 
 class Count(click.IntRange):
-    """A whole number, never without an upper bound: one that is mistyped must not fill the memory."""
+    """A whole number that always has an upper bound, so that a mistyped one cannot fill the memory."""
 
     def __init__(self, min: int, max: int = MOST) -> None:
         super().__init__(min=min, max=max)
 
 
 class FiniteFloat(click.FloatRange):
-    """A number; neither ``nan`` nor ``inf``."""
+    """A number other than ``nan`` and ``inf``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -150,13 +150,13 @@ class FiniteFloat(click.FloatRange):
 
 
 def listed(kind: type) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...] | None]:
-    """Return a callback that reads values between commas."""
+    """Return a callback that parses a comma-separated list."""
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Any, ...] | None:
         try:
             parts = None if text is None else tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
-            raise click.BadParameter(f"{text!r} is not a list of numbers between commas", ctx, param) from None
+            raise click.BadParameter(f"{text!r} is not a comma-separated list of numbers", ctx, param) from None
         if parts == ():
             raise click.BadParameter(f"{text!r} is an empty list", ctx, param)
         for part in parts or ():

@@ -12,11 +12,13 @@ from rollover.errors import require
 @click.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--step", type=click.IntRange(min=0), help="Take the checkpoint after so many steps, not the newest.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Export the checkpoint after STEP steps instead of the newest."
+)
 def command(run: Path, folder: Path, step: int | None) -> None:
-    """Write the model of RUN to FOLDER, as any Hugging Face tool reads it.
+    """Write the model of RUN to FOLDER, in the format that Hugging Face tools read.
 
-    Optimizer state is left out, and adapters (trainer.lora) are merged into the model that the run began with.
+    Optimizer state is left out, and adapters (trainer.lora) are merged into the model that the run started from.
 
     \b
     rollover export runs/quickstart-20260101-120000 my-model

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def command(ctx: click.Context, plan: Path, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Run a plan on a Ray cluster.
 
-    PLAN is what `rollover plan FLEET --for-launch --json PLAN` has written. CONFIG is a TOML file with the model, the
-    tasks and the kind of servers. The plan says how many ranks train, which servers decode, on nodes of which type,
-    and how large a step is; its settings replace those of CONFIG, and options replace both.
+    PLAN is a file written by `rollover plan FLEET --for-launch --json PLAN`. CONFIG is a TOML file with the model, the
+    tasks and the kind of servers. The plan says how many ranks train, which servers decode on which type of node, and
+    how large a step is; its settings override those of CONFIG, and command-line options override both.
 
     \b
-    rollover launch plan.json run.toml --dry-run      who goes where, and the whole config
+    rollover launch plan.json run.toml --dry-run      show the placement and the whole config
     rollover launch plan.json run.toml --cluster.address 10.0.0.1:6379
     """
     require("torch", "ray", purpose=ctx.command_path)

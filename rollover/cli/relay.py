@@ -19,7 +19,7 @@ from rollover.privacy import Redactor
     default="127.0.0.1:8795",
     show_default=True,
     metavar="HOST:PORT",
-    help="Where workers fetch.",
+    help="Address on which workers fetch.",
 )
 @click.option(
     "--folder",
@@ -27,17 +27,19 @@ from rollover.privacy import Redactor
     default=Path("relay"),
     show_default=True,
     metavar="DIR",
-    help="Write nginx.conf into DIR; cache and logs go there too.",
+    help="Write nginx.conf to DIR; the cache and logs go there too.",
 )
-@swarm_options.token_file("Fetch with the token in FILE; when left out, each worker's own is passed on.")
+@swarm_options.token_file("Fetch with the token in FILE; when left out, each worker's own token is passed on.")
 @click.option("--tls-certificate", type=swarm_options.FILE, metavar="FILE", help="The relay's certificate chain (PEM).")
 @click.option("--tls-key", type=swarm_options.FILE, metavar="FILE", help="Its private key (PEM).")
 @swarm_options.ca_file()
 @click.option(
-    "--trainer-name", metavar="NAME", help="A name in the coordinator's certificate, where URL has an IP address."
+    "--trainer-name", metavar="NAME", help="A name in the coordinator's certificate, if URL has an IP address."
 )
-@click.option("--max-cache-gb", type=float, default=50.0, show_default=True, help="Keep so many gigabytes of blobs.")
-@swarm_options.insecure("Allow plain connections over a network that is private itself.")
+@click.option(
+    "--max-cache-gb", type=float, default=50.0, show_default=True, help="Size of the blob cache in gigabytes."
+)
+@swarm_options.insecure("Allow plain connections, over a network that is itself private.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -52,10 +54,10 @@ def command(
     max_cache_gb: float,
     insecure: bool,
 ) -> None:
-    """Write a configuration with which nginx takes load off a swarm's trainer.
+    """Write an nginx configuration that takes load off a swarm's trainer.
 
     The relay fetches each blob of the weights from the trainer once, however many workers ask for it, and keeps it.
-    Workers either fetch from it because the run names it in engine.blob_urls; or join through it.
+    Workers either fetch from it because the run names it in engine.blob_urls, or join through it.
 
     \b
     rollover workers RUN --add relay --out relay.token
@@ -83,20 +85,20 @@ def command(
         insecure=insecure,
     )
     file = write_folder(settings, folder)
-    click.echo(f"{file} is written. Start the relay, and stop it with Ctrl-C:\n\n  nginx -p {folder} -c nginx.conf\n")
+    click.echo(f"Wrote {file}. Start the relay, and stop it with Ctrl-C:\n\n  nginx -p {folder} -c nginx.conf\n")
     if os.geteuid() == 0:
         click.echo(
-            f"Started by root it runs as nobody, who must be able to reach {folder.absolute()}: better start it as"
-            " somebody else.\n"
+            f"Started by root, it runs as the user nobody, who must be able to reach {folder.absolute()}: it is"
+            " better to start it as another user.\n"
         )
     if token is not None:
-        click.echo(f"Workers fetch there when the run names it:\n\n{_named(settings.url)}")
+        click.echo(f"Workers fetch from it when the run names it:\n\n{_named(settings.url)}")
     else:
         scheme = "ws" if tls_certificate is None else "wss"
         click.echo(
             "Workers join through it:\n\n"
             f"  rollover worker --join {scheme}://{settings.reached} ...\n\n"
-            "For workers that join elsewhere it needs a token of its own (--token-file)."
+            "To serve workers that join elsewhere, it needs a token of its own (--token-file)."
         )
 
 

@@ -11,9 +11,9 @@ from rollover.errors import require
 
 @click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--open", "open_browser", is_flag=True, help="Show it in the browser.")
+@click.option("--open", "open_browser", is_flag=True, help="Open it in the browser.")
 def command(run: Path, open_browser: bool) -> None:
-    """Write RUN/report.html, also while RUN is at work."""
+    """Write RUN/report.html, even while the run is in progress."""
     require("plotly", purpose="rollover report")
     from rollover.report.run_report import write_report
 

@@ -14,7 +14,7 @@ from rollover.run.signals import Stopped, handled, stop
 
 
 class ServeCommand(ConfiguredCommand):
-    """Takes the keys of the embedded engine, not those of a run."""
+    """Takes the config keys of the embedded engine, not those of a run."""
 
     examples = ("--max_running 64", "--kv_cache_bytes 4_294_967_296")
 
@@ -27,27 +27,31 @@ class ServeCommand(ConfiguredCommand):
 
 
 _OF_A_RUN = ("kind", "kv_on_update", "logprob_tolerance", "colocated")
-"""Keys of the embedded engine that a run decides, whatever server it uses."""
+"""Keys of the embedded engine that the run decides, whatever server it uses."""
 
 
 @click.command("serve", cls=ServeCommand)
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Listen here; 0 takes a free port."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--api-key-env",
     metavar="NAME",
-    help="Ask of each request the key in this variable; in ROLLOVER_API_KEY when left out, if that is set.",
+    help="Require of each request the key in this variable; by default that in ROLLOVER_API_KEY, if it is set.",
 )
 @click.pass_context
 def command(ctx: click.Context, model: str, host: str, port: int, api_key_env: str | None) -> None:
     """Serve a model with the embedded engine, for runs on this machine or others.
 
-    A run uses such servers with engine.kind = "embedded_server", and loads its own weights into them. MODEL is a
-    folder, or a name on the Hugging Face hub. Whoever reaches the port can have any folder loaded: leave it on the
-    loopback interface or in a private network, or ask for a key.
+    A run uses such servers with engine.kind = "embedded_server", and loads its own weights into them. MODEL is a folder
+    or a name on the Hugging Face hub. Anyone who can reach the port can have any folder loaded: keep it on the loopback
+    interface or a private network, or require a key.
 
     \b
     CUDA_VISIBLE_DEVICES=0 rollover serve Qwen/Qwen3-0.6B --port 8000
@@ -79,7 +83,7 @@ def command(ctx: click.Context, model: str, host: str, port: int, api_key_env: s
 
 
 def _key(name: str | None, redactor: Redactor | None) -> str | None:
-    """Read the API key, which messages never show. Raises ``ConfigError`` when the variable holds none."""
+    """Read the API key, which messages never show. Raises ``ConfigError`` when the variable does not hold one."""
     from rollover.engine.servers.embedded.config import KEY_VARIABLE
 
     variable = name or KEY_VARIABLE

@@ -17,7 +17,7 @@ from rollover.cli.start import run_options, start
 def command(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Fine-tune on worked solutions, without reinforcement learning.
 
-    CONFIG is a TOML file or the name of a packaged experiment; its [sft] section applies, or the defaults.
+    CONFIG is a TOML file or the name of a packaged experiment. Its [sft] section applies; without one, the defaults do.
 
     \b
     rollover sft quickstart --sft.num_steps 500

@@ -15,42 +15,57 @@ MAX_REPLICAS = 10_000
 @click.command("simulate")
 @click.argument("workload", required=False)
 @click.option(
-    "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="Go by a run: lengths, batch, engine."
+    "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="Take lengths, batch and engine from a run."
 )
 @click.option(
-    "--strategies", metavar="A,B,...", callback=listed(str), help="What to compare with sync; five by default."
+    "--strategies", metavar="A,B,...", callback=listed(str), help="Strategies to compare with sync; five by default."
 )
 @click.option(
-    "--lag", "lag_budgets", metavar="L,...", callback=listed(float), help="Recommend for a mean lag of at most L."
+    "--lag",
+    "lag_budgets",
+    metavar="L,...",
+    callback=listed(float),
+    help="Recommend a setting with a mean lag of at most L.",
 )
-@click.option("--max-staleness", type=Count(min=0), metavar="S", help="Bound all settings; unbounded otherwise.")
 @click.option(
-    "--scenario", type=click.Path(path_type=Path), metavar="FILE", help="Engine, trainer, rewards and setting (TOML)."
+    "--max-staleness", type=Count(min=0), metavar="S", help="Staleness bound of all settings; unbounded by default."
 )
-@click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, as in h100-sxm.")
+@click.option(
+    "--scenario",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file with engine, trainer, rewards and setting.",
+)
+@click.option("--device", metavar="NAME", help="Engine: a device of the catalogue, such as h100-sxm.")
 @click.option("--model", metavar="DIR", help="The model on that device.")
-@click.option("--tp", type=Count(min=1, max=1024), default=1, metavar="N", help="Devices a replica.")
-@click.option("--replicas", type=Count(min=1, max=MAX_REPLICAS), default=1, metavar="N", help="Engine replicas.")
+@click.option("--tp", type=Count(min=1, max=1024), default=1, metavar="N", help="Devices per replica.")
+@click.option(
+    "--replicas", type=Count(min=1, max=MAX_REPLICAS), default=1, metavar="N", help="Number of engine replicas."
+)
 @click.option(
     "--engine",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Engine: a result of benchmarks/engine.py, or their folder.",
+    help="Engine: a result of benchmarks/engine.py, or a folder of results.",
 )
-@click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups a step.")
-@click.option("--group-size", type=Count(min=1), metavar="N", help="Samples a group.")
+@click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups per step.")
+@click.option("--group-size", type=Count(min=1), metavar="N", help="Samples per group.")
 @click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")
-@click.option("--steps", type=Count(min=1), metavar="N", help="Steps, warm-up included; 60, or as many as the run has.")
-@click.option("--warmup", type=Count(min=0), metavar="N", help="Steps left out at the beginning; a third.")
-@click.option("--seeds", type=Count(min=1), default=3, show_default=True, metavar="N")
-@click.option("--jobs", type=Count(min=1, max=1024), default=1, show_default=True, metavar="N", help="Processes.")
-@click.option("--out", "page", type=PageFile(), metavar="FILE", help="Draw it all as a page (HTML).")
-@click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures.")
+@click.option(
+    "--steps", type=Count(min=1), metavar="N", help="Steps, including warm-up; 60, or as many as the run has."
+)
+@click.option("--warmup", type=Count(min=0), metavar="N", help="Initial steps to leave out; a third by default.")
+@click.option("--seeds", type=Count(min=1), default=3, show_default=True, metavar="N", help="Number of seeds.")
+@click.option(
+    "--jobs", type=Count(min=1, max=1024), default=1, show_default=True, metavar="N", help="Number of processes."
+)
+@click.option("--out", "page", type=PageFile(), metavar="FILE", help="Write an HTML page with all results.")
+@click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures as JSON.")
 def command(**options: Any) -> None:
-    """Compare rollout strategies on response lengths before paying for them.
+    """Compare rollout strategies on given response lengths before paying for any of them.
 
     WORKLOAD is a preset (r1-16k, qwen3-16k, heavy-32k, light-8k), a workload or lengths file, or a run; r1-16k when
-    left out. Throughput is simulated beside lag, and a setting recommended.
+    left out. The simulation shows throughput together with lag, and recommends a setting.
 
     \b
     rollover simulate r1-16k --strategies april,concurrency --out frontier.html

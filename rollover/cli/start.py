@@ -1,4 +1,4 @@
-"""The parts that the commands that make a run share: their options, the dry run, the run directory and the errors."""
+"""The parts shared by all commands that create a run: options, the dry run, the run directory and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollover.run.directory import RunDir
 
 _QUIET = "rollover.quiet"
-"""The key under which a context keeps whether only results are wanted; the run does not remember it."""
+"""The key under which a context stores whether to print only results; the run does not remember it."""
 
 
 def _be_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -42,20 +42,20 @@ _OPTIONS = (
         is_flag=True,
         expose_value=False,
         callback=_be_quiet,
-        help="Print the result and errors, nothing on the way.",
+        help="Print only the result and errors, no progress.",
     ),
 )
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of all that make a run."""
+    """Add the options of every command that creates a run."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, job: str) -> None:
-    """Begin a new run of ``job``, a function of ``rollover.run.jobs``."""
+    """Start a new run of ``job``, a function in ``rollover.run.jobs``."""
     from rollover.run import directory
     from rollover.run.jobs import completed
     from rollover.run.loading import load
@@ -76,7 +76,7 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's config with its newest checkpoint as the model; adapters are merged for it once."""
+    """Return the run's config with its newest checkpoint as the model; adapters are merged for it on first use."""
     from rollover.run import directory
     from rollover.run.export import export, find_checkpoint, holds_adapters
 
@@ -90,7 +90,7 @@ def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options: Any) -> None:
-    """Do ``job`` with its ``options`` in its directory, and say where its report is."""
+    """Run ``job`` with its ``options`` in its directory, and say where its report is."""
     from rollover.run import jobs
 
     if click.get_current_context().meta[_QUIET]:
@@ -101,12 +101,12 @@ def work(ctx: click.Context, job: str, config: RunConfig, run: RunDir, **options
             {"train": jobs.train, "sft": jobs.sft, "evaluate": jobs.evaluate}[job](config, run, **options)
         except KeyboardInterrupt:
             if job == "train":
-                click.echo(f"stopped; go on with: {run.resume_command}", err=True)
+                click.echo(f"stopped; resume with: {run.resume_command}", err=True)
             raise
         except (RolloverError, OSError) as error:
             run.discard_after(error)
             if job == "train" and run.config_file.is_file():
-                error.add_note(f"once that is mended, go on with: {run.resume_command}")
+                error.add_note(f"once that is fixed, resume with: {run.resume_command}")
             raise
         finally:
             if run.report.is_file():

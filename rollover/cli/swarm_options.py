@@ -1,4 +1,4 @@
-"""Options that the commands of a swarm's other machines share: how they reach the coordinator, and trust it."""
+"""Options shared by the commands for a swarm's other machines: how they reach the coordinator and trust it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 FILE = click.Path(path_type=Path)
-"""A file that may or may not be there: whoever opens it says so."""
+"""A file that may not exist; the code that opens it reports that."""
 
 
 def join(help_text: str) -> Callable[[F], F]:
@@ -19,16 +19,16 @@ def join(help_text: str) -> Callable[[F], F]:
 
 
 def token_file(help_text: str) -> Callable[[F], F]:
-    """Return the option that names the file of a token, as ``token_file``."""
+    """Return the option that names a token file, as ``token_file``."""
     return click.option("--token-file", type=FILE, metavar="FILE", help=help_text)
 
 
 def ca_file() -> Callable[[F], F]:
-    """Return the option that names the certificates by which the coordinator is trusted, as ``ca_file``."""
-    text = "Trust the coordinator by the certificates in FILE (PEM), not by the system's."
+    """Return the option that names the certificates to verify the coordinator with, as ``ca_file``."""
+    text = "Verify the coordinator with the certificates in FILE (PEM) instead of the system's."
     return click.option("--ca-file", type=FILE, metavar="FILE", help=text)
 
 
 def insecure(help_text: str) -> Callable[[F], F]:
-    """Return the flag that allows what others on the way could read, as ``insecure``."""
+    """Return the flag that allows unencrypted connections, as ``insecure``."""
     return click.option("--insecure", is_flag=True, help=help_text)

@@ -16,12 +16,12 @@ DEFAULT_EXPERIMENT = "quickstart"
 
 @click.command("train", cls=ConfiguredCommand)
 @click.argument("config", required=False)
-@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Go on with the run in RUN.")
+@click.option("--resume", metavar="RUN", type=click.Path(path_type=Path), help="Resume the run in RUN.")
 @click.option(
     "--skip-batch",
     metavar="STEP",
     type=click.IntRange(min=0),
-    help="With --resume: step over the batch of STEP, which cannot be trained; its tokens count as wasted.",
+    help="With --resume: skip the batch of STEP, which cannot be trained; its tokens count as wasted.",
 )
 @run_options
 @click.pass_context
@@ -33,12 +33,12 @@ def command(
     run_dir: Path | None,
     dry_run: bool,
 ) -> None:
-    """Train a model, or go on with a run.
+    """Train a model, or resume a run.
 
     CONFIG is a TOML file or the name of a packaged experiment; quickstart when left out.
 
     \b
-    rollover train                                    the quickstart, minutes on a laptop
+    rollover train                                    the quickstart, a few minutes on a laptop
     rollover train run.toml --trainer.learning_rate 2e-6
     rollover train --resume runs/quickstart-20260101-120000
     """
@@ -46,13 +46,15 @@ def command(
 
     overrides = ctx.meta[OVERRIDES]
     if skip_batch is not None and (resume is None or dry_run):
-        raise click.UsageError("--skip-batch is for a run that goes on: give --resume RUN, without --dry-run", ctx)
+        raise click.UsageError("--skip-batch applies to a resumed run: give --resume RUN, without --dry-run", ctx)
     if resume is None:
         start(ctx, config or DEFAULT_EXPERIMENT, run_dir, dry_run, "train")
         return
     if config is not None or run_dir is not None:
         other = "--run-dir" if config is None else "CONFIG"
-        raise click.UsageError(f"--resume reads the config of its run and writes there; leave {other} out", ctx)
+        raise click.UsageError(
+            f"--resume reads the config of its run and writes to its directory; leave out {other}", ctx
+        )
     require("torch", purpose=ctx.command_path)
     if dry_run:
         show_plan(ctx, directory.saved_config(resume, overrides))

@@ -17,7 +17,7 @@ from rollover.version import __version__
 
 
 class WorkerCommand(ConfiguredCommand):
-    """Takes the keys of a worker, not those of a run."""
+    """Takes the config keys of a worker, not those of a run."""
 
     examples = ("--max_held_tokens 100000", "--engine.kind vllm or --engine.max_running 16")
 
@@ -30,23 +30,23 @@ class WorkerCommand(ConfiguredCommand):
 
 
 @click.command("worker", cls=WorkerCommand)
-@swarm_options.join("The coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.")
-@swarm_options.token_file("Read the worker's token from FILE; from ROLLOVER_SWARM_TOKEN when left out.")
+@swarm_options.join("Address of the coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.")
+@swarm_options.token_file("Read the worker's token from FILE instead of ROLLOVER_SWARM_TOKEN.")
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep weights in DIR; in ~/.cache/rollover/workers/NAME when left out.",
+    help="Keep weights in DIR instead of ~/.cache/rollover/workers/NAME.",
 )
 @swarm_options.ca_file()
 @click.option(
     "--nats-credentials",
     type=swarm_options.FILE,
     metavar="FILE",
-    help="Log in at the NATS cluster with what is in FILE: .creds, nkey, PEM, USER:PASSWORD or token.",
+    help="Log in to the NATS cluster with the credentials in FILE: .creds, nkey, PEM, USER:PASSWORD or token.",
 )
-@swarm_options.insecure("Allow a plain connection over a network that is private itself.")
-@click.option("--quiet", "-q", is_flag=True, help="Print errors alone.")
+@swarm_options.insecure("Allow a plain connection, over a network that is itself private.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -58,10 +58,10 @@ def command(
     insecure: bool,
     quiet: bool,
 ) -> None:
-    """Decode for a run on another machine.
+    """Generate rollouts for a run on another machine.
 
-    Dials in to the trainer's side of a swarm, fetches its weights, and serves them with any engine until stopped with
-    Ctrl-C; comes back by itself when the connection is lost.
+    The worker dials in to the trainer's side of a swarm, fetches its weights, and serves them with any engine until it
+    is stopped with Ctrl-C. It reconnects by itself when the connection is lost.
 
     \b
     rollover worker --join wss://trainer.example:8790 --token-file laptop.token
@@ -83,7 +83,7 @@ def command(
         require("nats", purpose=f"joining {address}")
         address = address.having(NatsCredentials.read(nats_credentials) if nats_credentials is not None else None)
     elif nats_credentials is not None:
-        raise ConfigError(f"{address} is not on a NATS cluster: leave out --nats-credentials")
+        raise ConfigError(f"{address} is not an address of a NATS cluster: leave out --nats-credentials")
     token = read_token(token_file, os.environ)
     if config.engine.declared.in_process:
         require("torch", "safetensors", purpose="the embedded engine of a worker")
@@ -112,7 +112,7 @@ def command(
 
 
 class _Stopping:
-    """Ctrl-C and the like: the first has the worker hand over its calls, the second ends the process at once."""
+    """Handles Ctrl-C and similar signals: the first hands over the worker's calls, the second ends it at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -129,5 +129,5 @@ class _Stopping:
             os._exit(128 + number)
         else:
             self._asked = True
-            self._say("handing over; once more to stop immediately")
+            self._say("handing over; press Ctrl-C again to stop immediately")
             self._stop("stopped by its user")

@@ -18,35 +18,37 @@ if TYPE_CHECKING:
 
 
 _SILENT_S = 15.0
-"""The trainer says how things are every two seconds."""
+"""Longest age of a current status; the trainer writes it every two seconds."""
 
 
 @click.command("workers", context_settings={"max_content_width": 100})
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--add", metavar="NAME", help="Make out a token for a new worker, and show it once.")
-@click.option("--out", type=click.Path(path_type=Path), help="With --add: write the token to this file instead.")
-@click.option("--revoke", metavar="NAME", help="Refuse a worker's token from now on, and send it away.")
-@click.option("--trust", metavar="NAME", help="Let a worker come back that was sent away as not to be trusted.")
+@click.option("--add", metavar="NAME", help="Create a token for a new worker, and show it once.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="With --add: write the token to this file instead of showing it."
+)
+@click.option("--revoke", metavar="NAME", help="Reject a worker's token from now on, and disconnect it.")
+@click.option("--trust", metavar="NAME", help="Readmit a worker that was sent away as untrusted.")
 def command(run: Path, add: str | None, out: Path | None, revoke: str | None, trust: str | None) -> None:
-    """List the workers of RUN, or let workers join and send them away."""
+    """List the workers of RUN, add workers, or remove them."""
     require("msgspec", "cryptography", purpose="rollover workers")
     if not (run / "config.json").exists():
-        raise RunError(f"{run} is no run directory: it has no config.json")
+        raise RunError(f"{run} is not a run directory: it has no config.json")
     given = [f"--{key}" for key, name in (("add", add), ("revoke", revoke), ("trust", trust)) if name is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are steps of their own: give one of them at a time")
+        raise ConfigError(f"{' and '.join(given)} cannot be combined: give one of them at a time")
     if out is not None and add is None:
-        raise ConfigError("--out is for the token of a new worker: give --add NAME as well")
+        raise ConfigError("--out is for the token of a new worker: also give --add NAME")
     if add is not None:
         _add(run / "swarm", add, out)
     if revoke is not None:
         from rollover.swarm.coordinator.trust.credentials import Credentials
 
         Credentials(run / "swarm" / "workers.json").revoke(revoke)
-        click.echo(f"{revoke}'s token is refused from now on")
+        click.echo(f"the token of {revoke} is rejected from now on")
     if trust is not None:
         _outcasts(run).pardon(trust)
-        click.echo(f"{trust} may come back: start its worker again")
+        click.echo(f"{trust} may join again: restart its worker")
     if (add, revoke, trust) == (None, None, None):
         from rollover.swarm.coordinator.status.snapshot import StatusFile
 
@@ -65,10 +67,10 @@ def _add(root: Path, name: str, out: Path | None) -> None:
     from rollover.swarm.publication.keys import open_key
 
     if out is not None and out.exists():
-        raise ConfigError(f"--out {out}: the file exists; name another")
+        raise ConfigError(f"--out {out}: the file exists; choose another name")
     root.mkdir(parents=True, exist_ok=True)
     if out is not None:
-        make_private(out)  # before the name is taken: a file that cannot be written leaves nothing behind
+        make_private(out)  # before the name is taken, so that a file that cannot be written changes nothing
     try:
         token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
     except RolloverError:
@@ -79,7 +81,7 @@ def _add(root: Path, name: str, out: Path | None) -> None:
         click.echo(token.text)
     else:
         out.write_text(f"{token.text}\n")
-    where = "save this line as a file that you alone can read" if out is None else f"take {out} there"
+    where = "save this line to a file that only you can read" if out is None else f"copy {out} there"
     click.echo(
         f"On the worker's machine: {where}, then: rollover worker --join URL --token-file {out or f'{name}.token'}",
         err=True,
@@ -108,7 +110,7 @@ def _show(run: Path, status: SwarmStatus) -> None:
     console = Console(width=None if os.isatty(1) else 160, highlight=False, markup=False)
     console.print(f"{status.url}, weights version {status.version}, as of {age_s:,.0f} s ago")
     if age_s > _SILENT_S:
-        console.print("the trainer says nothing: the run has ended, was stopped, or hangs; this is how things were")
+        console.print("no news from the trainer: the run has ended, was stopped, or hangs; this is its last status")
     elif status.page:
         console.print(f"live page: {status.page}")
     console.print(table if status.workers else "no worker has joined yet")
@@ -117,16 +119,16 @@ def _show(run: Path, status: SwarmStatus) -> None:
 
 
 def _advice(run: Path, status: SwarmStatus) -> Iterator[str]:
-    """Say how to go on, where somebody has to do something."""
+    """Yield advice on what the user has to do, if anything."""
     from rollover.swarm.coordinator.status.snapshot import shown
 
     if not status.workers:
-        yield f"make out a token for each: rollover workers {run} --add NAME"
+        yield f"create a token for each: rollover workers {run} --add NAME"
     for name, outcast in _outcasts(run).listed().items():
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(outcast.time_s))
         yield (
-            f"{name} was sent away on {when}: {shown(outcast.reason)}; once that is mended, let it come back:"
+            f"{name} was sent away on {when}: {shown(outcast.reason)}; once that is fixed, readmit it:"
             f" rollover workers {run} --trust {name}"
         )
     if any(w.state == "full" for w in status.workers):
-        yield "a worker that is full waits for the trainer's journal: does that stand still, or is its disk full?"
+        yield "a worker that is full is waiting for the trainer's journal: is the journal stuck, or its disk full?"

@@ -12,21 +12,21 @@ from rollover.errors import require
 
 @click.group("workload", cls=Commands)
 def command() -> None:
-    """Response lengths to simulate and plan with."""
+    """Work with response lengths for simulation and planning."""
 
 
 @command.command()
 @click.argument("source", metavar="RUN|FILE")
-@click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap of the lengths in FILE.")
-@click.option("--html", "page", type=PageFile(), metavar="FILE", help="Draw lengths, tail and fit as a page.")
+@click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap on the lengths in FILE.")
+@click.option("--html", "page", type=PageFile(), metavar="FILE", help="Write an HTML page with lengths, tail and fit.")
 @click.option(
-    "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML), not to the terminal."
+    "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML) instead of the terminal."
 )
 def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> None:
     """Fit a workload to recorded response lengths, and say how well it fits.
 
-    RUN is a run directory; FILE holds lengths as .jsonl or .parquet: a row for each sample (prompt, length) or for each
-    prompt (prompt, lengths). Without --cap, the longest response in FILE is taken to have met it.
+    RUN is a run directory. FILE is a .jsonl or .parquet file of lengths, with a row for each sample (prompt, length) or
+    for each prompt (prompt, lengths). Without --cap, the longest response in FILE is assumed to have reached the cap.
 
     \b
     rollover workload fit runs/quickstart-20260101-120000 --html fit.html

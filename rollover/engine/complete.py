@@ -51,7 +51,7 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
                     failures = 0 if chunk.token_ids else failures
                     if chunk.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                         return
-            raise EngineError(f"the engine stopped {call.request_id} after {len(ids)} tokens, which nobody asked for")
+            raise EngineError(f"the engine stopped {call.request_id} after {len(ids)} tokens without being asked to")
         except CallDisplaced:
             pass
         except EngineError:
@@ -96,9 +96,11 @@ def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int
     """
     limit = call.params.max_new_tokens
     if chunk.finish_reason is FinishReason.LENGTH and num_tokens < limit:
-        raise EngineError(f"the engine ended {name} for its length after {num_tokens} tokens, asked for {limit}")
+        raise EngineError(
+            f"the engine ended {name} for its length after {num_tokens} tokens, but {limit} were requested"
+        )
     if chunk.finish_reason is FinishReason.STOP and num_tokens == len(call.response_ids):
-        raise EngineError(f"the engine says that {name} has come to its stop, without a token")
+        raise EngineError(f"the engine says that {name} reached a stop token, but sent no token")
     stops = call.params.stop_token_ids
     if chunk.finish_reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
         raise EngineError(

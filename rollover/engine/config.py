@@ -122,13 +122,13 @@ class EngineConfig(ABC):
     def cluster_refusals(self) -> Iterator[str]:
         """Yield why a Ray cluster cannot be the place of this engine."""
         kinds = "'vllm', 'sglang' or 'embedded_server'"
-        yield f"cluster.engines starts servers, and engine.kind is {self.kind!r}: choose {kinds}"
+        yield f"cluster.engines starts servers, but engine.kind is {self.kind!r}: choose {kinds}"
 
 
 def check_colocated(kv_on_update: str) -> None:
     """Raise ``ValueError`` where an engine that gives its cache back is to keep it over an update."""
     if kv_on_update == "keep":
         raise ValueError(
-            "kv_on_update = 'keep' cannot go with colocated = true: the cache is given back while the trainer trains,"
-            " so nothing of it is left to keep; leave one of the two out"
+            "kv_on_update = 'keep' does not work with colocated = true: the cache is released while the trainer trains,"
+            " so there is nothing left to keep; leave out one of the two"
         )

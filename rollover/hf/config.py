@@ -25,8 +25,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"model folder {str(folder)!r} does not exist")
     if not path.is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"{str(folder)!r} holds adapters, which are no model by themselves: rollover export RUN FOLDER merges those"
-            " of a run into its model"
+            f"{str(folder)!r} holds adapters, which are not a model by themselves: rollover export RUN FOLDER merges"
+            " those of a run into its model"
         )
     if not path.is_file():
         raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
@@ -69,5 +69,5 @@ def check_same_architecture(checkpoint: Path, initial: Path) -> None:
             raise ModelError(
                 f"checkpoint {str(checkpoint)!r} has a model with {key} = {old.get(key)!r}, "
                 f"but the run's model {str(initial)!r} has {new.get(key)!r}: "
-                "resume with the model the run began with"
+                "resume with the model that the run started from"
             )

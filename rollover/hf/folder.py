@@ -22,7 +22,7 @@ def write_folder(
     folder: Path,
     write: Callable[[Path], None],
     *,
-    mend: str = "free some space, or lower checkpoint.keep_last",
+    remedy: str = "free some space, or lower checkpoint.keep_last",
     durable: bool = True,
 ) -> None:
     """Create ``folder`` with what ``write`` puts into the path it is given, or leave everything as it was.
@@ -30,7 +30,7 @@ def write_folder(
     An existing folder is replaced. Raises ``ResourceError`` when the disk is full.
 
     Args:
-        mend: what the user can do about a full disk.
+        remedy: what the user can do about a full disk.
         durable: flush every file, so that the folder outlives a crash of the machine.
     """
     partial: Path | None = None
@@ -49,7 +49,7 @@ def write_folder(
             raise system_error(error) or error from None
         raise ResourceError(
             f"no space left on the disk of {str(folder.parent)!r}: {folder.name} was not written, "
-            f"earlier ones are intact; {mend}"
+            f"earlier ones are intact; {remedy}"
         ) from error
     finally:
         if partial is not None and partial.exists():

@@ -21,7 +21,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
         if folder.is_dir():
             return folder
     except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
-        raise ModelError(f"model folder {str(name)!r} cannot be looked for: {error}") from None
+        raise ModelError(f"model folder {str(name)!r} cannot be accessed: {error}") from None
     if not _HUB_ID.fullmatch(str(name)):
         raise ModelError(
             f"model folder {str(name)!r} does not exist; give a folder with config.json or a hub id (--model.path)"
@@ -32,6 +32,6 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=_SNAPSHOT_FILES + ["*.safetensors"] * weights))
     except Exception as error:  # the hub client's errors share no base class with those of its HTTP library
         raise ModelError(
-            f"model {str(name)!r} is no folder here and could not be fetched from the hub "
+            f"model {str(name)!r} is not a folder here and could not be fetched from the hub "
             f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"
         ) from error

@@ -29,13 +29,13 @@ def load_tokenizer(folder: Path) -> Any:
 
     # Without its files, transformers makes up an empty tokenizer for some model types.
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files beside the model")
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files next to the model")
     _listed_stop_ids(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as e:  # the tokenizers library raises plain Exception
         reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files beside the model") from e
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files next to the model") from e
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{folder}: the tokenizer names no end token (eos_token in tokenizer_config.json)")
     return tokenizer
@@ -62,7 +62,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; mend or delete it") from None
+        raise ModelError(f"{path} cannot be read: {error}; fix or delete it") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no table of keys; mend or delete it")
+        raise ModelError(f"{path} does not hold a table of keys; fix or delete it")
     return content

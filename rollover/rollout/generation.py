@@ -106,7 +106,7 @@ class SampleCall:
                     yield self._end_segment(reason)
                 if unasked:
                     raise EngineError(
-                        f"the engine stopped {sample_id} after {num_tokens} tokens, which nobody had asked for"
+                        f"the engine stopped {sample_id} after {num_tokens} tokens without being asked to"
                     )
             if not self.is_over:
                 raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
@@ -194,7 +194,7 @@ def check_chunk(
     """
     limit = request.params.max_new_tokens
     if num_tokens > limit:
-        raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, asked for at most {limit}")
+        raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, but at most {limit} were requested")
     check_end(sample_id, request, chunk, num_tokens, last_token)
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(

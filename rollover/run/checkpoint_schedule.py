@@ -73,15 +73,15 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
 
     if checkpoint is None:
         return Journal(run.journal)
-    mend = f"put the right one back, or start a new run with --model.path {checkpoint}"
+    remedy = f"put the right one back, or start a new run with --model.path {checkpoint}"
     if not run.journal.exists():
-        raise RunError(f"{run.journal} is gone, and {checkpoint} cannot go on without it: {mend}")
+        raise RunError(f"{run.journal} is missing, and {checkpoint} cannot be resumed without it: {remedy}")
     journal = Journal(run.journal)
     written = read_manifest(checkpoint).extra.get(_JOURNAL_SEQ, 0)
     if written > journal.last_seq:
         last = journal.last_seq
         journal.close()
-        raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} has seen event {written}: {mend}")
+        raise RunError(f"{run.journal} ends at event {last}, but {checkpoint} includes event {written}: {remedy}")
     return journal
 
 

@@ -96,7 +96,7 @@ def _lacking(config: Sections) -> str:
     return (
         f"rollout.strategy {config.rollout.strategy.kind!r} loads weights under running samples, which this engine"
         f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
-        f" does without: {others}"
+        f" does not need this: {others}"
     )
 
 
@@ -124,8 +124,8 @@ def contradictions(config: Sections) -> Iterator[str]:
         yield f"algorithm.group_filter 'zero_signal' would drop every group: rollout.{single}; change one of them"
     if advantage.compares == "history" and not single:
         yield (
-            f"algorithm.advantage {algorithm.advantage!r} is for samples that are trained one by one: set rollout.unit"
-            " = 'sample', or use an advantage that compares siblings"
+            f"algorithm.advantage {algorithm.advantage!r} requires samples that are trained one by one: set"
+            " rollout.unit = 'sample', or use an advantage that compares siblings"
         )
     if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
         yield (
@@ -138,7 +138,7 @@ def contradictions(config: Sections) -> Iterator[str]:
         yield _asleep_in_training(config)
     if config.deterministic and rollout.strategy.overlaps_training:
         yield (
-            f"deterministic = true cannot hold with rollout.strategy {rollout.strategy.kind!r}, which trains and"
+            f"deterministic = true is impossible with rollout.strategy {rollout.strategy.kind!r}, which trains and"
             " generates at the same time: use one that stops for the trainer, such as 'april'"
         )
     if config.cluster is not None and config.trainer.num_devices == 1 and not config.cluster.num_engines:

@@ -37,7 +37,7 @@ def _stays_when_scheduled(before: RunConfig, after: RunConfig) -> str | None:
 
 
 def _stays_undone(before: RunConfig, after: RunConfig) -> str | None:
-    return "what has been done was not repeatable" if after.deterministic else None
+    return "the steps so far were not repeatable" if after.deterministic else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +97,11 @@ class RunConfig:
         for name in self.variants:
             if not _VARIANT_NAME.fullmatch(name) or name in RUN_FILES:
                 raise ValueError(
-                    f"variants: {name!r} cannot name a variant, whose run gets a directory of that name: take up to 64"
-                    f" letters, digits, '_', '-' and '.', and none of {', '.join(RUN_FILES)}"
+                    f"variants: {name!r} cannot name a variant, because its run gets a directory of that name: use"
+                    f" up to 64 letters, digits, '_', '-' and '.', and none of {', '.join(RUN_FILES)}"
                 )
         if len(self.variants) == 1:
             raise ValueError(
-                f"variants: {min(self.variants)!r} is alone, and a comparison needs two: add another variant"
-                " (an empty table is this config unchanged), or write its changes into the config"
+                f"variants: {min(self.variants)!r} is the only variant, and a comparison needs two: add another"
+                " (an empty table is this config unchanged), or move its changes into the config"
             )

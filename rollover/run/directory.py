@@ -169,7 +169,7 @@ def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str 
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RunError(f"{path}: cannot be made into a run directory: {reason}") from None
+        raise RunError(f"{path}: cannot become a run directory: {reason}") from None
     if not is_run(path) and any(entry.name not in _LEFT_UNBEGUN for entry in path.iterdir()):
         raise RunError(f"{path} is neither empty nor a run directory: choose another with --run-dir")
     run = RunDir(path)
@@ -191,8 +191,8 @@ def _held(path: Path, config: RunConfig) -> str:
     """Describe how the config of the run in ``path`` differs from ``config``, and offer to resume it if possible."""
     before = derived_config(path)
     if not (changed := _differing(before, config)):
-        return f"this config: go on with it by --resume {path}, or "
-    able = "" if refusals(before, config) else f"go on with it by --resume {path} and these settings, or "
+        return f"this config: resume it with --resume {path}, or "
+    able = "" if refusals(before, config) else f"resume it with --resume {path} and these settings, or "
     return f"another config (it differs in {', '.join(map(dotted, changed[:3]))}): {able}"
 
 
@@ -204,7 +204,7 @@ def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[st
     job = _read(path)[1].get("job", "train")
     if job != "train":
         raise RunError(
-            f"{path} is the directory of a rollover {job}, which does it all at once and has nothing to resume;"
+            f"{path} is the directory of a rollover {job}, which runs in one go and has nothing to resume;"
             " give --resume the directory of a rollover train"
         )
     config = saved_config(path, overrides)
@@ -233,7 +233,9 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     kind = _read(path)[0].get("rollout", {}).get("strategy")
     if isinstance(kind, str) and kind in SIMULATED_ONLY:
-        raise RunError(f"{path} cannot go on: it was made with rollout.strategy {kind!r}; {SIMULATED_ONLY[kind]}")
+        raise RunError(
+            f"{path} cannot be resumed: it was created with rollout.strategy {kind!r}; {SIMULATED_ONLY[kind]}"
+        )
     config = derived_config(path, overrides)
     if overrides:
         check_changes(path, derived_config(path), config)
@@ -317,7 +319,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except ValueError:
         meta = None
     if not isinstance(meta, dict):
-        raise RunError(f"{file} is damaged: it is not what a run writes there")
+        raise RunError(f"{file} is damaged: its content was not written by a run")
     return config, meta
 
 

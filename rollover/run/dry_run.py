@@ -46,14 +46,15 @@ def dry_run(config: RunConfig) -> list[str]:
         given = "adapters alone" if lora.publish == "adapter" else "the merged weights"
         targets = ", ".join(lora.targets)
         lines.append(
-            f"adapters of rank {lora.rank} beside {targets}; the model's own weights stay, the engine is given {given}"
+            f"adapters of rank {lora.rank} on {targets}; the model's own weights stay fixed, and the engine receives"
+            f" {given}"
         )
     if r.top_p < 1 or r.top_k > 0:
         lines.append("warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact")
     advantage = resolve(config.algorithm).advantage
     if r.strategy.sorts_by_length and ADVANTAGES[advantage].compares == "batch":
         lines.append(
-            f"warning: strategy {r.strategy.kind} trains responses of like length together, and the advantage"
+            f"warning: strategy {r.strategy.kind} trains responses of similar length together, and the advantage"
             f" {advantage!r} compares those of a batch; strategy april mixes them"
         )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]

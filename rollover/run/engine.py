@@ -68,7 +68,7 @@ async def _open_swarm(
         clock=SystemClock(),
     )
     notify(
-        f"the swarm listens on {swarm.url}; for each worker make out a token with rollover workers {run.path}"
+        f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {run.path}"
         " --add NAME"
     )
     if swarm.admin is not None:
@@ -111,10 +111,10 @@ def _turns(config: RunConfig) -> list[str]:
     """Return what it means that engine and trainer take turns on the same devices, where they do."""
     if not config.engine.declared.is_colocated:
         return []
-    line = "engine and trainer take turns: the engine gives weights and cache back while the trainer trains"
+    line = "engine and trainer take turns: the engine releases weights and cache while the trainer trains"
     if config.rollout.strategy.builds.on_full is OnFull.PARK:
         kind = config.rollout.strategy.kind
-        line += f", so what strategy {kind} leaves unfinished is prefilled again in the next round"
+        line += f", so rollouts that strategy {kind} leaves unfinished is prefilled again in the next round"
     return [line]
 
 

@@ -86,19 +86,19 @@ def uncounted(config: RunConfig) -> str | None:
     if not isinstance(engine, ServerConfig):
         return None
     if not engine.launch:
-        return f"memory: not counted is what the {_many(len(engine.urls))} of engine.urls take, which run already"
+        return f"memory: this does not include the {_many(len(engine.urls))} of engine.urls, already running"
     if isinstance(engine, EmbeddedServerConfig):
         return None
     kind = str(getattr(engine, "kind", ""))
     if _on_cluster(config):
-        return f"memory: not counted is what the {kind} servers on the cluster take"
+        return f"memory: this does not include the {kind} servers on the cluster"
     servers = _many(engine.num_servers, kind)
     devices = {device for number in range(engine.num_servers) for device in server_devices(engine, number)}
     if devices == {"cpu"}:
-        return f"memory: not counted is what the {servers} take of the CPU's memory"
+        return f"memory: this does not include the CPU memory of the {servers}"
     if _share(config) is None:
         return (
-            f"memory: not counted is what the {servers} take: to have it counted, name their share of a GPU in"
+            f"memory: this does not include the {servers}: to include them, name their share of a GPU in"
             f" engine.launch_args, as in {_SHARES[kind]} 0.6"
         )
     return None

@@ -33,7 +33,7 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
     config = directory.derived_config(run)
     checkpoint = find_checkpoint(run, step)
     if target.exists():
-        raise RunError(f"{target} exists: name a folder that is yet to be made")
+        raise RunError(f"{target} exists: choose a folder that does not exist yet")
     verify_files(checkpoint, read_manifest(checkpoint))
     target.parent.mkdir(parents=True, exist_ok=True)
     if holds_adapters(checkpoint):
@@ -80,5 +80,5 @@ def _base(config: RunConfig, run: Path) -> Path:
         return resolve_model(config.model.path)
     made = run / "model" if config.sft is not None else run / "model-untrained"
     if not made.is_dir():
-        raise ModelError(f"{made} is gone: the adapters of {run} are of use beside that model alone")
+        raise ModelError(f"{made} is missing: the adapters of {run} only work with that model")
     return made

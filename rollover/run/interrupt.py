@@ -74,7 +74,7 @@ class Interrupt:
             # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
             # while a training step runs in its thread.
             self._progress.__exit__(None, None, None)
-            print(f"stopped immediately; go on with: {self._resume}", file=sys.stderr, flush=True)
+            print(f"stopped immediately; resume with: {self._resume}", file=sys.stderr, flush=True)
             os._exit(128 + number)
         else:
             self.number = number

@@ -46,7 +46,7 @@ def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
         config, notes = replace(config, sft=sft), (f"the config has no [sft] section: {about}",)
     if job == "evaluate" and not config.tasks.eval:
         drawn = all(source.kind == "reasoning_gym" for source in config.tasks.train)
-        about = "on items drawn anew" if drawn else "on prompts that it may have been trained on"
+        about = "on newly drawn items" if drawn else "on prompts that it may have been trained on"
         config = replace(config, tasks=replace(config.tasks, eval=config.tasks.train))
         notes = (f"tasks.eval names no source: the model is measured {about} (tasks.train)",)
     makes_policy = config.model.scratch is not None or config.sft is not None
@@ -163,7 +163,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
 
     if config.engine.declared.serves_training_only:
         raise ConfigError(
-            f"engine.kind {config.engine.kind!r} is there to train: to evaluate, add --engine.kind embedded"
+            f"engine.kind {config.engine.kind!r} is only for training: to evaluate, add --engine.kind embedded"
         )
     folder = initial_policy(config, run.model, progress, metrics)
     tokenizer = load_tokenizer(folder)

@@ -54,7 +54,7 @@ def read_plan(file: Path) -> Plan:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise PlanError(
-            f"{file} is no plan of this version: {where}: {first['msg']}; make one with rollover plan FLEET --json"
+            f"{file} is not a plan of this version: {where}: {first['msg']}; make one with rollover plan FLEET --json"
             f" {file.name}"
         ) from None
     if found := plan.obstacles:

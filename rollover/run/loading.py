@@ -48,7 +48,7 @@ def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
     beside = file.parent / base
     below = find(beside if beside.is_file() else base)
     if below in (*extending, file):
-        raise ConfigError(f"{where}: {base} extends this file in turn; break the circle")
+        raise ConfigError(f"{where}: {base} extends this file in turn; break the cycle")
     inherited = _read(below, str(below), (*extending, file))
     return toml.Document(name=document.name, data=_merged(inherited.data, data), lines=document.lines)
 
@@ -103,11 +103,11 @@ def find(config: str | Path) -> Path:
     try:
         is_file, is_dir = path.is_file(), path.is_dir()
     except OSError as error:
-        raise ConfigError(f"{config}: cannot be looked for: {error.strerror}") from None
+        raise ConfigError(f"{config}: cannot be accessed: {error.strerror}") from None
     if path.suffix == ".toml" or is_file:
         return path
     if is_dir:
-        raise ConfigError(f"{config} is a directory; to go on with a run: rollover train --resume {config}")
+        raise ConfigError(f"{config} is a directory; to resume a run: rollover train --resume {config}")
     packaged = {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
     if str(config) not in packaged:
         hint = nearest(str(config), packaged)

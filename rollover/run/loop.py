@@ -65,7 +65,7 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
         session.observe(
             Notice(
                 f"step {batch.step}: its batch of {len(batch.groups)} groups was skipped, as asked by --skip-batch;"
-                f" {batch.num_tokens:,} tokens are wasted, the weights are those of the step before"
+                f" {batch.num_tokens:,} tokens are wasted, and the weights stay those of the step before"
             )
         )
     else:
@@ -75,7 +75,7 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
             raise
         except RolloverError as error:
             way_around = f"{session.resume_command} --skip-batch {batch.step}"
-            error.add_note(f"the batch of step {batch.step} was not trained; to go on without it: {way_around}")
+            error.add_note(f"the batch of step {batch.step} was not trained; to resume without it: {way_around}")
             raise
     now_s = session.clock.now_s()
     session.driver.record(BatchTrained(time_s=now_s, step=batch.step, untrained=dict(trained.untrained)))

@@ -64,8 +64,8 @@ async def open_places(
         run=run.identity(),
         logs=run.path / "logs",
         must_see=must_see,
-        remedy="put the model, and engine.weights_dir or the run directory, on a folder that all nodes see under the"
-        " same path",
+        remedy="put the model, and engine.weights_dir or the run directory, in a folder with the same path on all"
+        " nodes",
     )
 
 

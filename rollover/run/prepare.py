@@ -81,12 +81,12 @@ def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) 
     try:
         began_with = dict(json.loads(record.read_text())["model"])
     except (ValueError, KeyError, TypeError):
-        raise RunError(f"{record} is damaged: delete it if {folder} is the model that the run began with") from None
+        raise RunError(f"{record} is damaged: delete it if {folder} is the model that the run started from") from None
     for name in sorted(found.keys() | began_with.keys()):
         if found.get(name) != began_with.get(name) and (name != "weights" or needs_weights):
             what = "its weights are" if name == "weights" else f"{name} is"
             raise ModelError(
-                f"{folder} is not the model that the run began with: {what} different; bring that model"
+                f"{folder} is not the model that the run started from: {what} different; bring that model"
                 " back, name it with --model.path, or start a new run"
             )
 

@@ -206,8 +206,8 @@ def _resumed(
     progress.resumed(trainer.version)
     if config.deterministic and (changed := run.changed_environment()):
         progress.message(
-            "deterministic = true promises equal bits under equal versions only, and this run began under others"
-            f" ({'; '.join(changed)}): it goes on with the batches on record, but its weights may differ from those of"
-            " a run that was never stopped"
+            "deterministic = true promises identical bits only with identical versions, and this run began with"
+            f" others ({'; '.join(changed)}): it continues with the batches on record, but its weights may differ"
+            " from those of a run that was never stopped"
         )
     return state

@@ -33,7 +33,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     from rollover.trainer.local import LocalTrainer
 
     if checkpoint is not None and not read_manifest(checkpoint).files:
-        progress.message(f"{checkpoint} has no checksums (an earlier version wrote it): damage would go unnoticed")
+        progress.message(f"{checkpoint} has no checksums (an earlier version wrote it), so damage would go unnoticed")
     algorithm, rollout = resolve(config.algorithm), config.rollout
     if config.trainer.num_devices == 1:
         return LocalTrainer(
@@ -93,7 +93,7 @@ def check_devices(config: RunConfig) -> list[str]:
         from rollover.trainer.devices import rank_devices
 
         devices = rank_devices(section)
-        lines.append(f"{what}: sharded over {len(devices)} devices ({', '.join(devices)}), a process each")
+        lines.append(f"{what}: sharded over {len(devices)} devices ({', '.join(devices)}), one process each")
         if (size := section.context_parallel) > 1:
             lines.append(f"{what}: each pass is shared by {size} devices, along the sequence")
     return lines

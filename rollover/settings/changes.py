@@ -37,7 +37,7 @@ def _never(before: Any, after: Any) -> str | None:
 
 
 def _inexact(before: Any, after: Any) -> str | None:
-    return "deterministic = true promises the same bits, and they depend on it" if after.deterministic else None
+    return "deterministic = true promises identical results, and they depend on it" if after.deterministic else None
 
 
 FIXED = OnResume(_never, "")

@@ -96,7 +96,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
                 raise ConfigError(f"command line: --{name} needs a value: --{name} VALUE")
         path = tuple(name.replace("-", "_").split("."))
         if not all(path):
-            raise ConfigError(f"command line: {argument!r} is no key; overrides are --section.key value")
+            raise ConfigError(f"command line: {argument!r} is not a key; overrides are --section.key value")
         overrides.append(Override(path=path, text=text))
     return overrides
 
@@ -150,7 +150,7 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
         case bool():
             return
         case int() if not -(2**63) <= value < 2**63:
-            message = "whole numbers have 64 bits here"
+            message = "whole numbers are limited to 64 bits"
         case float() if not math.isfinite(value) and float in types_at(schema, path, data):
             if value == math.inf and UNBOUNDED in _declared(schema, path, data):
                 return
@@ -158,9 +158,9 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
         case str() if _SURROGATE.search(value):
             message = "this is not text in UTF-8"
         case str() if "\0" in value:
-            message = "this text holds the character of code 0, which no file or program takes"
+            message = "this text contains the null character, which files and programs do not accept"
         case str() if HIDDEN in value:
-            message = "a secret was hidden where this was copied from: write it again"
+            message = "this is the placeholder of a hidden secret: write the secret itself"
         case _:
             return
     yield {"type": "impossible", "loc": path, "input": value, "msg": message}

@@ -165,17 +165,17 @@ class SwarmConfig(EngineConfig):
 
     def mismatch_remedy(self, number_format: str) -> str:
         return (
-            f"whoever runs this worker must see to it that it computes in {number_format} and without quantisation"
-            " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that nobody else"
-            " loads weights into its engine; rollover workers RUN --trust NAME then lets it join again"
+            f"the operator of this worker must make sure that it computes in {number_format} and without quantisation"
+            " (--engine.dtype of its embedded engine, --dtype of a vLLM or SGLang server) and that no other program"
+            " loads weights into its engine; rollover workers RUN --trust NAME then readmits it"
         )
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from EngineConfig.refusals(self, demands)
         if demands.adapters:
             yield (
-                "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters alone by itself,"
-                " where they are smaller; leave the key out"
+                "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters by itself"
+                " whenever they are smaller; leave the key out"
             )
         if self.mode == "pull" and demands.staleness_bound > 0:
             yield (

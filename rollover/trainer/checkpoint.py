@@ -94,13 +94,13 @@ def _doing_without(folder: Path) -> str:
     """Return what the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
-        return "no other is left: bring it back, or start a new run"
+        return "no other is left: restore it, or start a new run"
     damaged = [str(folder)]
     for path in others:
         if _is_whole(path):
-            return f"delete {' and '.join(damaged)} to go on from {path.name}"
+            return f"delete {' and '.join(damaged)} to resume from {path.name}"
         damaged.append(str(path))
-    return "no other is whole: bring one back, or start a new run"
+    return "no other is intact: restore one, or start a new run"
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         if found != FORMAT_VERSION:
             raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")
         if values.pop(_OWN_SUM, None) != (_sum_of(values) if values.get("files") else None):
-            raise DamagedCheckpoint(folder, f"{path} is damaged: it is not what was written")
+            raise DamagedCheckpoint(folder, f"{path} is damaged: its content has changed since it was written")
         return CheckpointManifest(**values)
     except FileNotFoundError as error:
         raise ModelError(f"{str(folder)!r} is not a checkpoint: it has no {MANIFEST}") from error
@@ -131,7 +131,7 @@ def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
         try:
             found = sum_of_file(folder / name)
         except FileNotFoundError:
-            raise DamagedCheckpoint(folder, f"{folder / name} is gone") from None
+            raise DamagedCheckpoint(folder, f"{folder / name} is missing") from None
         if found != written:
             damage = f"{folder / name} is damaged: its SHA-256 is {found[:12]}..., not {written[:12]}... as written"
             raise DamagedCheckpoint(folder, damage)
@@ -232,9 +232,11 @@ def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters:
         if name not in shapes:
             raise ModelError(f"{path} does not match the model: it lacks {name}")
         if name not in expected:
-            raise ModelError(f"{path} does not match the model: it has {name}, which the model has not")
+            raise ModelError(f"{path} does not match the model: it has {name}, which the model does not have")
         if (shape := shapes[name]) != expected[name]:
-            raise ModelError(f"{path} does not match the model: {name} is {shape}, the model wants {expected[name]}")
+            raise ModelError(
+                f"{path} does not match the model: {name} is {shape}, but the model needs {expected[name]}"
+            )
 
 
 def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:

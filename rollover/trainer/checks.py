@@ -36,7 +36,7 @@ def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads:
         divisors = ", ".join(str(n) for n in range(1, both + 1) if both % n == 0)
         raise ConfigError(
             f"{config.section}.context_parallel is {size}, but the model has {num_heads} attention heads and"
-            f" {num_kv_heads} key-value heads, which are dealt to so many devices: set it to a divisor of both"
+            f" {num_kv_heads} key-value heads, which are divided among the devices: set it to a divisor of both"
             f" ({divisors})"
         )
 
@@ -46,5 +46,6 @@ def check_targets(targets: Iterable[str], matrices: Iterable[str]) -> None:
     known = list(dict.fromkeys(matrices))
     if unknown := [name for name in targets if name not in known]:
         raise ConfigError(
-            f"trainer.lora.targets names {unknown[0]!r}, which the model has not; its matrices: {', '.join(known)}"
+            f"trainer.lora.targets names {unknown[0]!r}, which the model does not have; its matrices:"
+            f" {', '.join(known)}"
         )

@@ -106,7 +106,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _require(self.rank >= 1, "rank", self.rank, "at least 1")
         _require(self.alpha > 0, "alpha", self.alpha, "above 0")
-        _require(len(self.targets) > 0, "targets", list(self.targets), "one matrix at least")
+        _require(len(self.targets) > 0, "targets", list(self.targets), "at least one matrix")
         if self.publish not in get_args(Publish):
             raise ValueError(f"publish {self.publish!r} is unknown{nearest(self.publish, get_args(Publish))}")
 
@@ -195,7 +195,7 @@ class CheckpointConfig:
     while the next is written."""
 
     def __post_init__(self) -> None:
-        _require(self.every_steps >= 0, "every_steps", self.every_steps, "at least 0 (0 is only at the end)")
+        _require(self.every_steps >= 0, "every_steps", self.every_steps, "at least 0 (0 saves only at the end)")
         _require(self.keep_last >= 1, "keep_last", self.keep_last, "at least 1")
 
 
@@ -224,7 +224,12 @@ class ScratchConfig:
         for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
             _require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         for key in ("hidden_size", "num_layers", "intermediate_size", "max_position", "vocab_size"):
-            _require(getattr(self, key) <= 2**20, key, getattr(self, key), f"at most {2**20}: this makes small models")
+            _require(
+                getattr(self, key) <= 2**20,
+                key,
+                getattr(self, key),
+                f"at most {2**20}: this section is for small models",
+            )
         even_head = self.hidden_size % (2 * self.num_heads) == 0
         _require(even_head, "hidden_size", self.hidden_size, f"a multiple of 2 x num_heads ({self.num_heads})")
         divides = self.num_heads % self.num_kv_heads == 0

@@ -32,7 +32,7 @@ def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
         most = max(4, os.cpu_count() or 1)
         if num > most:
             raise ConfigError(
-                f"{key} is {num}, but on the CPU of this machine at most {most} processes make sense: lower it"
+                f"{key} is {num}, but at most {most} processes make sense on this machine's CPU: lower it"
             )
         if not dist.is_gloo_available():
             raise ConfigError(f"{key} = {num} on the CPU needs a PyTorch with gloo; set it to 1")
@@ -40,7 +40,7 @@ def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num > there:
         gpus = "1 GPU" if there == 1 else f"{there} GPUs"
-        raise ConfigError(f"{key} is {num}, but {gpus} can be seen: lower it, or look at CUDA_VISIBLE_DEVICES")
+        raise ConfigError(f"{key} is {num}, but {gpus} can be seen: lower it, or check CUDA_VISIBLE_DEVICES")
     if not dist.is_nccl_available():
         raise ConfigError(f"{key} = {num} on GPUs needs a PyTorch with NCCL; set it to 1")
     return tuple(f"cuda:{index}" for index in range(num))

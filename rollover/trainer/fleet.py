@@ -275,7 +275,7 @@ class FleetTrainer:
                 error.add_note("it ran out again after the trainer's ranks were restarted")
                 raise error
             self._ran_out = True
-        since = "the model that the run began with" if self._checkpoint is None else self._checkpoint.name
+        since = "the model that the run started from" if self._checkpoint is None else self._checkpoint.name
         steps = f"{(repeated := len(self._since))} step{'s' * (repeated != 1)}"
         self._notify(
             f"trainer: {error}; restarting all {len(self._devices)} ranks from {since}, {steps} to repeat"

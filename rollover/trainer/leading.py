@@ -233,7 +233,13 @@ class LedRanks(ABC):
         least = min(progress[p.rank] for p in waiting)
         behind = [p for p in waiting if progress[p.rank] == least]
         names = ", ".join(f"rank {p.rank}" for p in stopped or behind)
-        has = "it was stopped (SIGSTOP)" if stopped else "the others wait for it" if len(behind) == 1 else "they hang"
+        has = (
+            "it was stopped (SIGSTOP)"
+            if stopped
+            else "the others are waiting for it"
+            if len(behind) == 1
+            else "they hang"
+        )
         return f"{names} of {self.size} did nothing for {limit_s:g} s (trainer.rank_timeout_s) in {doing}: {has}"
 
 

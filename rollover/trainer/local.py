@@ -356,7 +356,7 @@ class LocalTrainer:
         if refused is not None:
             raise refused
         if failed:
-            raise PeerLost(f"{self._world} cannot go on: rank {failed[0]} has met an error")
+            raise PeerLost(f"{self._world} cannot continue: rank {failed[0]} failed")
 
 
 def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str, float]:

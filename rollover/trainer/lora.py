@@ -144,7 +144,9 @@ def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
     matrices = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     check_targets(config.targets, matrices)
     if "lm_head" in config.targets and model.lm_head.weight is model.model.embed_tokens.weight:
-        raise ConfigError("trainer.lora.targets names 'lm_head', which is the model's embedding too and has to stay it")
+        raise ConfigError(
+            "trainer.lora.targets names 'lm_head', which is also the model's embedding and must not change"
+        )
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a number of either kind

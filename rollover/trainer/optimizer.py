@@ -55,8 +55,8 @@ def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
     grad_norm = float(norm)
     if not math.isfinite(grad_norm):
         raise RolloverError(
-            f"training diverged: the gradient norm is {grad_norm}; start a new run, from a checkpoint"
-            f" as its model.path perhaps, with a lower {config.section}.learning_rate (now {config.learning_rate:g})"
+            f"training diverged: the gradient norm is {grad_norm}; start a new run, perhaps with a"
+            f" checkpoint as its model.path, with a lower {config.section}.learning_rate (now {config.learning_rate:g})"
         )
     if grad_norm == 0:
         return grad_norm

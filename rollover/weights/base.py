@@ -82,12 +82,12 @@ class Manifest:
         self._require_version(version, target)
         if self.kind != "adapter" or self.base_version != base_version:
             raise EngineError(
-                f"{target} has weights version {base_version} to put adapters beside, but version {version} is given as"
+                f"{target} has weights version {base_version} to apply adapters to, but version {version} is given as"
                 f" {self}; publish the full weights"
             )
 
     def __str__(self) -> str:
-        return "full weights" if self.base_version is None else f"adapters beside version {self.base_version}"
+        return "full weights" if self.base_version is None else f"adapters for version {self.base_version}"
 
     def _require_version(self, version: int, target: object) -> None:
         if self.version != version:

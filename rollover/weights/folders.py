@@ -55,8 +55,8 @@ class WeightFolders:
 
     def _place(self, version: int, fill: Callable[[Path], None]) -> Path:
         folder = self._root / f"v{version}"
-        mend = "make room, or set engine.weights_dir to a place on another disk"
-        write_folder(folder, fill, mend=mend, durable=False)
+        remedy = "make room, or set engine.weights_dir to a place on another disk"
+        write_folder(folder, fill, remedy=remedy, durable=False)
         self._written = [*(f for f in self._written if f != folder), folder][-_KEPT:]
         self._prune()
         return folder
@@ -96,5 +96,5 @@ def untied(model: Path, target: Path) -> Path:
                 tensors[name] = tensors[twin]
         write_raw_tensors(partial / "model.safetensors", tensors)
 
-    write_folder(target, write, mend="make room, or set engine.weights_dir to a place on another disk")
+    write_folder(target, write, remedy="make room, or set engine.weights_dir to a place on another disk")
     return target

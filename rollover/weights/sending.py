@@ -235,7 +235,7 @@ class Lease:
         they are changing, or are no longer those of ``version``."""
         with self._state:
             if self._is_changing or current() != version:
-                raise WeightsGone(f"weights of version {version} can be sent no more: later ones follow")
+                raise WeightsGone(f"weights of version {version} can no longer be sent: later ones follow")
             self._num_lent += 1
             self._loans[number := self._num_lent] = version, time.monotonic() + timeout_s
         return partial(self._give_back, number)

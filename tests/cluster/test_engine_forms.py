@@ -95,8 +95,8 @@ def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("kind = 'embedded'", "cluster.engines starts servers, and engine.kind is 'embedded'"),
-        ("kind = 'vllm'\nurls = ['http://10.0.0.1:8000']", "engine.urls names some that run"),
+        ("kind = 'embedded'", "cluster.engines starts servers, but engine.kind is 'embedded'"),
+        ("kind = 'vllm'\nurls = ['http://10.0.0.1:8000']", "engine.urls names running ones"),
         ("kind = 'vllm'\nlaunch = true\nnum_servers = 2", "engine.num_servers is for servers on this machine"),
         (
             "kind = 'vllm'\nlaunch = true\nlaunch_devices = ['0']",

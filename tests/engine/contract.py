@@ -371,7 +371,7 @@ class EngineContract:
             adapters: Any = self.new_weights(1)
             adapters.manifest = replace(adapters.manifest, base_version=5)
             await engine.pause()
-            with pytest.raises(EngineError, match="version 1 is given as adapters beside version 5; publish the full"):
+            with pytest.raises(EngineError, match="version 1 is given as adapters for version 5; publish the full"):
                 await engine.load(1, adapters)
             await engine.resume()
             assert {c.policy_version for c in await collect(engine, request("a"))} == {0}

@@ -32,5 +32,5 @@ def test_a_full_disk_is_reported_with_the_mend_and_leaves_what_was_there(tmp_pat
         raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors words it
 
     with pytest.raises(ResourceError, match=r"v2 was not written, earlier ones are intact; buy a disk"):
-        write_folder(tmp_path / "v2", write, mend="buy a disk")
+        write_folder(tmp_path / "v2", write, remedy="buy a disk")
     assert not list(tmp_path.iterdir())

@@ -24,5 +24,5 @@ def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pyte
         raise ConnectionError("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelError, match="'some/model' is no folder here and could not be fetched from the hub"):
+    with pytest.raises(ModelError, match="'some/model' is not a folder here and could not be fetched from the hub"):
         resolve_model("some/model")

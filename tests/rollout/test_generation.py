@@ -111,8 +111,8 @@ def test_a_sample_at_its_token_budget_is_parked_and_at_its_limit_finished() -> N
     [
         (Scripted(chunk(7), error=EngineError("connection lost")), 7, "connection lost"),
         (Scripted(chunk(7)), 7, "ended the stream of g0.0 without a finish reason"),
-        (Scripted(chunk(7), chunk(1, reason=FinishReason.ABORT)), 8, "after 8 tokens, which nobody had asked for"),
-        (Scripted(chunk(7), chunk(394)), 7, "decoded 401 tokens for g0.0, asked for at most 400"),
+        (Scripted(chunk(7), chunk(1, reason=FinishReason.ABORT)), 8, "after 8 tokens without being asked to"),
+        (Scripted(chunk(7), chunk(394)), 7, "decoded 401 tokens for g0.0, but at most 400 were requested"),
         (Scripted(chunk(7), chunk(1, version=2)), 7, "labels tokens of g0.0 with version 2, though 3 was published"),
         (Scripted(chunk(7), chunk(1, reason=FinishReason.LENGTH)), 7, "ended g0.0 for its length after 8 tokens"),
     ],

@@ -135,7 +135,7 @@ def test_a_batch_that_cannot_be_trained_is_stepped_over_when_asked(
     experiment: Path, poison: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     poison(2)
-    advice = "the batch of step 2 was not trained; to go on without it: rollover train --resume out --skip-batch 2"
+    advice = "the batch of step 2 was not trained; to resume without it: rollover train --resume out --skip-batch 2"
     argv = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10", "--logging.progress", "plain")
     for attempt in (("run.toml", "--run-dir", "out", *argv), ("--resume", "out")):
         assert train(*attempt) == 2
@@ -176,7 +176,7 @@ def test_the_flag_is_refused_where_there_is_nothing_to_skip(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("run.toml", "--skip-batch", "2") == 2
-    assert "--skip-batch is for a run that goes on: give --resume RUN" in capsys.readouterr().err
+    assert "--skip-batch applies to a resumed run: give --resume RUN" in capsys.readouterr().err
     assert train("run.toml", "--run-dir", "out", "--steps", "2") == 0
     last = runs.events(Path("out"))[-1]
     assert train("--resume", "out", "--steps", "3", "--skip-batch", "1") == 2

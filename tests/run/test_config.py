@@ -257,7 +257,7 @@ def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_un
         ("sglang", "sync", None),
         ("embedded", "inflight", None),
         ("sglang", "inflight", "rollout.strategy 'inflight' loads weights under running samples, but with"),
-        ("keep", "april", "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep'"),
+        ("keep", "april", "trainer.lora.publish 'adapter' does not work with engine.kv_on_update 'keep'"),
         ("swarm", "april", "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters"),
     ],
 )
@@ -285,10 +285,10 @@ def test_a_deterministic_run_is_refused_with_servers(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ((), "strategy april: 48 groups in flight at the start of a round, staleness at most 4 versions"),
-        (("--rollout.strategy", "rollover"), "strategy rollover: a lag of 1 in the mean, staleness at most 4 versions"),
+        (("--rollout.strategy", "rollover"), "strategy rollover: a mean lag of 1, staleness at most 4 versions"),
         (
             ("--rollout.strategy", "rollover", "--rollout.strategy.lag_target", "0.5"),
-            "rollover: a lag of 0.5 in the mean",
+            "rollover: a mean lag of 0.5",
         ),
         (
             ("--rollout.strategy", "sync"),

@@ -149,7 +149,7 @@ def test_a_setting_may_change_on_resume_where_what_is_learned_does_not_depend_on
     directory.create(config, tmp_path).close()
     for key, value in zip(CHANGES[kind][::2], CHANGES[kind][1::2], strict=True):
         if kind == "what stays" or (deterministic and kind == "what may change where bits are not promised"):
-            reason = "what the run has learned depends on it" if kind == "what stays" else "promises the same bits"
+            reason = "what the run has learned depends on it" if kind == "what stays" else "promises identical results"
             with pytest.raises(RunError, match=rf"{key[2:]}.* cannot change when a run is resumed: .*{reason}"):
                 directory.saved_config(tmp_path, [key, value])
         else:
@@ -182,7 +182,7 @@ def test_the_promise_of_the_same_bits_can_be_given_up_but_not_made_later(tmp_pat
     freed = ["--deterministic", "false", "--trainer.micro_batch_tokens", "9"]
     assert directory.saved_config(tmp_path / "a", freed).trainer.micro_batch_tokens == 9
     directory.create(CONFIG, tmp_path / "b").close()
-    with pytest.raises(RunError, match=r"deterministic cannot change .* what has been done was not repeatable"):
+    with pytest.raises(RunError, match=r"deterministic cannot change .* the steps so far were not repeatable"):
         directory.saved_config(tmp_path / "b", ["--deterministic", "true"])
 
 
@@ -202,7 +202,7 @@ def test_a_run_whose_strategy_is_simulated_only_now_is_refused(tmp_path: Path) -
     with pytest.raises(RunError) as caught:
         directory.saved_config(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path} cannot go on: it was made with rollout.strategy 'sorted'; it is simulated only"
+        f"{tmp_path} cannot be resumed: it was created with rollout.strategy 'sorted'; it is simulated only"
         " (rollover simulate --strategies sorted); to train, use 'rollover'"
     )
 
@@ -210,7 +210,7 @@ def test_a_run_whose_strategy_is_simulated_only_now_is_refused(tmp_path: Path) -
 def test_the_same_run_with_settings_that_may_change_is_offered_to_go_on(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
     other = replace(CONFIG, trainer=TrainerConfig(micro_batch_tokens=9))
-    with pytest.raises(RunError, match=f"differs in trainer.micro_batch_tokens.: go on with it by --resume {tmp_path}"):
+    with pytest.raises(RunError, match=f"differs in trainer.micro_batch_tokens.: resume it with --resume {tmp_path}"):
         directory.create(other, tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_a_new_run_that_cannot_begin_leaves_no_directory_it_made(tmp_path: Path)
 
 def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
-    with pytest.raises(RunError, match=f"holds a run of this config: go on with it by --resume {tmp_path}"):
+    with pytest.raises(RunError, match=f"holds a run of this config: resume it with --resume {tmp_path}"):
         directory.create(CONFIG, tmp_path)
     other = RunConfig(model=ModelConfig(path="models/tiny"), rollout=RolloutConfig(group_size=2), seed=5)
     with pytest.raises(RunError, match=r"of another config \(it differs in rollout\.group_size\)"):
@@ -246,7 +246,7 @@ def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> No
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunError, match="neither empty nor a run directory"):
         directory.create(CONFIG, tmp_path)
-    with pytest.raises(RunError, match="cannot be made into a run directory"):
+    with pytest.raises(RunError, match="cannot become a run directory"):
         directory.create(CONFIG, tmp_path / "thesis.tex")
 
 

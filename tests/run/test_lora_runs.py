@@ -105,7 +105,7 @@ def test_adapters_are_not_merged_into_another_model(experiment: Path, capsys: py
     Path("model").unlink()
     runs.save_model(Path("model"), seed=8)
     assert cli.main(["export", "out", "exported"]) == 2
-    assert "is not the model that the run began with" in capsys.readouterr().err
+    assert "is not the model that the run started from" in capsys.readouterr().err
     assert not Path("exported").exists()
 
 

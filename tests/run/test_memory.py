@@ -235,16 +235,16 @@ def test_servers_that_are_told_their_share_of_a_gpu_take_so_much(
 
 def test_it_says_which_servers_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     running = load("quickstart", [*WIDE[:-2], "--engine.kind", "vllm", "--engine.urls", '["http://10.0.0.5:8000"]'])
-    assert uncounted(running) == "memory: not counted is what the 1 server of engine.urls take, which run already"
+    assert uncounted(running) == "memory: this does not include the 1 server of engine.urls, already running"
     on_cpu = uncounted(with_servers("vllm", "--engine.num_servers", "2"))
-    assert on_cpu == "memory: not counted is what the 2 vllm servers take of the CPU's memory"
+    assert on_cpu == "memory: this does not include the CPU memory of the 2 vllm servers"
     on_gpus(monkeypatch, 2, 10 * 2**30)
     assert uncounted(with_servers("sglang", "--engine.num_servers", "2")) == (
-        "memory: not counted is what the 2 sglang servers take: to have it counted, name their share of a GPU in"
+        "memory: this does not include the 2 sglang servers: to include them, name their share of a GPU in"
         " engine.launch_args, as in --mem-fraction-static 0.6"
     )
     assert uncounted(with_servers("embedded_server")) is None
-    assert memory_lines(with_servers("sglang"))[-1].startswith("memory: not counted is what the 1 sglang server")
+    assert memory_lines(with_servers("sglang"))[-1].startswith("memory: this does not include the 1 sglang server")
 
 
 def test_arguments_of_a_server_overrule_the_config() -> None:
@@ -261,7 +261,7 @@ def test_of_engine_servers_on_a_cluster_it_says_what_each_takes() -> None:
     (each,) = (memory for memory in found if memory.device == "each engine server on the cluster")
     assert each.capacity is None and each.parts["engine's cache"] == 512 * 2**20
     left_out = uncounted(with_servers("vllm", "--cluster.address", "auto", "--cluster.engines", "64"))
-    assert left_out == "memory: not counted is what the vllm servers on the cluster take"
+    assert left_out == "memory: this does not include the vllm servers on the cluster"
 
 
 def test_rows_that_cannot_be_smaller_leave_other_advice(monkeypatch: pytest.MonkeyPatch) -> None:

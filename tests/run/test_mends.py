@@ -69,7 +69,7 @@ def test_training_that_ran_out_of_memory_goes_on_with_smaller_passes(say: Say, m
     monkeypatch.setattr(torch.Tensor, "backward", short_of_memory)
     told = say.refused(*BEGUN)
     assert "lower trainer.micro_batch_tokens (now 8192) or set trainer.gradient_checkpointing = true" in told
-    assert "once that is mended, go on with: rollover train --resume out\n" in told
+    assert "once that is fixed, resume with: rollover train --resume out\n" in told
     Path("smaller").touch()
     say.done(*RESUMED, "--trainer.micro_batch_tokens", "64", "--trainer.gradient_checkpointing", "true")
     assert json.loads(Path("out/config.json").read_text())["trainer"]["micro_batch_tokens"] == 64
@@ -135,7 +135,7 @@ def test_a_model_and_a_dataset_that_were_moved_are_named_anew(begun: Say) -> Non
         "a dataset of this run is gone" in (told := begun.refused(*RESUMED)) and "give its new path on --resume" in told
     )
     told = begun.refused(*RESUMED, "--tasks.train.0.path", "elsewhere/letters.jsonl")
-    assert "model 'model' is no folder here" in told and "or give a local folder (--model.path)" in told
+    assert "model 'model' is not a folder here" in told and "or give a local folder (--model.path)" in told
     moved = ("--model.path", "elsewhere/model", "--tasks.train.0.path", "elsewhere/letters.jsonl")
     begun.done(*RESUMED, *moved)
 
@@ -145,7 +145,7 @@ def test_a_model_with_another_tokenizer_is_no_model_that_was_moved(begun: Say) -
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps({**tokenizer, "truncation": None, "padding": None}))
     told = begun.refused(*RESUMED, "--model.path", "other")
-    assert "other is not the model that the run began with: tokenizer.json is different" in told
+    assert "other is not the model that the run started from: tokenizer.json is different" in told
     begun.done(*RESUMED, "--model.path", "model")
 
 
@@ -161,7 +161,7 @@ def test_other_weights_do_where_only_the_checkpoint_counts_and_not_as_reference(
         say.done(*argv)
     else:
         told = say.refused(*argv)
-        assert "step_2 is not the model that the run began with: its weights are different" in told
+        assert "step_2 is not the model that the run started from: its weights are different" in told
 
 
 def test_a_device_that_is_gone_is_replaced(begun: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +182,6 @@ def test_a_damaged_checkpoint_is_done_without(begun: Say) -> None:
     content[len(content) // 2] ^= 4
     weights.write_bytes(content)
     told = begun.refused(*RESUMED)
-    assert f"{weights} is damaged" in told and "delete out/checkpoints/step_4 to go on from step_2" in told
+    assert f"{weights} is damaged" in told and "delete out/checkpoints/step_4 to resume from step_2" in told
     shutil.rmtree("out/checkpoints/step_4")
     begun.done(*RESUMED)

@@ -139,7 +139,7 @@ def test_a_signal_to_end_finishes_cleanly_and_says_how_to_go_on(processes: Proce
     cue = Cue(BatchConsumed, 2)
     stopped = processes.run("train", "run.toml", "--run-dir", "out", interrupt_at=cue, signals=[number])
     assert stopped.code == STOPS[number], stopped.err
-    assert "stopped; go on with: rollover train --resume out" in stopped.err
+    assert "stopped; resume with: rollover train --resume out" in stopped.err
     assert Path("out/report.html").is_file() and Path("out/checkpoints/step_2").is_dir()
     ledger = runs.ledger(Path("out"))
     assert not ledger.running

@@ -161,7 +161,7 @@ def test_log_probs_that_are_not_true_are_found_within_a_batch(
     with working(port, ("anna", "liar")) as workers:
         assert train(port, "--engine.reexecute", "0") == 0
     assert_the_liar_is_out(workers, "nats from the trainer's on average")
-    assert "whoever runs this worker must see to it" in str(workers.endings["liar"])
+    assert "the operator of this worker must make sure" in str(workers.endings["liar"])
     told = [i for i, row in enumerate(runs.rows(OUT)) if "drift/liar" in row]
     batches = runs.batches(OUT)
     enough = [

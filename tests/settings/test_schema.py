@@ -125,7 +125,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_file() -> None:
         (["--sources.0.weight", "2"], "command line: --sources.0.name: this key is required"),
         (["--steps"], "command line: --steps needs a value: --steps VALUE"),
         (["--steps", "--fast"], "command line: --steps needs a value: --steps VALUE"),
-        (["--rollout..x", "1"], "command line: '--rollout..x' is no key; overrides are --section.key value"),
+        (["--rollout..x", "1"], "command line: '--rollout..x' is not a key; overrides are --section.key value"),
         (["steps=1"], "command line: unexpected 'steps=1'; overrides are --section.key value"),
     ],
 )  # fmt: skip
@@ -187,9 +187,9 @@ def test_keys_lists_every_key_outside_lists() -> None:
         ("[rollout]\nbounds = [nan, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number nan"),
         ("[rollout]\nbounds = [-inf, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number -inf"),
         ("[[sources]]\nname = 'a'\nweight = inf", "run.toml:3: sources.0.weight: this must be a finite number, got the number inf"),
-        (f"steps = {10**30}", f"run.toml:1: steps: whole numbers have 64 bits here, got the whole number {10**30}"),
-        (f"[[sources]]\nname = 'a'\nconfig = {{ deep = [{-(10**30)}] }}", f"run.toml:3: sources.0.config.deep.0: whole numbers have 64 bits here, got the whole number {-(10**30)}"),
-        ("[rollout]\nname = '[hidden]'", 'run.toml:2: rollout.name: a secret was hidden where this was copied from: write it again, got the string "[hidden]"'),
+        (f"steps = {10**30}", f"run.toml:1: steps: whole numbers are limited to 64 bits, got the whole number {10**30}"),
+        (f"[[sources]]\nname = 'a'\nconfig = {{ deep = [{-(10**30)}] }}", f"run.toml:3: sources.0.config.deep.0: whole numbers are limited to 64 bits, got the whole number {-(10**30)}"),
+        ("[rollout]\nname = '[hidden]'", 'run.toml:2: rollout.name: this is the placeholder of a hidden secret: write the secret itself, got the string "[hidden]"'),
     ],
 )  # fmt: skip
 def test_numbers_are_finite_and_of_64_bits_and_hidden_secrets_are_no_values(text: str, message: str) -> None:

@@ -80,13 +80,13 @@ def test_the_command_lists_adds_and_revokes(
 ) -> None:
     run = tmp_path / "run"
     assert cli.main(["workers", str(run)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     (run / "swarm").mkdir(parents=True)
     (run / "config.json").write_text("{}")
     assert cli.main(["workers", str(run)]) == 2
     assert "has no swarm" in capsys.readouterr().err
     assert cli.main(["workers", str(run), "--out", "x"]) == 2
-    assert "give --add NAME as well" in capsys.readouterr().err
+    assert "also give --add NAME" in capsys.readouterr().err
 
     out = tmp_path / "a.token"
     assert cli.main(["workers", str(run), "--add", "a", "--out", str(out)]) == 0
@@ -107,7 +107,7 @@ def test_the_command_lists_adds_and_revokes(
     listed = capsys.readouterr().out
     assert "weights version 8" in listed
     assert "laptop" in listed and "6,410" in listed and "the disk is full" in listed
-    assert "the trainer says nothing" in listed, "it was written in 1970"
+    assert "no news from the trainer" in listed, "it was written in 1970"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_two_changes_at_once_are_refused_before_either_is_made(
     before = (tmp_path / "swarm" / "workers.json").read_bytes()
     capsys.readouterr()
     assert cli.main(["workers", str(tmp_path), *arguments]) == 2
-    assert f"{named} are steps of their own: give one of them at a time" in capsys.readouterr().err
+    assert f"{named} cannot be combined: give one of them at a time" in capsys.readouterr().err
     assert (tmp_path / "swarm" / "workers.json").read_bytes() == before
 
 
@@ -142,20 +142,20 @@ def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus
 
 def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (worker,) = status().workers
-    assert f"make out a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
+    assert f"create a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
     seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
-    assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "make out" not in seen
+    assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "create a token" not in seen
     Outcasts(tmp_path / "swarm" / FILE_NAME).add("liar", "its log-probs are 0.2 nats off\x1b[2J")
     seen = listed(tmp_path, capsys, worker)
     assert re.search(r"liar was sent away on \d{4}-\d\d-\d\d \d\d:\d\d: its log-probs are 0\.2 nats off\?\[2J;", seen)
-    assert f"let it come back: rollover workers {tmp_path} --trust liar" in seen
+    assert f"readmit it: rollover workers {tmp_path} --trust liar" in seen
     assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 0
-    assert "liar may come back" in capsys.readouterr().out
+    assert "liar may join again" in capsys.readouterr().out
     assert "sent away" not in listed(tmp_path, capsys, worker)
     assert cli.main(["workers", str(tmp_path), "--trust", "liar"]) == 2
     assert "'liar' was not sent away; those that were: none" in capsys.readouterr().err
     seen = listed(tmp_path, capsys, replace(worker, state="full"))
-    assert "waits for the trainer's journal" in seen
+    assert "is waiting for the trainer's journal" in seen
 
 
 def test_what_a_worker_says_can_neither_colour_the_list_nor_show_a_secret(

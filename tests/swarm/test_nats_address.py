@@ -96,7 +96,7 @@ def test_settings_without_effect_or_sense_are_refused(settings: dict[str, Any], 
     [
         (
             ["--join", "ws://127.0.0.1:1", "--nats-credentials", "x"],
-            "is not on a NATS cluster: leave out --nats-credentials",
+            "is not an address of a NATS cluster: leave out --nats-credentials",
         ),
         (["--join", "nats://a.example"], "say --insecure"),
         (["--join", "nats://127.0.0.1:1", "--nats-credentials", "none"], "none: the login at the NATS cluster cannot"),

@@ -91,7 +91,7 @@ def test_a_liar_is_refused_after_the_trainer_was_killed_until_somebody_trusts_it
         assert workers["anna"].state == "away"
 
     asyncio.run(main())
-    assert "liar may come back" in capsys.readouterr().out
+    assert "liar may join again" in capsys.readouterr().out
 
 
 def test_a_disk_that_is_full_keeps_nobody_in(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -97,7 +97,7 @@ def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path: Path)
                 assert [t for t, _ in flat(chunks)] == alone
                 worker.send_signal(signal.SIGTERM)
                 text = await said(worker, "left the swarm")
-                assert "handing over; once more to stop immediately" in text
+                assert "handing over; press Ctrl-C again to stop immediately" in text
                 assert await worker.wait() == 0
                 assert token.secret not in text
             assert engine.coordinator.members["laptop"].last_error == "laptop has left: stopped by its user"

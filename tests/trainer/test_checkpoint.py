@@ -167,16 +167,16 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Pat
     with pytest.raises(ModelError) as raised:
         make_trainer(folder, resume_from=saved)
     assert str(saved / name) in str(raised.value) and " is damaged" in str(raised.value)
-    assert str(raised.value).endswith(f"delete {saved} to go on from step_0")
+    assert str(raised.value).endswith(f"delete {saved} to resume from step_0")
 
 
 @pytest.mark.parametrize(
     ("damaged", "mend"),
     [
-        ({"4"}, "delete {4} to go on from step_3"),
-        ({"4", "3"}, "delete {4} and {3} to go on from step_2"),
-        ({"4", "2"}, "delete {4} to go on from step_3"),
-        ({"4", "3", "2"}, "no other is whole: bring one back, or start a new run"),
+        ({"4"}, "delete {4} to resume from step_3"),
+        ({"4", "3"}, "delete {4} and {3} to resume from step_2"),
+        ({"4", "2"}, "delete {4} to resume from step_3"),
+        ({"4", "3", "2"}, "no other is intact: restore one, or start a new run"),
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.json"])
@@ -202,7 +202,7 @@ def test_a_checkpoint_is_offered_in_place_of_a_damaged_one_only_if_it_is_whole(
 def test_a_file_that_is_gone_is_named(folder: Path, saved: Path) -> None:
     (saved / "tokenizer.json").unlink()
     with pytest.raises(
-        ModelError, match=r"tokenizer\.json is gone; no other is left: bring it back, or start a new run"
+        ModelError, match=r"tokenizer\.json is missing; no other is left: restore it, or start a new run"
     ):
         make_trainer(folder, resume_from=saved)
 
@@ -238,7 +238,7 @@ def test_a_deterministic_run_refuses_another_number_of_threads(folder: Path, sav
 
 def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
     other = make_folder(tmp_path / "other", hidden_size=16)
-    with pytest.raises(ModelError, match=r"hidden_size = 32.*has 16: resume with the model the run began with"):
+    with pytest.raises(ModelError, match=r"hidden_size = 32.*has 16: resume with the model that the run started from"):
         make_trainer(other, resume_from=saved)
 
 
@@ -248,13 +248,13 @@ def test_optimizer_state_that_does_not_fit_is_named(folder: Path, saved: Path) -
     tensors = load_file(path)
     name = "exp_avg/model.norm.weight"
     save_file({**tensors, name: torch.zeros(5)}, path)
-    with pytest.raises(ModelError, match=r"exp_avg/model\.norm\.weight is \(5,\), the model wants \(32,\)"):
+    with pytest.raises(ModelError, match=r"exp_avg/model\.norm\.weight is \(5,\), but the model needs \(32,\)"):
         make_trainer(folder, resume_from=saved)
     save_file({n: t for n, t in tensors.items() if n != name}, path)
     with pytest.raises(ModelError, match=r"lacks exp_avg/model\.norm\.weight"):
         make_trainer(folder, resume_from=saved)
     save_file({**tensors, "exp_avg/other": torch.zeros(5)}, path)
-    with pytest.raises(ModelError, match="has exp_avg/other, which the model has not"):
+    with pytest.raises(ModelError, match="has exp_avg/other, which the model does not have"):
         make_trainer(folder, resume_from=saved)
     path.write_bytes(b"rubbish")
     with pytest.raises(ModelError, match=r"optimizer\.safetensors cannot be read"):

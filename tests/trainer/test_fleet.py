@@ -361,7 +361,7 @@ def test_ranks_end_with_the_process_that_leads_them(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_devices": 999}, "trainer.num_devices is 999, but on the CPU of this machine at most"),
+        ({"num_devices": 999}, "trainer.num_devices is 999, but at most"),
         ({"device": "meta"}, "trainer.device 'meta' cannot be used with trainer.num_devices = 2"),
         ({"device": "cuda:0"}, "trainer.device 'cuda:0' cannot be used with trainer.num_devices = 2"),
     ],

@@ -158,7 +158,7 @@ def test_targets_that_are_not_there_are_named(two: RankPool, folders: dict[bool,
         assert kind == ConfigError.__name__ and "trainer.lora.targets names 'qproj'" in message
     lora = LoraConfig(targets=("lm_head",))
     for _, message in two.call(refused, folder=folders[True], **{**SETTINGS, "lora": lora}):
-        assert "which is the model's embedding too" in message
+        assert "which is also the model's embedding" in message
 
 
 def test_a_fleet_publishes_the_sums_and_saves_the_adapters(

@@ -119,15 +119,11 @@ def test_adapters_that_fit_nothing_are_refused(folder: Path, misfit: dict[str, L
 
 
 def test_who_loads_full_weights_only_says_so() -> None:
-    with pytest.raises(
-        EngineError, match="loads full weights only, but version 7 is given as adapters beside version 0"
-    ):
+    with pytest.raises(EngineError, match="loads full weights only, but version 7 is given as adapters for version 0"):
         AdapterSource(7, adapters()).manifest.require_full(7, "the engine")
     manifest = AdapterSource(7, adapters(), base_version=3).manifest
     manifest.require_adapter(7, "the engine", base_version=3)
-    with pytest.raises(
-        EngineError, match=r"has weights version 0 to put adapters beside, .* adapters beside version 3"
-    ):
+    with pytest.raises(EngineError, match=r"has weights version 0 to apply adapters to, .* adapters for version 3"):
         manifest.require_adapter(7, "the engine", base_version=0)
     with pytest.raises(EngineError, match="was asked to load weights version 8, but was given 7"):
         manifest.require_adapter(8, "the engine", base_version=3)

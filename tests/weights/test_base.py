@@ -28,5 +28,5 @@ def test_another_version_than_the_one_announced_is_refused() -> None:
 
 
 def test_adapters_are_refused_with_the_version_they_belong_beside() -> None:
-    with pytest.raises(EngineError, match="full weights only, but version 7 is given as adapters beside version 6"):
+    with pytest.raises(EngineError, match="full weights only, but version 7 is given as adapters for version 6"):
         replace(FULL, base_version=6).require_full(7, "the engine")

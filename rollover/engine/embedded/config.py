@@ -83,7 +83,7 @@ class EmbeddedConfig(EngineConfig):
         yield from EngineConfig.refusals(self, demands)
         if demands.deterministic and self.kv_on_update == "keep":
             yield (
-                "deterministic = true needs engine.kv_on_update 'recompute': a cache kept over an update cannot be"
+                "deterministic = true needs engine.kv_on_update 'recompute': a cache kept across an update cannot be"
                 " rebuilt after a restart"
             )
 

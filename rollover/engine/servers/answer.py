@@ -101,8 +101,8 @@ class Reader:
         amount of text."""
         if encoding := _encoding(answer):
             raise EngineError(
-                f"{self._server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, though the"
-                " call allows none: let the server, or the proxy before it, send answers as they are"
+                f"{self._server} answered {what} in the encoding {self.shown(encoding, _MAX_VALUE_CHARS)!r}, although"
+                " the call allows none: make the server, or the proxy in front of it, send answers uncompressed"
             )
 
     def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
@@ -118,7 +118,9 @@ class Reader:
             return self.typed(kind, data, what)
         except EngineError:
             if said := _error_in(data):
-                raise EngineError(f"{self._server} refused {what} while it answered: {self.shown(said)}") from None
+                raise EngineError(
+                    f"{self._server} refused {what} in the middle of its answer: {self.shown(said)}"
+                ) from None
             raise
 
     def _misfit(self, error: ValidationError, body: bytes | str, what: str) -> EngineError:
@@ -127,13 +129,13 @@ class Reader:
             text = body.decode(errors="replace") if isinstance(body, bytes) else body
             reason = first["msg"].removeprefix("Invalid JSON: ")
             return EngineError(
-                f"{self._server} answered {what} with what is no JSON ({reason}):"
+                f"{self._server} answered {what} with invalid JSON ({reason}):"
                 f" {self.shown(repr(text), _MAX_VALUE_CHARS)}"
             )
         field = ".".join(map(str, first["loc"]))
         where = f"field {field!r}" if field else "the whole of it"
         return EngineError(
-            f"{self._server} answered {what} with what cannot be used, {where}: {first['msg']}, got"
+            f"{self._server} answered {what} with an unusable value, {where}: {first['msg']}, got"
             f" {self.shown(repr(first['input']), _MAX_VALUE_CHARS)}"
         )
 
@@ -145,7 +147,7 @@ class Reader:
         if 300 <= answer.status_code < 400:
             return EngineError(
                 f"{self._server} answered {what} with {answer.status_code}, a redirect to"
-                f" {self._location(answer)}, and redirects are not followed: give the address that answers by itself"
+                f" {self._location(answer)}, and redirects are not followed: give the final address"
             )
         said = self.shown(_message(await _head_of(answer))) or "no reason given"
         hint = "; is engine.api_key_env set?" if answer.status_code in (401, 403) and not self._secrets else ""

@@ -142,7 +142,7 @@ class OpenCalls:
         frozen_s, limit_s, silence_s = loop.time(), self._config.control_timeout_s, self._dialect.traits.silence_s
         while (left_s := max(frozen_s, self._last_token_s) + silence_s - loop.time()) > 0:
             if loop.time() - frozen_s > limit_s:
-                raise EngineTimeout(f"{self._client} goes on sampling {limit_s:g} s after it was paused")
+                raise EngineTimeout(f"{self._client} still samples {limit_s:g} s after it was paused")
             await asyncio.sleep(left_s)
 
     # -- totals ----------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class OpenCalls:
             call.patience.heard()
         if unasked and not call.ended.is_set():
             raise EngineError(
-                f"{self._client} stopped {call.request_id} after {len(call.response)} tokens, which nobody asked for"
+                f"{self._client} stopped {call.request_id} after {len(call.response)} tokens without being asked to"
             )
         if call.ended.is_set():
             self._open.pop(call.request_id, None)

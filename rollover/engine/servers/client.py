@@ -175,7 +175,7 @@ class HTTPClient:
 
         Raises:
             EngineTimeout: ``patience`` ran out, or the server was busy for ``busy_timeout_s``.
-            EngineError: the server refuses, breaks off or sends what is no event stream.
+            EngineError: the server refuses, breaks off or sends something other than an event stream.
         """
         try:
             async with patience, self._open(path, body) as answer:
@@ -236,7 +236,9 @@ class HTTPClient:
         try:
             return decoder.feed(received)
         except ValueError as e:
-            raise EngineError(f"{self.url} answered POST {path} with what is no event stream: {e}") from None
+            raise EngineError(
+                f"{self.url} answered POST {path} with something other than an event stream: {e}"
+            ) from None
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:

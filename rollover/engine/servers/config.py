@@ -153,11 +153,11 @@ class ServerConfig(EngineConfig):
 
     def cluster_refusals(self) -> Iterator[str]:
         if not self.launch:
-            yield "cluster.engines starts servers, and engine.urls names some that run: leave one of the two out"
+            yield "cluster.engines starts servers, but engine.urls names running ones: leave out one of the two"
             return
         for key, empty in (("num_servers", 1), ("launch_devices", ())):
             if getattr(self, key) != empty:
-                yield f"engine.{key} is for servers on this machine, and cluster.engines places them: leave it out"
+                yield f"engine.{key} is for servers on this machine, not for those of cluster.engines: leave it out"
 
     def __post_init__(self) -> None:
         if self.launch == bool(self.urls):
@@ -225,17 +225,17 @@ def adapter_refusals(demands: EngineDemands, *, colocated: bool, kv_on_update: s
         return
     if colocated:
         yield (
-            "trainer.lora.publish 'adapter' brings nothing with engine.colocated = true: the server gives its weights"
-            " back and is given all of them at every update; leave one of the two out"
+            "trainer.lora.publish 'adapter' has no benefit with engine.colocated = true: the server gives up its weights"
+            " and receives all of them at every update; leave out one of the two"
         )
     elif kv_on_update == "keep":
         yield (
-            "trainer.lora.publish 'adapter' cannot go with engine.kv_on_update 'keep': a running call keeps the adapter"
-            " that it began with; set kv_on_update = 'recompute', or publish = 'merged'"
+            "trainer.lora.publish 'adapter' does not work with engine.kv_on_update 'keep': a running call keeps the"
+            " adapter it started with; set kv_on_update = 'recompute', or publish = 'merged'"
         )
     elif demands.in_flight_update:
         yield (
             f"rollout.strategy {demands.strategy!r} loads weights under running samples, but with trainer.lora.publish"
-            " 'adapter' a running call keeps the adapter that it began with: set publish = 'merged', or choose another"
+            " 'adapter' a running call keeps the adapter it started with: set publish = 'merged', or choose another"
             " strategy"
         )

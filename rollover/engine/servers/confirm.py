@@ -75,9 +75,7 @@ class LoadConfirmation:
             raise EngineError(f"{self._server}: its weights cannot be compared with those it was given: {e}") from e
 
     def _say(self, why: str) -> None:
-        logger.warning(
-            "%s cannot show which weights it holds: %s; the log-prob check alone can tell", self._server, why
-        )
+        logger.warning("%s cannot show which weights it holds: %s; only the log-prob check can tell", self._server, why)
 
 
 class NoDigests(EngineError):

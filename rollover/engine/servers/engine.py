@@ -141,7 +141,7 @@ class ServerEngine:
     async def revive(self) -> None:
         """Start the server again where we had started it and it has died. Raises ``EngineError``."""
         if self._process is not None and await self._process.gone():
-            self._served.forget(f"{self} has been started anew and has no weights of ours yet")
+            self._served.forget(f"{self} has been restarted and does not have the run's weights yet")
             await self._process.start()
 
     async def close(self) -> None:
@@ -236,7 +236,7 @@ class ServerEngine:
                 await self._memory.release()
         except EngineError as e:
             if self._process is None and not isinstance(e, Unreachable):
-                raise MemoryHeld(f"the trainer needs the memory of {self}, which may hold it still: {e}") from e
+                raise MemoryHeld(f"the trainer needs the memory of {self}, which may still hold it: {e}") from e
             if self._process is not None:
                 await self._process.stop()
             raise

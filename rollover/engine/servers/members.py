@@ -98,7 +98,7 @@ class Member:
 
     def admit(self) -> None:
         """It is well and its weights are current."""
-        assert not self.is_expelled, f"{self.name} is out for good"
+        assert not self.is_expelled, f"{self.name} is out permanently"
         self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
         self._num_failures = self._num_late_probes = 0
         self.lost.clear()

@@ -49,7 +49,7 @@ class ServedWeights:
         if (version := self._ownership.version(label)) is None:
             raise EngineError(
                 f"{request_id}: its tokens were sampled by weights {self._client.reader.shown(label)!r}, which are none"
-                " of ours: somebody else changes the server's weights, or it has been restarted"
+                " of ours: another program changes the server's weights, or the server was restarted"
             )
         return version
 
@@ -91,7 +91,7 @@ class ServedWeights:
         await self._end(version, None)
 
     def _begin(self) -> None:
-        self._unknown = f"{self._client} failed while its weights were replaced; it has none that are known"
+        self._unknown = f"{self._client} failed while its weights were being replaced; its weights are unknown"
         self._num_installs += 1
 
     async def _end(self, version: int, source: Path | None) -> None:
@@ -148,9 +148,7 @@ class ServedWeights:
         if self._ownership.version(label) == self.version:
             return
         owner = self._ownership.owner(label)
-        cause = (
-            "it has been restarted, or somebody else changes its weights" if owner is None else f"run {owner} uses it"
-        )
+        cause = "it was restarted, or another program changes its weights" if owner is None else f"run {owner} uses it"
         shown = self._client.reader.shown
         self._unknown = (
             f"{self._client} says it serves weights {shown(label)!r}, though version {self.version} was loaded"

@@ -106,7 +106,7 @@ class RolloverConfig(StrategyConfig):
             raise ValueError(f"rollout.strategy.prefill_tokens_per_iteration must be above 0, got {prefilled}")
 
     def describe(self, shared: SharedConfig) -> str:
-        return f"a lag of {self.lag_target:g} in the mean"
+        return f"a mean lag of {self.lag_target:g}"
 
     def arguments(self, shared: SharedConfig, engine: Capabilities) -> dict[str, Any]:
         prefilled = self.prefill_tokens_per_iteration

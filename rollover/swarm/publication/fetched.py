@@ -84,7 +84,7 @@ class FetchedWeights:
         """
         folder = root / f"e{self.publication.run_epoch}v{self.version}-{self.digest[:16]}"
         if not folder.exists():
-            write_folder(folder, self._fill, mend="make room on the worker's disk", durable=False)
+            write_folder(folder, self._fill, remedy="make room on the worker's disk", durable=False)
         self.folder = folder
         ours = [path for path in root.iterdir() if _OURS.fullmatch(path.name) and path != folder]
         for path in sorted(ours, key=lambda path: path.stat().st_mtime)[: -(_KEPT - 1)]:

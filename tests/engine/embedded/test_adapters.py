@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(folder: Path) -> None:
             await engine.load(1, AdapterSource(1, adapters()))
             with pytest.raises(EngineError, match=r"version 2 do not fit: an adapter of .*q_proj.weight"):
                 await engine.load(2, AdapterSource(2, {Q_PROJ: low_rank(64, 31)}))
-            with pytest.raises(EngineError, match="has weights version 0 to put adapters beside"):
+            with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
                 await engine.load(2, AdapterSource(2, adapters(), base_version=1))
             assert await engine.differing(merged(folder, 1, adapters())) == []
             assert engine.stats().policy_version == 1

@@ -264,7 +264,7 @@ def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
             with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
                 await updated(engine, 1, given(tmp_path / "v1", 1))
         async with kit.opened(lora_server(kit), base, adapters=SHAPE) as engine:
-            with pytest.raises(EngineError, match="has weights version 0 to put adapters beside"):
+            with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
                 await updated(engine, 2, given(tmp_path / "v2", 2, base_version=1))
             await updated(engine, 2, FolderWeights(2, base))
             assert (await collect(engine, request("full")))[-1].policy_version == 2

@@ -74,7 +74,7 @@ def call(server: ScriptedVLLM, path: str = "/is_paused", kind: Any = PauseState,
         (Answer(500, b"<html>oops</html>"), r"with 500: <html>oops</html>$"),
         (Answer(500), r"with 500: no reason given$"),
         (Answer(401, {"error": "Unauthorized"}), r"with 401: Unauthorized; is engine\.api_key_env set\?$"),
-        (Answer(200, b"{half"), r"with what is no JSON \(.*\): '\{half'$"),
+        (Answer(200, b"{half"), r"with invalid JSON \(.*\): '\{half'$"),
     ],
 )
 def test_a_refusal_is_told_in_the_servers_own_words(answer: Answer, message: str) -> None:
@@ -190,16 +190,16 @@ def test_patience_ends_with_the_first_token_or_with_the_silence_between_two() ->
 def test_a_stream_that_is_no_event_stream_or_breaks_off_is_an_error() -> None:
     server = ScriptedVLLM()
     server.mangle = lambda event: event[: len(event) // 2]
-    with pytest.raises(EngineError, match=r"with what is no JSON|broke off in the middle of an event"):
+    with pytest.raises(EngineError, match=r"with invalid JSON|broke off in the middle of an event"):
         events(server)
     server.mangle = lambda event: b"data: {nonsense}\n\n"
-    with pytest.raises(EngineError, match=r"with what is no JSON .*: '\{nonsense\}'"):
+    with pytest.raises(EngineError, match=r"with invalid JSON .*: '\{nonsense\}'"):
         events(server)
     server.mangle = lambda event: b"\xff\xfe\n\n"
-    with pytest.raises(EngineError, match="no event stream"):
+    with pytest.raises(EngineError, match="something other than an event stream"):
         events(server)
     server.mangle = lambda event: b'data: {"error": {"message": "EngineCore died"}}\n\n'
-    with pytest.raises(EngineError, match="refused POST /v1/completions while it answered: EngineCore died"):
+    with pytest.raises(EngineError, match="refused POST /v1/completions in the middle of its answer: EngineCore died"):
         events(server)
     server = ScriptedVLLM()
     server.break_after = 1

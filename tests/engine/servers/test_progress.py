@@ -136,7 +136,7 @@ def test_servers_that_stop_every_call_end_the_run_in_bounded_time_and_calls(
             server.log.clear()
         started_s = asyncio.get_running_loop().time()
         driver = driver_of(pool)
-        with pytest.raises(RolloverError, match=r"http://s\d stopped .* after 0 tokens, which nobody asked for"):
+        with pytest.raises(RolloverError, match=r"http://s\d stopped .* after 0 tokens without being asked to"):
             await driver.next_batch()
         assert asyncio.get_running_loop().time() - started_s < 60.0
         assert sum(map(number_of_calls, servers)) <= 200
@@ -178,7 +178,7 @@ def test_the_driver_counts_an_abort_it_has_not_asked_for_as_a_failure_and_waits_
     async def main() -> None:
         engine = Aborting(after=0, times=10**9)
         driver = driver_of(engine, max_retries=5)
-        with pytest.raises(EngineError, match=r"the engine stopped g\d\.\d after 0 tokens, which nobody had asked for"):
+        with pytest.raises(EngineError, match=r"the engine stopped g\d\.\d after 0 tokens without being asked to"):
             await driver.next_batch()
         waited_s = asyncio.get_running_loop().time()
         assert waited_s == pytest.approx(0.1 * (1 + 2 + 4 + 8 + 16), rel=0.2)
@@ -258,7 +258,7 @@ class Lying(FakeEngine):
 @pytest.mark.parametrize(
     ("reason", "count", "complaint"),
     [
-        (FinishReason.STOP, 0, "has come to its stop, without a token"),
+        (FinishReason.STOP, 0, "reached a stop token, but sent no token"),
         (FinishReason.LENGTH, 3, "for its length after 3 tokens"),
         (FinishReason.LENGTH, 0, "for its length after 0 tokens"),
     ],
@@ -290,7 +290,7 @@ async def completed(engine: FakeEngine, **settings: Any) -> list[Chunk]:
 def test_a_response_that_is_stopped_again_and_again_is_given_up_after_a_growing_time() -> None:
     async def main() -> None:
         engine = Aborting(after=0, times=10**9)
-        with pytest.raises(EngineError, match=r"the engine stopped a#0.* after 0 tokens, which nobody asked for"):
+        with pytest.raises(EngineError, match=r"the engine stopped a#0.* after 0 tokens without being asked to"):
             await completed(engine)
         assert asyncio.get_running_loop().time() == pytest.approx(0.1 + 0.2 + 0.4)
         assert engine.times == 10**9 - 4

@@ -253,7 +253,7 @@ def test_memory_that_may_be_held_still_ends_the_run_with_the_name_of_the_server(
             servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
         began_s = asyncio.get_running_loop().time()
         why = "did not answer" if fault == "hangs" else "no such thing"
-        with pytest.raises(MemoryHeld, match=f"the trainer needs the memory of http://s1, which may hold it.*{why}"):
+        with pytest.raises(MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"):
             await pool.sleep()
         assert asyncio.get_running_loop().time() - began_s <= 64.0
         assert servers["s0"].asleep

@@ -157,15 +157,17 @@ class _Guard:
         headers = dict(scope.get("headers", ()))
         if self._key is not None:
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
-                return JSONResponse(_error("the API key is missing or another one"), 401)
+                return JSONResponse(_error("the API key is missing or wrong"), 401)
         elif not self._is_ours(name := _host_name(headers.get(b"host", b"").decode("latin-1"))):
-            return JSONResponse(_error(f"{name!r} is no address of this server: ask for it by its IP address"), 421)
+            return JSONResponse(_error(f"{name!r} is not an address of this server: use its IP address"), 421)
         if scope["method"] == "POST":
             if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
                 return JSONResponse(_error("the body must be JSON, with Content-Type: application/json"), 415)
             size = headers.get(b"content-length", b"")
             if not size.isdigit() or int(size) > MAX_BODY_BYTES:
-                return JSONResponse(_error(f"the body must say its length, at most {MAX_BODY_BYTES} bytes"), 413)
+                return JSONResponse(
+                    _error(f"the request must state the length of its body, at most {MAX_BODY_BYTES} bytes"), 413
+                )
         return None
 
     def _is_ours(self, name: str) -> bool:

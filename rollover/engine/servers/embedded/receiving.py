@@ -63,7 +63,7 @@ class ReceivingGroup:
         except ValueError as e:
             raise EngineError(f"an announcement names, types and shapes different numbers of tensors: {e}") from None
         except RuntimeError as e:
-            raise EngineError(f"weights that were announced did not come: {_first_line(e)}") from e
+            raise EngineError(f"announced weights did not arrive: {_first_line(e)}") from e
 
     def close(self) -> None:
         """Give the group up, also while another thread waits in it."""

@@ -56,6 +56,6 @@ class SGLangConfig(ServerConfig):
             raise ValueError("transfer_host has no effect with weight_transfer = 'folder': leave it out")
         if self.launch and self.api_key_env is not None:
             raise ValueError(
-                "api_key_env cannot go with launch = true: SGLang takes its key on the command line, where every"
+                "api_key_env does not work with launch = true: SGLang takes its key on the command line, where every"
                 " user of the machine can read it; a server that is started listens on the loopback interface only"
             )

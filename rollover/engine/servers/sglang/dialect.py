@@ -76,7 +76,7 @@ class SGLangDialect:
             raise EngineError(f"{self._client} serves a model that does not generate text")
         if info.preferred_sampling_params is not None:
             raise EngineError(
-                f"{self._client} changes how tokens are drawn: start it without --preferred-sampling-params"
+                f"{self._client} changes the sampling parameters: start it without --preferred-sampling-params"
             )
         ours = read_config(self._model.path).get("model_type")
         if info.model_type not in (None, ours):

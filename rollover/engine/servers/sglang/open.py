@@ -27,7 +27,7 @@ from rollover.weights.adapters import AdapterShape
 
 _REMEDIES = {
     "torch_memory_saver": "engine.colocated = true needs the package torch-memory-saver in SGLang's environment:"
-    " install it there, or leave that out, and SGLang keeps its memory",
+    " install it there, or leave that setting out, and SGLang keeps its memory",
 }
 
 
@@ -105,7 +105,9 @@ def _url(client: HTTPClient, worker: str | Worker) -> str:
         raise EngineError(f"{client} has a worker of type {worker.worker_type!r}: only regular workers can be used")
     url = worker.url if isinstance(worker, Worker) else worker
     if not is_server_url(url):
-        raise EngineError(f"{client} has a worker at {client.reader.shown(url)!r}, which is no address of a server")
+        raise EngineError(
+            f"{client} has a worker at {client.reader.shown(url)!r}, which is not the address of a server"
+        )
     return url.rstrip("/")
 
 

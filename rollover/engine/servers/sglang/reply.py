@@ -99,7 +99,7 @@ class Reply:
             if span.start < self._num_labelled and span.version != self._label:
                 raise EngineError(
                     f"{self._name}: the server says that weights {self._shown(span.version)!r} sampled its token"
-                    f" {span.start}, which came while weights {self._label!r} were loaded: somebody else changes them"
+                    f" {span.start}, which came while weights {self._label!r} were loaded: another program changes them"
                 )
             if new > old:
                 start = self._num_labelled
@@ -141,7 +141,7 @@ class Reply:
                 if len(self._request.response_ids) + self.num_tokens == params.max_new_tokens:
                     return FinishReason.LENGTH
                 return FinishReason.ABORT
-        raise EngineError(f"{self._name}: ended for the reason {reason.type!r}, which is no stop, length or abort")
+        raise EngineError(f"{self._name}: ended for the reason {reason.type!r}, which is not stop, length or abort")
 
     @property
     def _name(self) -> str:

@@ -139,7 +139,7 @@ class VLLMDialect:
         was_frozen = self._is_frozen
         state = await self._client.ask(PauseState, "GET", "/is_paused", timeout_s=timeout_s)
         if state.is_paused and not (was_frozen or self._is_frozen):
-            raise EngineError(f"{self._client} is paused, and not by us")
+            raise EngineError(f"{self._client} was paused by another program")
         if decode:
             await self._client.call("POST", "/v1/completions", body=self._one_token(0), timeout_s=timeout_s)
 

@@ -104,8 +104,8 @@ def test_a_call_that_only_began_under_the_next_version_has_that_one() -> None:
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
-        (spans(("3", 0, 1), ("4", 1, 3)), "somebody else changes them"),
-        (spans(("default", 0, 3)), "somebody else changes them"),
+        (spans(("3", 0, 1), ("4", 1, 3)), "another program changes them"),
+        (spans(("default", 0, 3)), "another program changes them"),
         (spans(("3", 0, 2)), "3 tokens"),
         (spans(("3", 0, 1), ("4", 2, 3)), "3 tokens"),
         ([], "3 tokens"),

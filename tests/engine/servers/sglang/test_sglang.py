@@ -418,7 +418,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Pat
         with pytest.raises(EngineError, match="out of memory"):
             await update(engine, 1, new)
         server.log.clear()
-        with pytest.raises(EngineError, match="failed while its weights were replaced"):
+        with pytest.raises(EngineError, match="failed while its weights were being replaced"):
             await collect(engine, request("a"))
         assert bodies(server, "/generate") == []
         server.update_error = None
@@ -458,7 +458,7 @@ def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
         await asyncio.sleep(0.2)
         other = {"model_path": str(new), "weight_version": "theirs", "flush_cache": False}
         await server._post_update_weights_from_disk({}, other)
-        with pytest.raises(EngineError, match="somebody else changes"):
+        with pytest.raises(EngineError, match="another program changes"):
             await call
         with pytest.raises(EngineError, match="says it serves weights 'theirs'"):
             await engine.probe()
@@ -597,8 +597,8 @@ def test_a_router_is_replaced_by_its_workers_and_a_worker_is_itself() -> None:
         ({"workers": [{"url": "http://w", "worker_type": "prefill"}]}, "worker of type 'prefill'"),
         ({"workers": "http://w"}, "field 'workers': Input should be a valid array"),
         ({"workers": [7]}, r"field 'workers\.0"),
-        ({"workers": ["file:///etc/passwd"]}, "which is no address of a server"),
-        ({"workers": [{"url": "http://user:word@w"}]}, "which is no address of a server"),
+        ({"workers": ["file:///etc/passwd"]}, "which is not the address of a server"),
+        ({"workers": [{"url": "http://user:word@w"}]}, "which is not the address of a server"),
     ],
 )
 def test_a_router_that_cannot_be_used_says_why(answer: Any, complaint: str) -> None:

@@ -581,7 +581,7 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path
         await engine.resume()
         server.log.clear()
         for attempt in (collect(engine, request("a")), engine.probe()):
-            with pytest.raises(EngineError, match="failed while its weights were replaced"):
+            with pytest.raises(EngineError, match="failed while its weights were being replaced"):
                 await attempt
         assert bodies(server, "/v1/completions") == []
         server.reload_error = None
@@ -635,7 +635,7 @@ def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         await engine.probe(decode=True)
         server.paused = True
-        with pytest.raises(EngineError, match="is paused, and not by us"):
+        with pytest.raises(EngineError, match="was paused by another program"):
             await engine.probe()
         server.paused = False
         server.answer_once("/v1/completions", Answer(500, {"error": "CUDA error"}))

@@ -68,8 +68,7 @@ async def _open_swarm(
         clock=SystemClock(),
     )
     notify(
-        f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {run.path}"
-        " --add NAME"
+        f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {run.path} --add NAME"
     )
     if swarm.admin is not None:
         notify(f"see the workers on {swarm.admin.url}, or with rollover workers {run.path}")

@@ -167,7 +167,7 @@ def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(
 
 def test_a_cache_that_is_to_be_kept_cannot_be_given_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*COLOCATED, "--engine.kv_on_update", "keep") == 2
-    assert "kv_on_update = 'keep' cannot go with colocated = true" in capsys.readouterr().err
+    assert "kv_on_update = 'keep' does not work with colocated = true" in capsys.readouterr().err
 
 
 # -- servers, real ones ------------------------------------------------------------------------------------------------

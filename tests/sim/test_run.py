@@ -239,5 +239,5 @@ def test_a_strategy_that_generates_while_the_trainer_trains_cannot_take_turns_wi
     assert scenario.capabilities.is_colocated
     with pytest.raises(ConfigError, match="generates while the trainer trains"):
         simulate(strategy_of("bounded_async", max_staleness=2), Generator(LAW), scenario, steps=2)
-    with pytest.raises(ValueError, match="kv_on_update = 'keep' cannot go with colocated = true"):
+    with pytest.raises(ValueError, match="kv_on_update = 'keep' does not work with colocated = true"):
         one_replica(colocated=True, kv_on_update="keep")

@@ -225,8 +225,8 @@ def adapter_refusals(demands: EngineDemands, *, colocated: bool, kv_on_update: s
         return
     if colocated:
         yield (
-            "trainer.lora.publish 'adapter' has no benefit with engine.colocated = true: the server gives up its weights"
-            " and receives all of them at every update; leave out one of the two"
+            "trainer.lora.publish 'adapter' has no benefit with engine.colocated = true: the server gives up its"
+            " weights and receives all of them at every update; leave out one of the two"
         )
     elif kv_on_update == "keep":
         yield (

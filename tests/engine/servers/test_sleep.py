@@ -253,7 +253,9 @@ def test_memory_that_may_be_held_still_ends_the_run_with_the_name_of_the_server(
             servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
         began_s = asyncio.get_running_loop().time()
         why = "did not answer" if fault == "hangs" else "no such thing"
-        with pytest.raises(MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"):
+        with pytest.raises(
+            MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"
+        ):
             await pool.sleep()
         assert asyncio.get_running_loop().time() - began_s <= 64.0
         assert servers["s0"].asleep
@@ -362,7 +364,7 @@ def test_a_server_is_started_so_that_it_can_sleep(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_to_be_kept_cannot_be_given_back() -> None:
     for kind in (vllm_kit, sglang_kit):
-        with pytest.raises(ValueError, match="kv_on_update = 'keep' cannot go with colocated = true"):
+        with pytest.raises(ValueError, match="kv_on_update = 'keep' does not work with colocated = true"):
             kind.settings(colocated=True, kv_on_update="keep")
 
 

@@ -154,7 +154,7 @@ def test_a_server_that_is_started_is_told_what_training_needs(folder: Path) -> N
 
 
 def test_a_key_never_reaches_a_command_line() -> None:
-    with pytest.raises(ValueError, match="api_key_env cannot go with launch = true"):
+    with pytest.raises(ValueError, match="api_key_env does not work with launch = true"):
         SGLangConfig(launch=True, api_key_env="KEY")
 
 

@@ -5,8 +5,9 @@
 ==============  ==============================================  =====================================================
 log-prob check  at the start, after every weight load, and      another model, number format or version; log-probs
                 before a server that was out is used again      from before the temperature
-drift           in every batch, over tokens of the weights in   the same, and what happens between two checks or to
-                force                                           some tokens only: a reload by somebody else, say
+drift           after every batch, over at least 64 tokens      the same, and what happens between two checks or to
+                that the weights in force sampled, from as      some tokens only: a reload by another process, for
+                many batches as that takes                      example
 ==============  ==============================================  =====================================================
 
 What it keeps true: an engine gets no call under weights for which it has not passed the log-prob check, unless its
@@ -20,7 +21,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollover.engine.base import Engine
+from rollover.engine.base import CallPlacement, Engine
 from rollover.engine.logprob_check import (
     TEMPERATURES,
     CheckedMembers,
@@ -34,25 +35,14 @@ from rollover.engine.open import TrainedEngine
 from rollover.engine.reexecution import DisputedMembers, trainers_verdict
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
+from rollover.run.drift_windows import DriftWindows
 from rollover.types import Drift
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
 
-MIN_TOKENS = 64
-"""The fewest tokens of an engine in a batch that say anything: in half precision, single tokens are far off."""
-
 _NUM_REFERENCES = 8
 """Versions that members can be checked under: those of a swarm may be a few behind."""
-
-
-def too_far(drift: Mapping[str, Drift], tolerance: float) -> dict[str, Drift]:
-    """Return the drift of the engines, by name, that is beyond ``tolerance`` over enough tokens."""
-    return {
-        name: found
-        for name, found in drift.items()
-        if found.num_tokens >= MIN_TOKENS and not found.mean_abs <= tolerance
-    }
 
 
 class Trust:
@@ -78,6 +68,9 @@ class Trust:
         """What a user can do about an engine beyond the tolerance."""
         self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
         """Otherwise engines rightly report other log-probs than the trainer computes."""
+        self._windows = DriftWindows(self._tolerance)
+        if isinstance(engine, CallPlacement):
+            engine.on_distrust(self._windows.forget)
         self._replayed = frozenset(replayed)
         self._references: dict[int, Reference] = {}
         """The newest by version: a member may be checked under an older one while a newer one is loaded."""
@@ -110,14 +103,18 @@ class Trust:
         return list(failed)
 
     def verdicts(self, step: int, drift: Mapping[str, Drift]) -> dict[str, str]:
-        """Return the engines, by name, that are not to be trusted after the batch of ``step``, each with the reason."""
+        """Return the engines, by name, that are not to be trusted after the batch of ``step``, each with the reason.
+
+        A replayed batch says nothing: what sampled it may have been fixed since. So a resumed run begins with empty
+        windows.
+        """
         if not self._judges_drift or step in self._replayed:
             return {}
         return {
-            name: f"the log-probs it reported of {found.num_tokens:,} tokens, sampled by weights version {step} as it"
-            f" says, are {found.mean_abs:.3g} nats from the trainer's on average (engine.logprob_tolerance is"
-            f" {self._tolerance:g}); {self._remedy}"
-            for name, found in too_far(drift, self._tolerance).items()
+            name: f"the log-probs it reported of {found.num_tokens:,} tokens, up to step {step} and each sampled by the"
+            f" newest weights as it says, are {found.mean_abs:.3g} nats from the trainer's on average"
+            f" (engine.logprob_tolerance is {self._tolerance:g}); {self._remedy}"
+            for name, found in self._windows.add(drift).items()
         }
 
     async def settle_disputes(self) -> None:

@@ -4,10 +4,12 @@ trained is dropped and counted."""
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from rollover import cli
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.launch import free_port
 from rollover.errors import RolloverError
+from rollover.rollout.entries import FAILED, GroupEntry
 from rollover.rollout.events import GroupDropped
-from rollover.run.engine_trust import MIN_TOKENS
+from rollover.rollout.ledger import Ledger
+from rollover.run.drift_windows import MIN_TOKENS
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
@@ -27,10 +31,10 @@ from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker import joining
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import Refused
-from rollover.types import WasteCause
+from rollover.types import Batch, WasteCause
 from tests import runs
 from tests.swarm import liars
-from tests.swarm.liars import Liar, lying
+from tests.swarm.liars import Liar, lingering, lying
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +42,19 @@ DEADLINE_S = 120.0
 STEPS = 8
 ENGINE = EmbeddedConfig(max_running=6, max_context_tokens=80, kv_cache_bytes=2**22, stream_interval_tokens=2)
 OUT = Path("out")
+BY_DECODING, BY_DRIFT = "it does not sample what its seeds and weights make", "nats from the trainer's on average"
+GROUPS_OF_8 = ("--rollout.group_size", "8")
+MAX_SAMPLES = 100
+"""Trained of a worker that reports other log-probs, until it is found for its drift, where responses have 7 tokens of
+which about a fifth are of the newest weights."""
 
 
 class Workers:
     """Joins workers to the run in ``OUT`` as soon as it listens; the one that is called ``liar`` lies."""
 
-    def __init__(self, port: int, names: tuple[str, ...]) -> None:
+    def __init__(self, port: int, names: tuple[str, ...], engine: EmbeddedConfig) -> None:
         self._address = CoordinatorAddress.parse(f"ws://127.0.0.1:{port}")
-        self._names = names
+        self._names, self._engine = names, engine
         self.endings: dict[str, RolloverError | None] = {}
 
     def run(self) -> None:
@@ -62,7 +71,7 @@ class Workers:
     async def _one(self, name: str) -> None:
         key = open_key(OUT / "swarm" / "publisher.key").public_key()
         token = Credentials(OUT / "swarm" / "workers.json").add(name, key)
-        config, cache = WorkerConfig(engine=ENGINE), Path(f"cache-{name}")
+        config, cache = WorkerConfig(engine=self._engine), Path(f"cache-{name}")
         stops: list[Any] = []
         try:
             await joining.work_for(self._address, token, config, cache, None, "test", lambda line: None, stops.append)
@@ -73,8 +82,8 @@ class Workers:
 
 
 @contextmanager
-def working(port: int, names: tuple[str, ...]) -> Iterator[Workers]:
-    workers = Workers(port, names)
+def working(port: int, names: tuple[str, ...], engine: EmbeddedConfig = ENGINE) -> Iterator[Workers]:
+    workers = Workers(port, names, engine)
     thread = threading.Thread(target=workers.run)
     thread.start()
     try:
@@ -99,81 +108,134 @@ def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Liar]], None]:
     return set_kind
 
 
-def train(port: int, *args: str) -> int:
+def train(port: int, *args: str, steps: int = STEPS, max_staleness: int = 2, max_new_tokens: int = 30) -> int:
     engine = ["--engine.kind", "swarm", "--engine.listen", f"127.0.0.1:{port}", "--engine.lease_s", "4"]
     engine += ["--engine.max_running", "24"]
-    rollout = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2", "--rollout.max_new_tokens", "30"]
-    rollout += ["--rollout.group_size", "8", "--trainer.learning_rate", "3e-4"]
+    rollout = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(max_staleness)]
+    rollout += ["--rollout.max_new_tokens", str(max_new_tokens), "--trainer.learning_rate", "3e-4"]
     toml = Path("run.toml").read_text()
     start, end = toml.index("[engine]"), toml.index("[trainer]")
     Path("swarm.toml").write_text(toml[:start] + toml[end:])
-    return cli.main(["train", "swarm.toml", "--run-dir", "out", "--steps", str(STEPS), *engine, *rollout, *args])
+    return cli.main(["train", "swarm.toml", "--run-dir", "out", "--steps", str(steps), *engine, *rollout, *args])
 
 
 def sampled_by(batch: Any) -> set[str]:
     return {s.engine for t in batch.trajectories for s in t.segments if s.token_ids}
 
 
-def assert_the_liar_is_out(workers: Workers, says: str) -> None:
-    """Nothing of it is trained from a batch on, and honest workers have stayed to the end."""
-    assert "is not trusted any more" in str(workers.endings["liar"]) and says in str(workers.endings["liar"])
+def of_liar(group: GroupEntry) -> int:
+    """Return how many of a group's tokens the liar has sampled, but for samples that have failed."""
+    samples = (sample for sample in group.samples if sample.state is not FAILED)
+    return sum(len(s.token_ids) for sample in samples for s in sample.segments if s.engine == "liar")
+
+
+def assert_the_liar_is_out(workers: Workers, *says: str, steps: int = STEPS, lingers: bool = True) -> None:
+    """It is sent away for one of the reasons ``says``, nothing of it is trained from a batch on, and honest workers have
+    stayed to the end."""
+    ending = str(workers.endings["liar"])
+    assert "is not trusted any more" in ending and any(reason in ending for reason in says)
     assert all(ending is None for name, ending in workers.endings.items() if name != "liar")
     members = {w.name: w for w in StatusFile(OUT / "swarm" / "status.json").read().workers}
-    assert members["liar"].state == "sent away" and says in members["liar"].note
+    assert members["liar"].state == "sent away" and any(reason in members["liar"].note for reason in says)
     assert all(member.state == "away" for name, member in members.items() if name != "liar")
     batches = runs.batches(OUT)
-    assert len(batches) == STEPS and "liar" not in sampled_by(batches[-1])
+    assert len(batches) == steps and "liar" not in sampled_by(batches[-1])
     ledger = runs.ledger(OUT)
-    assert not any(
-        segment.engine == "liar" and segment.token_ids
-        for group in ledger.unconsumed()
-        for sample in group.samples
-        for segment in sample.segments
-    )
+    assert not any(of_liar(group) for group in ledger.unconsumed())
     counted = ledger.tokens
     assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
-    drops = [e for e in runs.events(OUT) if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
-    assert bool(drops) == (counted.wasted[WasteCause.UNTRUSTED_ENGINE] > 0), "it may have been found between two groups"
+    assert_its_unconsumed_work_is_dropped_and_counted(lingers=lingers)
 
 
-@pytest.mark.parametrize("honest", [("anna",), ("anna", "bert")])
-def test_tokens_that_no_log_prob_gives_away_are_found_by_decoding_them_again(
-    honest: tuple[str, ...], experiment: Path, lies: Callable[[type[Liar]], None]
+def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
+    """All groups with tokens of it that were not trained when it was found are dropped, with all their tokens, and no
+    other group is. If it ``lingers``, there were such tokens: the journal says so."""
+    ledger, to_be_dropped = Ledger(), dict[int, int]()
+    num_lies = num_wasted = 0
+    for event in runs.events(OUT):
+        if isinstance(event, GroupDropped) and event.cause is WasteCause.UNTRUSTED_ENGINE:
+            if not to_be_dropped:
+                to_be_dropped = {g.group_id: n for g in ledger.unconsumed() if (n := of_liar(g))}
+            group = ledger.groups[event.group_id]
+            assert event.prompt_returned, "its prompt is answered by others"
+            num_lies += to_be_dropped.pop(event.group_id)
+            num_wasted += sum(sample.num_tokens for sample in group.samples if sample.state is not FAILED)
+        else:
+            assert not to_be_dropped, "they are dropped together"
+        ledger.apply(event)
+    assert not to_be_dropped
+    assert num_lies > 0 or not lingers
+    assert num_lies <= num_wasted == ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "honest", "says"),
+    [
+        (liars.AlteredTokens, ("anna",), (BY_DECODING,)),
+        (liars.AlteredTokens, ("anna", "bert"), (BY_DECODING,)),
+        (liars.OldWeights, ("anna", "bert"), (BY_DECODING, BY_DRIFT)),
+        (liars.Replay, ("anna", "bert"), (BY_DECODING, BY_DRIFT)),
+    ],
+)
+def test_who_samples_something_else_is_found_by_decoding_it_again(
+    kind: type[Liar],
+    honest: tuple[str, ...],
+    says: tuple[str, ...],
+    experiment: Path,
+    lies: Callable[[type[Liar]], None],
 ) -> None:
-    """With one honest worker the trainer says who has lied, with two either it or the second."""
+    """With one honest worker the trainer says who has lied, with two either it or the second. Drift may show some lies
+    first."""
     torch.set_num_threads(1)
-    lies(liars.AlteredTokens)
+    lies(lingering(kind))
     port = free_port()
     with working(port, (*honest, "liar")) as workers:
-        assert train(port, "--engine.reexecute", "1.0") == 0
-    assert_the_liar_is_out(workers, "it does not sample what its seeds and weights make")
+        assert train(port, *GROUPS_OF_8, "--engine.reexecute", "1.0", steps=12, max_staleness=6) == 0
+    assert_the_liar_is_out(workers, *says, steps=12)
     rows = runs.rows(OUT)
     assert sum(row.get("engine/reexecuted_tokens", 0) for row in rows) > 0
 
 
-@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8])
-def test_log_probs_that_are_not_true_are_found_within_a_batch(
+@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16])
+def test_log_probs_that_are_not_true_are_found_within_a_batch_that_has_enough_of_them(
     kind: type[Liar], experiment: Path, lies: Callable[[type[Liar]], None]
 ) -> None:
     torch.set_num_threads(1)
-    lies(kind)
+    lies(lingering(kind))
     port = free_port()
     with working(port, ("anna", "liar")) as workers:
-        assert train(port, "--engine.reexecute", "0") == 0
-    assert_the_liar_is_out(workers, "nats from the trainer's on average")
+        assert train(port, *GROUPS_OF_8, "--engine.reexecute", "0") == 0
+    assert_the_liar_is_out(workers, BY_DRIFT)
     assert "the operator of this worker must make sure" in str(workers.endings["liar"])
-    told = [i for i, row in enumerate(runs.rows(OUT)) if "drift/liar" in row]
+    assert any("drift/liar" in row for row in runs.rows(OUT))
     batches = runs.batches(OUT)
-    enough = [
-        batch.step
-        for batch in batches
-        if sum(
-            len(s.token_ids)
-            for t in batch.trajectories
-            for s in t.segments
-            if s.engine == "liar" and s.policy_version == batch.step
-        )
-        >= MIN_TOKENS
-    ]
-    assert enough and told
-    assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > enough[0])
+    found_at = next(batch.step for batch in batches if of_newest_weights(batch, "liar") >= MIN_TOKENS)
+    assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > found_at)
+
+
+def test_log_probs_that_are_not_true_are_found_though_no_batch_has_enough_of_them(
+    experiment: Path, lies: Callable[[type[Liar]], None]
+) -> None:
+    """Three workers at ``max_staleness`` 3: a batch has 56 tokens at most, and few of them are of the newest weights."""
+    torch.set_num_threads(1)
+    lies(liars.InventedLogprobs)
+    port = free_port()
+    with working(port, ("anna", "bert", "liar"), replace(ENGINE, max_running=1)) as workers:
+        assert train(port, "--engine.reexecute", "0", steps=60, max_staleness=3, max_new_tokens=7) == 0
+    says = re.search(r"of (\d+) tokens, up to step (\d+) and each sampled", str(workers.endings["liar"]))
+    assert says is not None
+    num_tokens, found_at = map(int, says.groups())
+    assert_the_liar_is_out(workers, BY_DRIFT, steps=60, lingers=False)
+    batches = runs.batches(OUT)
+    judged = [of_newest_weights(batch, "liar") for batch in batches[: found_at + 1]]
+    assert sum(judged) == num_tokens and sum(judged[:-1]) < MIN_TOKENS <= num_tokens
+    assert max(judged) < MIN_TOKENS
+    assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > found_at)
+    samples = [t for batch in batches for t in batch.trajectories if any(s.engine == "liar" for s in t.segments)]
+    assert len(samples) <= MAX_SAMPLES
+
+
+def of_newest_weights(batch: Batch, name: str) -> int:
+    """Return how many tokens of a batch a worker has sampled from the weights that the batch is trained on."""
+    segments = (s for t in batch.trajectories for s in t.segments if s.engine == name)
+    return sum(len(s.token_ids) for s in segments if s.policy_version == s.kv_version == batch.step)

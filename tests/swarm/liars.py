@@ -5,7 +5,8 @@ The log-prob check asks for single tokens. Liars that are ``cunning`` answer the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,35 @@ class ReplayToSibling(Replay):
 
     def recalled(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
         return self.answers.get((self.version, request.prompt_ids))
+
+
+def lingering(kind: type[Liar]) -> type[Liar]:
+    """Return a liar that always has one call which it has begun and does not finish before it is told to stop: when it
+    is found, some of its tokens are not trained yet."""
+
+    class Lingering(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
+            super().__init__(honest, other)
+            self.lingers: dict[str, asyncio.Event] = {}
+
+        async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            name = request.request_id
+            stopped = self.lingers.setdefault(name, asyncio.Event()) if not self.lingers else None
+            try:
+                async for chunk in super().lie(request):
+                    yield chunk
+                    if stopped is not None and chunk.finish_reason is None:
+                        await stopped.wait()
+            finally:
+                if stopped is not None:
+                    del self.lingers[name]
+
+        async def abort(self, request_ids: Collection[str]) -> None:
+            for name in self.lingers.keys() & set(request_ids):
+                self.lingers[name].set()
+            await super().abort(request_ids)
+
+    return Lingering
 
 
 def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> Callable[[Path], Awaitable[TrainedEngine]]:

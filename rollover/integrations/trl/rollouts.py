@@ -33,7 +33,7 @@ from rollover.report import throughput
 from rollover.rollout.events import Event
 from rollover.rollout.metrics import batch_metrics
 from rollover.rollout.scheduler import Source
-from rollover.run.engine_trust import MIN_TOKENS
+from rollover.run.drift_windows import DriftWindows
 from rollover.run.meter import peak_memory_bytes
 from rollover.types import Batch, Drift, WasteCause
 from rollover.weights.folders import WeightFolders, untied
@@ -122,6 +122,7 @@ class HostedRollouts:
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(
             self._engine.capabilities.number_format, number_format
         )
+        self._windows = DriftWindows(self._tolerance)
 
     @property
     def feed(self) -> Feed:
@@ -167,14 +168,14 @@ class HostedRollouts:
             EngineMismatch: they are further apart than rounding makes them.
         """
         assert self._underway is not None, "no batch is underway"
-        if self._underway.batch.step in self._feed.replayed or drift.num_tokens < MIN_TOKENS:
+        if self._underway.batch.step in self._feed.replayed:
             return
-        if not drift.mean_abs <= self._tolerance:
+        for found in self._windows.add({"": drift}).values():
             raise EngineMismatch(
                 f"{self._engine!r} does not sample from the trainer's weights: the log-probs of"
-                f" {drift.num_tokens:,} tokens that it sampled from version {self._underway.batch.step} are"
-                f" {drift.mean_abs:.3g} nats from TRL's on average (engine.logprob_tolerance is {self._tolerance:g});"
-                f" {_REMEDY}"
+                f" {found.num_tokens:,} tokens, up to step {self._underway.batch.step} and each sampled from the newest"
+                f" weights, are {found.mean_abs:.3g} nats from TRL's on average (engine.logprob_tolerance is"
+                f" {self._tolerance:g}); {_REMEDY}"
             )
 
     def finish_step(self) -> None:

@@ -1,0 +1,57 @@
+"""The drift of each engine, collected over batches until there are enough tokens to judge it.
+
+A batch of an asynchronous run has few tokens that the newest weights sampled: with three workers and ``max_staleness``
+3, some twenty of each. Judged batch by batch, an engine would hardly ever have enough.
+
+What it keeps true: an engine is judged over at least ``MIN_TOKENS`` tokens, of which fewer than ``MIN_TOKENS`` are from
+earlier batches than the newest; each token is judged once. So an engine that begins to lie is found with the second
+window that it fills at the latest, and nothing that it did before weighs against what it does now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollover.types import Drift
+
+MIN_TOKENS = 64
+"""The fewest tokens of an engine that show anything: in half precision, single tokens are far off."""
+
+
+class DriftWindows:
+    """One window for each engine, by name.
+
+    Args:
+        tolerance: mean distance of log-probs, in nats, that rounding explains.
+
+    Example: after ``add({"laptop": Drift(40, 0.2)})``, which returns nothing, ``add({"laptop": Drift(24, 0.1)})``
+    returns ``{"laptop": Drift(64, 0.1625)}``, and the window of the laptop is empty again.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._open: dict[str, Drift] = {}
+
+    def add(self, drift: Mapping[str, Drift]) -> dict[str, Drift]:
+        """Add the drift of one batch. Returns, by engine, the windows that it fills and whose mean is beyond the
+        tolerance. A window that is filled starts again."""
+        too_far: dict[str, Drift] = {}
+        for name, found in drift.items():
+            window = _together(self._open.pop(name, None), found)
+            if window.num_tokens < MIN_TOKENS:
+                self._open[name] = window
+            elif not window.mean_abs <= self._tolerance:  # a mean that is not a number is beyond it too
+                too_far[name] = window
+        return too_far
+
+    def forget(self, name: str) -> None:
+        """Start the window of an engine again: what it has sampled so far is not trained."""
+        self._open.pop(name, None)
+
+
+def _together(first: Drift | None, second: Drift) -> Drift:
+    if first is None or not second.num_tokens:
+        return first or second
+    num_tokens = first.num_tokens + second.num_tokens
+    total = first.num_tokens * first.mean_abs + second.num_tokens * second.mean_abs
+    return Drift(num_tokens, total / num_tokens)

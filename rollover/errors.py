@@ -1,4 +1,4 @@
-"""The failures that a user can mend, each reported in one message.
+"""The failures that a user can fix, each reported in one message.
 
 Tree::
 

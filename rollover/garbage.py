@@ -1,4 +1,4 @@
-"""Sets how often Python looks for garbage: cycles of records that nobody knows any more.
+"""Sets how often Python looks for garbage: cycles of records that nothing refers to any more.
 
 The collector, left alone, walks over the young records at every 700th and over all of them again and again. Where many
 live long and hardly any makes a cycle, that is for nothing: half of the time of a large simulation, a fifth of that of

@@ -23,8 +23,8 @@ HIDDEN = "[hidden]"
 _OWNER_ONLY = 0o600
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}|(?=\w{1,64}\Z)_*[A-Za-z]+[0-9]*(?:_+[A-Za-z]+[0-9]*)*_*")
-"""What the name of an environment variable looks like. Capitals may be mixed with digits; small letters with digits
-among them are rather a key that was put where the name of its variable belongs."""
+"""Pattern of an environment variable's name. Capitals may be mixed with digits; small letters mixed with digits are
+more likely a key that was put where the name of its variable belongs."""
 _TOKEN = (
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|rw1\.[\w-]{1,64}\.[\w-]{16,}(?:\.[0-9a-f]{64})?"
@@ -54,7 +54,7 @@ _OWNERS = re.compile(
 """Words that do wherever ``key``, ``token`` or their plural follows."""
 
 _VALUE = r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,;&}\])"\']+'
-"""In quotes or brackets, which may have been forgotten at the end, or one word."""
+"""Pattern of a value: text in quotes or brackets, whose end may have been forgotten, or one word."""
 _NAMED = (
     re.compile(rf"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
     re.compile(rf"(?P<quote>[\"'])(?P<name>[^\"'\n]+)(?P=quote)(?P<gap>\s*[:=]\s*)(?P<value>{_VALUE})"),

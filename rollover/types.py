@@ -105,7 +105,7 @@ class Segment(NamedTuple):
     rollout_logprobs: Sequence[float]
     """Log-probability of each token under the distribution it was sampled from; float32 values."""
     finish_reason: FinishReason | None
-    """``None`` when the weights changed under a running rollout: the next segment follows on."""
+    """``None`` when the weights changed under a running rollout: the next segment continues it."""
     kv_version: int
     """Oldest version whose key-value cache these tokens attended to; equals ``policy_version``
     unless the engine kept its cache over a weight update."""
@@ -118,7 +118,7 @@ class Segment(NamedTuple):
     """Name of the engine that sampled these tokens, where a run has several."""
 
     def continues_into(self, later: Segment) -> bool:
-        """Return whether ``later`` went on without an interruption and under the same weights and cache."""
+        """Return whether ``later`` continued without an interruption and under the same weights and cache."""
         return (
             self.policy_version == later.policy_version
             and self.finish_reason is None
@@ -136,7 +136,7 @@ class Segment(NamedTuple):
 
 
 def append_segment(segments: list[Segment], segment: Segment) -> None:
-    """Put ``segment`` behind the others, joined to the last one where nothing separates them."""
+    """Append ``segment``, joined to the last one if nothing separates them."""
     if segments and segments[-1].continues_into(segment):
         segment = segments.pop().joined(segment)
     segments.append(segment)
@@ -192,7 +192,7 @@ class Trajectory:
         return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
 
     def extended(self, segment: Segment) -> Trajectory:
-        """With ``segment`` behind the others, as ``append_segment`` has it."""
+        """Return the trajectory with ``segment`` appended, as ``append_segment`` does."""
         segments = [*self.segments]
         append_segment(segments, segment)
         return replace(self, segments=tuple(segments))
@@ -204,7 +204,7 @@ class Baseline(NamedTuple):
     mean: float
     std: float
     num_siblings: float
-    """As many siblings this knowledge is worth; 0 where nothing was known."""
+    """Number of siblings that this knowledge is worth; 0 if nothing was known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     baseline: Baseline | None = None
-    """Of a group of one, which has no siblings to be compared with."""
+    """Baseline of a group of one, which has no siblings to be compared with."""
 
     @property
     def rewards_G(self) -> tuple[float, ...]:
@@ -321,4 +321,4 @@ class TrainedStep:
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     """Response tokens of the batch that no gradient reached, by cause."""
     drift: Mapping[str, Drift] = field(default_factory=dict)
-    """By the name of the engine that sampled the tokens (``Segment.engine``)."""
+    """Drift of each engine that sampled tokens, by its name (``Segment.engine``)."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages, once per global batch.
+"""Turns rewards into advantages, once per global batch.
 
 Baselines and whitening see every sample of the batch, masked or not in the loss, whatever the split into
 micro-batches. Arithmetic is float64 inside; results have the dtype of the rewards.

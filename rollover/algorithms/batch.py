@@ -29,9 +29,9 @@ class TokenBatch:
     staleness_T: Tensor
     """Training step minus the version that sampled the token; int64, at least 0."""
     sample_T: Tensor
-    """Which of the B samples each token belongs to; int64, non-decreasing."""
+    """Index of the sample, among the B, to which each token belongs; int64, non-decreasing."""
     group_B: Tensor
-    """Which group of the global batch each sample belongs to; int64."""
+    """Index of the group of the global batch to which each sample belongs; int64."""
 
     @property
     def num_samples(self) -> int:

@@ -27,7 +27,7 @@ class AdvantageRow:
     """
 
     compares: Literal["siblings", "batch", "history"]
-    """What a reward is compared with: the rewards of its group, of the whole batch, or earlier ones."""
+    """The rewards that a reward is compared with: those of its group, of the whole batch, or earlier ones."""
     divides: bool
     """It is divided by a deviation: ``advantage_eps`` and ``advantage_ddof`` have an effect."""
 
@@ -40,7 +40,7 @@ ADVANTAGES: dict[str, AdvantageRow] = {
     "group_mean_whitened": AdvantageRow(compares="siblings", divides=True),
     "history": AdvantageRow(compares="history", divides=True),
 }
-"""By name; the function of that name in ``advantages`` computes it."""
+"""The advantages by name; the function of that name in ``advantages`` computes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     "cispo": ObjectiveRow(has_ratio=True),
     "reinforce": ObjectiveRow(has_ratio=False),
 }
-"""By name; the function of that name in ``losses`` computes it."""
+"""The objectives by name; the function of that name in ``losses`` computes each."""
 
 if TYPE_CHECKING:  # a type checker knows no literal of what a table holds
     Advantage = str
@@ -103,7 +103,7 @@ class Algorithm:
 
     name: str
     paper: str = ""
-    """Where the algorithm was published."""
+    """The paper in which the algorithm was published."""
     advantage: Advantage
     advantage_eps: float = 1e-6
     advantage_ddof: int = 1

@@ -22,16 +22,16 @@ class DeclaredCapabilities:
     """
 
     in_flight_update: bool = True
-    """As in ``Capabilities``."""
+    """Same as in ``Capabilities``."""
     cuts_logprobs: bool = True
     """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
     deterministic: bool = False
     """A run can be repeated bit for bit."""
     max_running: int | None = None
-    """As in ``Capabilities``; ``None`` where it is known only once the engine is open."""
+    """Same as in ``Capabilities``; ``None`` if it is known only once the engine is open."""
     max_context_tokens: int | None = None
     is_colocated: bool = False
-    """As in ``Capabilities``."""
+    """Same as in ``Capabilities``."""
     in_process: bool = False
     """It computes in the process that opens it."""
     opens_many_calls: bool = False

@@ -45,7 +45,7 @@ class EngineSetup:
     lockstep: bool = False
     """Decode only when all consumers have come back for more; for engines that declare ``deterministic``."""
     places: ServerPlaces | None = None
-    """Where servers are started, if not on this machine."""
+    """Places where servers are started, if not on this machine."""
     adapters: AdapterShape | None = None
     """The shape of those that servers will be given in place of full weights, if any."""
     longest_tokens: int | None = None
@@ -135,4 +135,4 @@ ENGINES: Mapping[str, EngineKind] = {
     "sglang": EngineKind(open=_sglang),
     "embedded_server": EngineKind(open=_embedded_servers, check=_check_embedded_servers),
 }
-"""By kind, for those in ``AnyEngineConfig``."""
+"""The kinds of engines in ``AnyEngineConfig``, by kind."""

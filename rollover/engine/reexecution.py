@@ -125,7 +125,7 @@ class Slack:
 
     @property
     def noise(self) -> float:
-        """By how much the noise is moved. A border between two tokens moves by half the mean difference of log-probs
+        """Return the distance by which the noise is moved. A border between two tokens moves by half the mean difference of log-probs
         on average; the rest is for the worst of some thousand tokens."""
         return min(4 * self.logprobs, HALF_TOLERANCE)
 
@@ -185,9 +185,9 @@ class Comparison:
     """
 
     answers: tuple[SecondAnswer, ...]
-    """At the positions that were compared, in order."""
+    """Answers at the positions that were compared, in order."""
     outside: tuple[SecondAnswer, ...] = ()
-    """Those where the first engine's token lies outside of the bounds."""
+    """Answers where the first engine's token lies outside of the bounds."""
     doubt: Doubt | None = None
 
 
@@ -247,7 +247,7 @@ class Dispute:
 
 
 class Verdict(Enum):
-    """Who has lied, as far as a third opinion tells.
+    """The engine that has lied, as far as a third opinion can tell.
 
     Example: ``Verdict.FIRST`` is the engine that sampled the stretch.
     """

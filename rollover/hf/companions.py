@@ -13,13 +13,13 @@ from pathlib import Path
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _OWN_FILES = ("config.json", "trainer.json")
-"""What a checkpoint writes for itself."""
+"""Files that a checkpoint writes itself."""
 
 _READS_AND_ENDS = (
     *("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece"),
     *("chat_template", "generation_config"),
 )
-"""How the names of files begin that decide how text is read and where a response ends."""
+"""Prefixes of the names of files that decide how text is read and where a response ends."""
 _SAMPLE_BYTES = 2**20
 
 Companions = Mapping[str, bytes]
@@ -27,13 +27,13 @@ Companions = Mapping[str, bytes]
 
 
 def read_companions(folder: Path) -> Companions:
-    """Those of ``folder``, without the index of weights that are split over several files."""
+    """Return the companion files of ``folder``, without the index of weights that are split over several files."""
     names = (path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and ".index." not in path.name)
     return {path.name: path.read_bytes() for path in names if path.is_file()}
 
 
 def without_own_files(companions: Companions) -> Companions:
-    """Those that a checkpoint takes over from the model it began with."""
+    """Return the files that a checkpoint takes over from the model it started from."""
     return {name: content for name, content in companions.items() if name not in _OWN_FILES}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollover.errors import ResourceError, is_full, system_error
 
 PARTIAL = ".partial-"
-"""How the name of a folder begins that is not complete."""
+"""Prefix of the name of an incomplete folder."""
 
 
 def write_folder(

@@ -40,7 +40,7 @@ class TensorInfo:
     dtype: str
     """The number format by torch's name, or by that of safetensors where ``DTYPES`` has none."""
     start: int
-    """Where its bytes begin in the file; they are little-endian, row by row."""
+    """Offset of its bytes in the file; they are little-endian, row by row."""
     num_bytes: int
     file: Path
 

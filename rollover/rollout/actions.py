@@ -1,6 +1,6 @@
 """The actions that the scheduler asks a shell for: the closed set of actions.
 
-A shell (the asyncio driver, the simulator, somebody else's loop) asks ``Scheduler.decide`` after everything that it
+A shell (the asyncio driver, the simulator, or a loop of your own) asks ``Scheduler.decide`` after everything that it
 reported, and carries the actions out in order. It needs to know nothing about strategies.
 """
 
@@ -13,7 +13,7 @@ from rollover.types import SampleId
 
 
 class StartSample(NamedTuple):
-    """Send a sample to the engine, behind the tokens that it has.
+    """Send a sample to the engine, to continue after the tokens that it has.
 
     A tuple, as the events are, because a simulation makes millions.
 
@@ -36,7 +36,7 @@ class StopAll:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeBatch:
-    """A batch is there: take it with ``Scheduler.consume`` as soon as you can use it.
+    """A batch is ready: take it with ``Scheduler.consume`` as soon as you can use it.
 
     It is repeated until that is done. An answer without it withdraws it: a group may have been started since that has
     to be in the batch.

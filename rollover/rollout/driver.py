@@ -151,7 +151,7 @@ class RolloutDriver:
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
         self._unwritten_tokens: dict[SampleId, int] = {}
-        """How many tokens a sample has with its segments among them."""
+        """Number of tokens of each sample, including those of its unwritten segments."""
         self._distrusted: list[str] = []
         """Members whose tokens have yet to be dropped."""
         self._placement = placement

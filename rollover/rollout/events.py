@@ -62,9 +62,9 @@ class SampleScored(NamedTuple):
     time_s: float
     sample_id: SampleId
     reward: float
-    """As the task gives it."""
+    """The reward, as the task gives it."""
     shaping: float = 0.0
-    """What the algorithm adds to it before it compares (a punishment for length, say)."""
+    """The amount that the algorithm adds to it before comparing (a penalty for length, for example)."""
 
 
 class SampleFailed(NamedTuple):

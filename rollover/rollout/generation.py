@@ -32,7 +32,7 @@ class SampleCall:
     request_id: str
     start: StartSample
     back_off_s: float
-    """How long it waits before it asks the engine."""
+    """Seconds to wait before asking the engine."""
     engine: Engine
     ledger: Ledger
     """Read for the tokens that the sample has; the segments are entered by others."""
@@ -50,7 +50,7 @@ class SampleCall:
     """Its last segment was handed out: the sample may be running again by now, in another call."""
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _chunks: list[Chunk] = field(default_factory=list)
-    """Those of the current segment, which began at ``_start_s``."""
+    """Chunks of the current segment, which began at ``_start_s``."""
     _num_open_tokens: int = 0
     _last_chunk: Chunk | None = None
     _start_s: float = 0.0

@@ -93,7 +93,7 @@ class Ledger:
         self.batches: dict[int, tuple[int, ...]] = {}
         """Step to group ids of the batches consumed since the last checkpoint."""
         self.untrained: dict[int, Mapping[WasteCause, int]] = {}
-        """Of those batches that were trained: their tokens without a gradient."""
+        """Tokens without a gradient, for each batch that was trained."""
         self.skipped: set[int] = set()
         """Steps of those batches that are to be stepped over."""
         self.replay: deque[int] = deque()

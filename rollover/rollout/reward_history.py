@@ -24,7 +24,7 @@ _MEMORY = 256
 _PRIOR = 4.0
 """Rewards of its own row that weigh as much as those of all its source."""
 _MAX_SIBLINGS = 7
-"""Those of a sample in a group of eight, the most usual size."""
+"""Siblings of a sample in a group of eight, the most common size."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class RewardHistory:
             self.rows.setdefault(_row(prompt), _Moments()).add(reward, 16 * _PRIOR)
 
     def baseline(self, prompt: Prompt) -> Baseline:
-        """For a sample of ``prompt`` that begins now."""
+        """Return the baseline for a sample of ``prompt`` that begins now."""
         source, row = self.sources.get(prompt.source, _Moments()), self.rows.get(_row(prompt), _Moments())
         mean = source.mean + row.weight / (_PRIOR + row.weight) * (row.mean - source.mean)
         return Baseline(mean=mean, std=math.sqrt(source.variance), num_siblings=min(source.weight, _MAX_SIBLINGS))

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rollover.rollout.statistics import RecentLengths
 
 _MOST_BATCHES = 64
-"""Of a round."""
+"""Maximum number of batches in a round."""
 _LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a round."""
 _SAME = 1.01

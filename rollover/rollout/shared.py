@@ -25,8 +25,8 @@ class SharedConfig:
     group_size: int = 8
     """Samples per prompt."""
     unit: Literal["group", "sample"] = "group"
-    """What is trained as soon as it has been scored: whole groups, or single samples, which wait for no siblings.
-    `sample` needs an advantage that does not compare siblings (`algorithm.advantage = "history"`)."""
+    """Unit of training: whole groups, or single samples, which wait for no siblings and are trained as soon as they
+    have been scored. `sample` needs an advantage that does not compare siblings (`algorithm.advantage = "history"`)."""
     max_staleness: int | None = None
     """Staleness bound in policy versions: training step minus the version of the oldest token trained in it. When left
     out: 0 for on-policy strategies; as many as the over-sampling can need for strategies that discard; otherwise 4 or
@@ -44,7 +44,7 @@ class SharedConfig:
     """A running sample's tokens are written to the journal at least this often; a killed process loses no more than
     this per sample."""
     stall_timeout_s: Changeable[float] = 600.0
-    """When nothing has been decoded or scored for this long, the run stops and names the samples it is waiting for."""
+    """Time without any token or reward after which the run stops and names the samples it is waiting for."""
     max_retries: Changeable[int] = 3
     """Consecutive engine failures, without a token in between, that one sample survives; each time it resumes from its
     last streamed token."""

@@ -46,7 +46,7 @@ class RolloutState:
     """The ledger and the statistics of a run, moved on together by ``apply``.
 
     Example: ``RolloutState()`` begins a run, and ``rollover.rollout.journal.restart`` returns the state of a run that
-    goes on. Folding the events of a journal, ``RolloutState(events)``, gives the state that its writer had.
+    is resumed. Folding the events of a journal, ``RolloutState(events)``, gives the state that its writer had.
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:

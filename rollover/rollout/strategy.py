@@ -23,11 +23,11 @@ class OnFull(Enum):
     WAIT = auto()
     """They run to their end first."""
     PARK = auto()
-    """They are stopped, keep what they have, and go on in a later round."""
+    """They are stopped, keep their tokens, and resume in a later round."""
     DISCARD = auto()
     """They are stopped and their groups dropped; the prompts return to the source."""
     KEEP = auto()
-    """They run on while the trainer trains."""
+    """They keep running while the trainer trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Strategy:
     on_full = OnFull.WAIT
 
     def groups_to_open(self, view: View) -> int:
-        """Groups to admit now."""
+        """Return the number of groups to admit now."""
         raise NotImplementedError
 
     def takes_returned(self, view: View) -> bool:
@@ -61,27 +61,27 @@ class Strategy:
         return view.ledger.startable()
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
-        """Ids of the groups of the next batch, or ``None`` while it is not full."""
+        """Return the ids of the groups of the next batch, or ``None`` while it is not full."""
         return staleness.choose_batch(
             view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=self.preference
         )
 
     def token_budget(self, view: View, sample_id: SampleId) -> int | None:
-        """Tokens the sample may decode before it is parked; ``None`` lets it run to its end."""
+        """Return the tokens that the sample may decode before it is parked; ``None`` lets it run to its end."""
         return None
 
     def surplus(self, view: View) -> Sequence[int]:
-        """Ids of whole groups to drop now that a batch is consumed: none, for they lead the next one."""
+        """Return the ids of whole groups to drop now that a batch is consumed: none, since they lead the next one."""
         return ()
 
     def preference(self, group: GroupEntry) -> int:
-        """Ready groups are trained in ascending order of this."""
+        """Return the key by which ready groups are trained, in ascending order."""
         return group.group_id
 
     def headroom(self, view: View) -> int:
-        """Groups the staleness bound lets in now."""
+        """Return the number of groups that the staleness bound admits now."""
         return staleness.headroom(view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)
 
     def least_start_version(self, view: View) -> int:
-        """The oldest version under which the staleness bound lets a group start now."""
+        """Return the oldest version under which the staleness bound lets a group start now."""
         return staleness.least_start_version(view.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)

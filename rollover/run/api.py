@@ -15,13 +15,13 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
     """Train as ``rollover train`` does, and return the run directory.
 
     Args:
-        config: a TOML file, the name of a packaged experiment, or a config that is made already.
+        config: a TOML file, the name of a packaged experiment, or a config object.
         overrides: settings as on the command line, applied to a file or an experiment.
         run_dir: where the run writes; ``runs/CONFIG-DATE-TIME`` when left out.
 
     Raises:
         RolloverError: with what you can do about it.
-        Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` goes on with it.
+        Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` continues it.
 
     Example:
         ``rollover.train("quickstart", ["--steps", "5"], run_dir="out")`` trains five steps and returns ``Path("out")``,

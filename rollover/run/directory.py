@@ -78,7 +78,7 @@ class RunDir:
         self.made: tuple[Path, ...] = ()
         """Directories made for this run: its own, then those it lies in."""
         self.is_new = False
-        """Whether the run is: its directory can be cleared again."""
+        """True for a new run, whose directory can still be cleared."""
         self._unsettled: tuple[Mapping[str, Any], str] | None = None
         """The config that a resumed run shall go on under, and what is recorded of the resume."""
         self._lock: int | None = _locked(path / layout.LOCK)

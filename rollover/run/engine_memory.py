@@ -36,11 +36,11 @@ class EngineMemory:
     """
 
     device: str
-    """By PyTorch's name, ``GPU 4`` where this process does not see it, or ``EACH_ON_CLUSTER``."""
+    """PyTorch's name of the device, ``GPU 4`` when this process does not see it, or ``EACH_ON_CLUSTER``."""
     weights: int = 0
     cache: int = 0
     share: int = 0
-    """Of a server that is given a share of the device for all that it holds."""
+    """Bytes of a server that is given a share of the device for everything it holds."""
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by what takes them."""

@@ -65,7 +65,7 @@ class Trust:
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype)
         """Mean distance of log-probs in nats that is taken for rounding."""
         self._remedy = config.engine.mismatch_remedy(number_format)
-        """What a user can do about an engine beyond the tolerance."""
+        """Advice for the user about an engine beyond the tolerance."""
         self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
         """Otherwise engines rightly report other log-probs than the trainer computes."""
         self._windows = DriftWindows(self._tolerance)
@@ -75,7 +75,7 @@ class Trust:
         self._references: dict[int, Reference] = {}
         """The newest by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False
-        """Whether all engines have passed the check once."""
+        """True once all engines have passed the check."""
         if self._pool is not None:
             self._pool.check_logprobs_with(self._check)
 

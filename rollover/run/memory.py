@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CACHE_STEP_BYTES = 64 * 2**20
 _KEPT = ("weights", "reference policy", "optimizer")
-"""What the trainer keeps from step to step, whatever it gives back."""
+"""The parts that the trainer keeps from step to step, whatever else it gives back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class DeviceMemory:
     """``None`` where it is that of another machine, which is not known here."""
     parts: Mapping[str, int]
     turn: str = ""
-    """When so much is taken, where engine and trainer take turns."""
+    """The phase in which this much is used, when engine and trainer take turns."""
 
     @property
     def total(self) -> int:

@@ -55,7 +55,7 @@ class Notice:
 
 
 RunEvent = Event | StepEnded | Evaluated | Notice
-"""What observers are told: every event of the rollout, and those of the loop around it."""
+"""The events that observers receive: every event of the rollout, and those of the loop around it."""
 Observer = Callable[[RunEvent], None]
 
 

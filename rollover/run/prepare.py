@@ -26,7 +26,7 @@ from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
 
 NUM_TOKENIZER_TEXTS = 2000
-"""How many prompts with their solutions a tokenizer from scratch is trained on."""
+"""Number of prompts, with their solutions, on which a tokenizer from scratch is trained."""
 
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:

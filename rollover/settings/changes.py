@@ -29,7 +29,7 @@ class OnResume:
 
     refusal: Refusal
     note: str
-    """When it may change, in words for the documentation."""
+    """The conditions under which it may change, in words for the documentation."""
 
 
 def _never(before: Any, after: Any) -> str | None:

@@ -136,7 +136,7 @@ def _adapter(schema: Any) -> Any:
 
 
 _adapters: dict[Any, Any] = {}
-"""What was found out, by schema."""
+"""Adapters that have been built, by schema."""
 
 
 def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:

@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_(\d+)")
 _OWN_SUM = "sha256"
 """Key of the manifest's own checksum in its file."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of each parameter."""
+"""The moments that AdamW keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class ContextGroup:
         self.size = size
         self.place = world.rank % size
         self.number = world.rank // size
-        """Which of the groups this is."""
+        """Number of this group among the groups."""
         self._world = world
         self._group = world.neighbours(size)
         first = self.number * size
@@ -99,17 +99,17 @@ class RowShare:
 
     context: Context
     input_ids_N: Tensor
-    """Those of this rank, ``[n]``."""
+    """Input ids of this rank, ``[n]``."""
     position_ids_N: Tensor
-    """Those of this rank, ``[n]``."""
+    """Position ids of this rank, ``[n]``."""
     predict_T: Tensor
-    """Which of the n positions predicts each of the t targets."""
+    """Index of the position, among the n, that predicts each of the t targets."""
     target_T: Tensor
     """The t targets of this rank."""
     own_T: Tensor
-    """Which of the row's T targets the t are."""
+    """Indices of the t targets among the row's T."""
     found_T: Tensor
-    """Where each of the row's T targets stands among those of all ranks, when each fills its own up to ``width``."""
+    """Place of each of the row's T targets among those of all ranks, when each rank pads its own to ``width``."""
     width: int
     """The most targets that a rank has."""
     num_padding: int

@@ -18,7 +18,7 @@ from rollover.types import Drift, Trajectory
 def measured_drift(
     trajectories: Sequence[Trajectory], distance_T: NDArray[np.float64], *, step: int
 ) -> dict[str, Drift]:
-    """By engine, where it has such tokens.
+    """Return the drift of each engine that has such tokens.
 
     Args:
         distance_T: of each token, in the order of ``trajectories``; not a number where the trainer has not computed it

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Way = Literal["step", "skip"]
 
 _LOST_OR_FULL = (RankLost, ResourceError)
-"""What new ranks may not meet again, where it is the memory of a device that has run out and not a disk."""
+"""Failures that new ranks may not meet again; memory counts only when a device, not a disk, ran out."""
 
 
 class FleetTrainer:
@@ -96,9 +96,9 @@ class FleetTrainer:
         self._checkpoint = resume_from
         self._notify = notify
         self._since: list[tuple[Way, Batch]] = []
-        """What was trained or skipped since the checkpoint: to be done again when ranks are lost."""
+        """Batches trained or skipped since the checkpoint, to be repeated when ranks are lost."""
         self._num_lost = 0
-        """How often ranks were lost since the last step that was new."""
+        """Number of times that ranks were lost since the last new step."""
         self._ran_out = False
         """Memory or disk ran out at one of these times. New processes are tried once: a fragmented allocator may have
         been the reason."""

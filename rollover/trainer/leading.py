@@ -74,7 +74,7 @@ class RankProcess(Protocol):
 
     rank: int
     answer: Done | Failed | None
-    """To the last command."""
+    """Answer to the last command."""
     is_gone: bool
     """It has ended, and no answer comes from it any more."""
 
@@ -118,7 +118,7 @@ class LedRanks(ABC):
     """
 
     facts: dict[str, Any]
-    """What rank 0 says of the trainer when it has loaded it."""
+    """Facts that rank 0 reports about the trainer when it has loaded it."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s

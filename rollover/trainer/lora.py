@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 """peft's name for the only adapter of a model."""
 _PREFIX = "base_model.model."
-"""How names begin in peft's files."""
+"""Prefix of the names in peft's files."""
 
 
 class LoraPolicy:

@@ -42,17 +42,17 @@ class TrainingMemory:
     """
 
     num_parameters: int
-    """Of the model itself, without adapters."""
+    """Number of parameters of the model itself, without adapters."""
     weights: int
     reference: int
     """A frozen copy, where the algorithm has one that is not the model with its adapters off."""
     gradients: int
     optimizer: int
     activations: int
-    """What the layers take for the largest row, or for this device's share of it: what the forward pass keeps for the
-    backward pass, and its height."""
+    """Bytes that the layers need for the largest row, or for this device's share of it: everything the forward pass
+    keeps for the backward pass, plus its peak."""
     logits: int
-    """What log-probs over the vocabulary add to that."""
+    """Additional bytes for log-probs over the vocabulary."""
     gathered: int
     """Weights and gradients that are whole for a moment, where each device keeps its part of them."""
 

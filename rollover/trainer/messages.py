@@ -38,10 +38,10 @@ class RankTask:
     rank: int
     size: int
     device: str
-    """As PyTorch names it."""
+    """PyTorch's name of the device."""
     num_threads: int
     folder: Path
-    """Where ranks of one machine meet and large values go."""
+    """Folder in which ranks of one machine meet and exchange large values."""
     timeout_s: float
     """Deadline of each collective."""
     setup: TrainingSetup | SFTSetup
@@ -49,7 +49,7 @@ class RankTask:
     """The model that the run began with."""
     resume_from: Path | None
     meeting: NetworkMeeting | None = None
-    """Where ranks of several machines meet."""
+    """Address at which ranks of several machines meet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class BatchTensors:
     sample_ids: tuple[SampleId, ...]
     samples_per_group: tuple[int, ...]
     rewards_B: Tensor
-    """As scored, float32."""
+    """Rewards as scored, float32."""
     lengths_B: Tensor
     """Response tokens."""
     group_B: Tensor
@@ -94,7 +94,7 @@ class MiniBatch:
     """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
 
     rows: tuple[PackedRow, ...]
-    """Those of this rank."""
+    """Rows of this rank."""
     padding: tuple[PackedRow, ...] = ()
     """Passes made for nothing, since other ranks have more rows: they count nowhere."""
     num_positions: int

@@ -41,7 +41,7 @@ class PackedRow:
     (which predict nothing that trains). ``T`` response tokens are predicted."""
 
     samples_B: tuple[int, ...]
-    """Which samples, by their number in the batch."""
+    """Numbers of the samples in the batch."""
     input_ids_N: Tensor
     position_ids_N: Tensor
     """Counted from 0 in each sample."""
@@ -53,15 +53,15 @@ class PackedRow:
     token_T: Tensor
     """Number of each target among all response tokens of the batch, counted in the batch's own order."""
     sample_T: Tensor
-    """Which of the B samples each target belongs to."""
+    """Index of the sample, among the B, to which each target belongs."""
     buckets: tuple[Tensor, ...]
     """Attention layout: each ``[S, L]`` block lists, for S samples of similar length, the input positions of
     prompt and response. A shorter one repeats its last position to the right, where causal attention cannot
     look."""
     unpad_N: Tensor
-    """Where each input position stands in the flattened, concatenated blocks."""
+    """Index of each input position in the flattened, concatenated blocks."""
     share: RowShare | None = None
-    """What this rank has of the row, where several share it; what is said above is the whole row's."""
+    """This rank's part of the row, when several share it; the fields above describe the whole row."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:

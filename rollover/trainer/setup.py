@@ -24,7 +24,7 @@ class TrainingSetup:
     config: TrainerConfig
     algorithm: Algorithm
     temperature: float
-    """Of the sampling; log-probs are taken at it."""
+    """Sampling temperature, at which log-probs are computed."""
     max_response_tokens: int
     """The response budget (overlong punishment, Dr.GRPO's divisor)."""
     num_steps: int

@@ -45,7 +45,7 @@ class SFTProgress:
     """One optimizer step."""
 
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     loss: float
     """Mean negative log-likelihood of the step's response tokens, before the update; nats."""
     grad_norm: float

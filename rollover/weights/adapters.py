@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of adapters, by peft's names."""
 _PREFIX = "base_model.model."
-"""How names begin in peft's files."""
+"""Prefix of the names in peft's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

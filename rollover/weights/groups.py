@@ -45,7 +45,7 @@ class GroupPlan:
     """Our own address, where the user gives it."""
     name: str
     num_workers: int
-    """Of all servers together; they are the ranks from 1 on."""
+    """Number of workers of all servers together; they are the ranks from 1 on."""
     timeout_s: float
     """Deadline of the whole transfer."""
     is_flat: bool = False

@@ -31,7 +31,7 @@ class Publication:
     target: str
     version: int
     error: EngineError | None
-    """Why the target did not take the weights; ``None`` when it has them."""
+    """The reason why the target did not take the weights; ``None`` when it has them."""
     elapsed_s: float
 
 

@@ -207,7 +207,7 @@ class EngineCore:
         return self._adopt(policy_version, keeps_kv=keeps_kv)
 
     def begin_fill(self) -> list[Output]:
-        """From now on full weights come in parts. What is sampled before ``end_fill`` is of no version."""
+        """Begin to take full weights in parts. Tokens sampled before ``end_fill`` have no version."""
         self._awake = self._awake or self._make_model_runner()
         self._weights.begin()
         return []

@@ -43,7 +43,7 @@ class LoadedWeights:
         load_weights(slots, initial, tied_embeddings=tied_embeddings)
 
     def forget(self) -> None:
-        """From now on the slots are others, with nothing in them."""
+        """Switch to new, empty slots."""
         self._adapted = None
 
     def load(self, slots: Mapping[str, Slot], version: int, source: WeightSource) -> None:
@@ -58,7 +58,7 @@ class LoadedWeights:
         self._adapted = adapted
 
     def begin(self) -> None:
-        """From now on full weights come in parts (``fill``); until all have come, the slots hold some of each."""
+        """Begin to take full weights in parts (``fill``); until all have come, the slots hold some of each."""
         self._adapted, self._filled = None, set()
 
     def fill(self, slots: Mapping[str, Slot], tensors: Mapping[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ class HeldAdapter:
     def __init__(self, shape: AdapterShape | None) -> None:
         self.shape = shape
         self.name: str | None = None
-        """By which calls are to name the adapter in force."""
+        """Name by which calls refer to the adapter in force."""
         self._label: str | None = None
         self._has_base = False
 

@@ -40,7 +40,7 @@ class Delta:
     num_drafted_tokens: int = 0
     """Draft tokens that the server has verified since it last said so, of whichever calls."""
     num_accepted_tokens: int = 0
-    """Those of them that it has accepted."""
+    """Number of them that it has accepted."""
 
 
 class GenerationCall:
@@ -70,7 +70,7 @@ class GenerationCall:
         self.response = list(request.response_ids)
         self._vocab_size = vocab_size
         self._stop_strings = stop_strings
-        """Where the request has some."""
+        """Finds stop strings, if the request has any."""
         self._num_prefilled_tokens = len(request.response_ids)
 
     @property

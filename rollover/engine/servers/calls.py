@@ -42,7 +42,7 @@ class KnownWeights(Protocol):
 
     @property
     def version(self) -> int:
-        """Those in force."""
+        """Return the version of the weights in force."""
         ...
 
     @property

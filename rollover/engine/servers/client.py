@@ -129,7 +129,7 @@ class HTTPClient:
         return self._name or self.url
 
     def move(self, url: str, key: str | None = None) -> None:
-        """From now on the server is at another address; calls that are under way go on where they were sent."""
+        """Use another address for the server from now on; calls in progress continue where they were sent."""
         self.url = url.rstrip("/")
         self.reader = Reader(self.url, [] if key is None else [key])
         self._http.base_url = httpx.URL(self.url)

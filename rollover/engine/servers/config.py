@@ -82,11 +82,11 @@ class ServerConfig(EngineConfig):
     load_timeout_s: Changeable[float] = 300.0
     """Longest wait for weights to load and, with `colocated`, for memory to be released or reclaimed."""
     read_back: Changeable[Literal["auto", "always", "never"]] = "auto"
-    """When to compare the digests that a server computes of its tensors with the weights it was given. `auto`: after
-    each load from a folder for models up to 1 GiB, and only after the first load of a larger model, because it takes a
-    second per GiB during which nothing is decoded; weights sent by the trainer are verified with the log-prob check.
-    `always`: after each load, and all weights go through folders, because only those can be compared. `never`: not at
-    all."""
+    """Decides when the digests that a server computes of its tensors are compared with the weights it was given.
+    `auto`: after each load from a folder for models up to 1 GiB, and only after the first load of a larger model,
+    because it takes a second per GiB during which nothing is decoded; weights sent by the trainer are verified with the
+    log-prob check. `always`: after each load, and all weights go through folders, because only those can be compared.
+    `never`: not at all."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. It is measured on a few tokens of each server at startup, after each weight update and before a server

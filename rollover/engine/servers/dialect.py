@@ -37,13 +37,13 @@ class Traits:
     takes_adapters: bool = False
     """It can be given adapters alone."""
     aborts_all_at_once: bool = False
-    """When all open calls are to be aborted, one request that aborts all is better than one for each."""
+    """True when one request that aborts all open calls is better than one request for each."""
     is_seeded: bool = False
     """A rollout depends on its seed and the weights alone."""
     number_format: str | None = None
-    """Of weights and arithmetic, where the server says so; known once the model has been checked."""
+    """Number format of weights and arithmetic, if the server reports it; known once the model has been checked."""
     prefill_tokens_per_iteration: float | None = None
-    """As in ``Capabilities``, where the server says so; known once the model has been checked."""
+    """Same as in ``Capabilities``, if the server reports it; known once the model has been checked."""
 
 
 class WeightEndpoint(Protocol):

@@ -155,7 +155,7 @@ class _GroupFailed(Exception):
         super().__init__(message)
         self.failed = failed
         self.is_evident = is_evident
-        """Whether those that are to blame are among the failed."""
+        """True when the servers at fault are among the failed ones."""
 
 
 async def _failure(work: Coroutine[Any, Any, None]) -> EngineError | None:

@@ -67,7 +67,7 @@ class Member:
         """Calls that it has."""
         self.health = Health.DOWN
         self.reason = "it has not been tried yet"
-        """Why it is not up."""
+        """The reason why it is not up."""
         self.retry_s = 0.0
         self.is_expelled = False
         """Down for good."""
@@ -152,16 +152,16 @@ class Members:
         self._admitted = asyncio.Event()
         self._all_down_timeout_s = config.all_down_timeout_s
         self._out_since_s: float | None = None
-        """When somebody began to wait because no member was up."""
+        """Time at which calls began to wait because no member was up."""
 
     @property
     def up(self) -> list[Member]:
-        """Those that get calls."""
+        """Return the members that receive calls."""
         return [member for member in self.all if member.is_up]
 
     @property
     def in_service(self) -> list[Member]:
-        """Those that may have calls: up or suspect."""
+        """Return the members that may have calls: up or suspect."""
         return [member for member in self.all if not member.is_down]
 
     def why_none(self) -> str:
@@ -169,7 +169,7 @@ class Members:
         return "; ".join(f"{member.name}: {member.reason}" for member in self.all if not member.is_up)
 
     def admit(self, member: Member) -> None:
-        """From now on calls may go to a member."""
+        """Let calls go to a member from now on."""
         member.admit()
         self._admitted.set()
         if self._out_since_s is not None:

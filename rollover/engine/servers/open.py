@@ -1,4 +1,4 @@
-"""From a config to a pool of servers: found or started, checked, opened, watched."""
+"""Turns a config into a pool of servers: found or started, checked, opened and watched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollover.weights.sources import FolderWeights
 T = TypeVar("T")
 
 _NOT_THERE = ("No module named", "cannot be started")
-"""In the log of a program that is not installed where it was looked for."""
+"""Texts in the log of a program that is not installed where it was looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ServerKind:
     program: str
     """Its name in messages."""
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """What to do when it does not start, by what its log says."""
+    """Advice when the program does not start, by a text in its log."""
     key_env: str | None = None
     """The environment variable from which the program takes an API key, where there is one."""
 

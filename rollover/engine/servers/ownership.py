@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 from rollover.errors import EngineError
 
 Part = Literal["weights", "cache"]
-"""What takes memory in a server."""
+"""The parts of a server that take memory."""
 
 _LABEL = re.compile(r"rollover:([^:]+):(\d{1,15})(:asleep|:cacheless)?(:free)?")
 _ASLEEP: dict[tuple[Part, ...], str] = {(): "", ("cache",): ":cacheless", ("weights", "cache"): ":asleep"}

@@ -208,7 +208,7 @@ class EnginePool:
     # -- which members sample what they say ------------------------------------------------------------------
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
-        """From now on a member that comes back gets calls only once it has passed the log-prob check."""
+        """Send calls to a member that comes back only once it has passed the log-prob check."""
         self._watch.logprob_check = check
 
     async def check_logprobs(self, *, strict: bool = False) -> dict[str, EngineError]:

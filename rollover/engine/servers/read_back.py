@@ -118,7 +118,7 @@ class ReadBack:
         self._layouts: dict[HeldTensor, list[str]] = {}
         """The layouts that a tensor has had at every load: mostly one; zeros look alike in several."""
         self._before: dict[HeldTensor, tuple[str, str]] = {}
-        """At the last load that was confirmed, of tensors of no known layout: the folder's digest, and the server's."""
+        """Digests of the last confirmed load, for tensors of unknown layout: the folder's and the server's."""
 
     def check(self, folder: Path, found: Mapping[HeldTensor, str], *, server: str) -> Confirmation:
         """Return how much is confirmed. Raises ``EngineError`` when the server holds something else than ``folder``

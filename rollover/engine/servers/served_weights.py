@@ -31,7 +31,7 @@ class ServedWeights:
         self._endpoint = endpoint
         self._client = client
         self._unknown: str | None = f"{client} is not open yet"
-        """Why no call may be sent: we do not know its weights."""
+        """The reason why no call may be sent: the server's weights are unknown."""
         self._num_installs = 0
 
     @property
@@ -59,7 +59,7 @@ class ServedWeights:
             raise EngineError(self._unknown)
 
     def forget(self, reason: str) -> None:
-        """From now on we do not know its weights."""
+        """Treat the server's weights as unknown from now on."""
         self._unknown = reason
 
     async def install(self, version: int, source: Path, *, keeps_kv: bool, asleep: Collection[Part] = ()) -> None:

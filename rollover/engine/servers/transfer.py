@@ -77,7 +77,7 @@ class TransferFailed(EngineError):
     def __init__(self, message: str, errors: Mapping[Receiver, EngineError], gone: Mapping[Receiver, EngineError]):
         super().__init__(message)
         self.errors = errors
-        """What servers answered that failed; it need not be their fault."""
+        """Errors of the servers that failed; the fault need not be theirs."""
         self.gone = gone
         """Servers that did not even leave the group in time: they cannot be in the next one."""
 

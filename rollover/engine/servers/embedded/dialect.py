@@ -30,7 +30,7 @@ from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 
 _DRAIN_S = 0.02
-"""How long what was sampled before a pause may take to us. Labels do not depend on it."""
+"""Longest time that tokens sampled before a pause may take to reach us. Labels do not depend on it."""
 
 
 class _NewDrafts(TypedDict):

@@ -47,11 +47,11 @@ class ServerInfo(Answer):
     max_context_tokens: Annotated[int, Field(ge=1, lt=1 << 53)]
     max_running: Count
     number_format: Shown
-    """Of weights and arithmetic, by torch's name."""
+    """Number format of weights and arithmetic, by torch's name."""
     prefill_tokens_per_iteration: float
-    """As in ``Capabilities``."""
+    """Same as in ``Capabilities``."""
     label: str
-    """Of the weights in force."""
+    """Label of the weights in force."""
     num_calls: Count = 0
     """Calls that are open."""
 
@@ -62,16 +62,16 @@ class TokensEvent(Event):
     token_ids: list[TokenId]
     logprobs: list[float]
     label: str
-    """Of the weights that sampled these tokens."""
+    """Label of the weights that sampled these tokens."""
     kv_label: str
-    """Of the oldest weights that computed the cache that these tokens attended to."""
+    """Label of the oldest weights that computed the cache these tokens attended to."""
     finish_reason: FinishReason | None = None
     num_prefilled_tokens: Count = 0
     """Response tokens prefilled to start the call; in its first event only."""
     drafted_tokens: Count = 0
     """Draft tokens of all calls that the server has verified since it was started."""
     accepted_tokens: Count = 0
-    """Those of them that were accepted."""
+    """Number of them that were accepted."""
 
 
 class TensorDigests(Answer):

@@ -128,7 +128,7 @@ class ServedEngine:
         self._group = await asyncio.to_thread(ReceivingGroup, address, self._engine.device)
 
     async def begin(self) -> None:
-        """From now on the weights come in parts: they are whole again after ``finish``, or the next ``load``. Raises
+        """Begin to take weights in parts: they are whole again after ``finish``, or the next ``load``. Raises
         ``EngineError`` unless the engine is paused."""
         if not self._is_paused:
             raise EngineError("weights cannot come in parts while tokens are sampled: pause first")

@@ -65,7 +65,7 @@ class WorkerPlace(Answer):
 
 class WorkerChecksums(Answer):
     checksums: Mapping[str, str]
-    """By the name of the tensor in the worker."""
+    """Checksums by the name of the tensor in the worker."""
     parallelism_info: Annotated[list[WorkerPlace], Field(min_length=1)]
     """The same for each model that it runs."""
 

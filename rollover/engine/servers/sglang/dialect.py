@@ -38,7 +38,7 @@ from rollover.weights.adapters import AdapterShape
 
 DELIMITER = ";"
 _DRAIN_S = 0.05
-"""How long what was sampled before a pause may take from the scheduler to us. Labels do not depend on it."""
+"""Longest time that tokens sampled before a pause may take from the scheduler to us. Labels do not depend on it."""
 
 
 class SGLangDialect:

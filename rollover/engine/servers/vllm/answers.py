@@ -63,7 +63,7 @@ class Success(Answer):
 
 class Checksums(Answer):
     checksums: Mapping[str, str]
-    """By the worker's place and the name of the tensor there."""
+    """Checksums by the worker's place and the name of the tensor there."""
 
 
 class Logprobs(Answer):

@@ -36,7 +36,7 @@ from rollover.weights.groups import GroupPlan
 _RESET_RETRY_S = 0.05
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _BESIDE_AN_ADAPTER = ".base_layer."
-"""In the name of a tensor of the base, where a server can put adapters beside it."""
+"""Part of the name of a base tensor, if the server can put adapters beside it."""
 _KEY = re.compile(r"(?P<replica>dp\d+:pp\d+:pcp\d+):tp(?P<part>\d+):(?P<name>.+)", re.DOTALL)
 
 

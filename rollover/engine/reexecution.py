@@ -125,8 +125,8 @@ class Slack:
 
     @property
     def noise(self) -> float:
-        """Return the distance by which the noise is moved. A border between two tokens moves by half the mean difference
-        of log-probs on average; the rest is for the worst of some thousand tokens."""
+        """Return the distance by which the noise is moved. A border between two tokens moves by half the mean
+        difference of log-probs on average; the rest is for the worst of some thousand tokens."""
         return min(4 * self.logprobs, HALF_TOLERANCE)
 
     @property

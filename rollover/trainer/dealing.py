@@ -1,9 +1,12 @@
 """Decides which rank trains which part of a batch: as much work for each, and as many passes.
 
-A *family* is what is dealt: siblings that share a prompt, which a row of input positions holds once. The costliest goes
-first, each to the rank with the least so far (longest processing time first, Graham 1969: at most 4/3 of the best
+A *family* is dealt as a whole: siblings that share a prompt, which a row of input positions holds once. The costliest
+goes first, each to the rank with the least so far (longest processing time first, Graham 1969: at most 4/3 of the best
 possible load). Each rank packs its own into rows. All ranks then make the same number of passes, since every pass of a
 sharded model needs all of them: where one has fewer rows it repeats the cheapest, for nothing.
+
+One family can cost more than all that a rank should have. So families above some limits are cut into pieces too, each
+of which computes the prompt again, and of these deals the one is taken whose busiest rank has the least to do.
 
 Needs neither torch nor the other ranks: all compute the same from the same batch.
 """
@@ -11,10 +14,14 @@ Needs neither torch nor the other ranks: all compute the same from the same batc
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollover.trainer.packing import TrainingSample, families, first_fit_decreasing, num_positions
+
+_LIMITS = (math.inf, 1.0, 0.75, 0.5)
+"""Costs of the largest piece of a family that are tried, in shares of a rank; first, families stay whole."""
 
 Row = tuple[tuple[int, ...], ...]
 """Families that share a row: the samples of each, by their number in the batch."""
@@ -35,6 +42,11 @@ class DealtRows:
     @property
     def num_passes(self) -> int:
         return len(self.rows) + self.num_padding
+
+    def cost(self, samples: Sequence[TrainingSample], quadratic: float) -> float:
+        """Return what its passes cost in all, those for nothing included; see ``family_cost``."""
+        own = sum(_row_cost(samples, row, quadratic) for row in self.rows)
+        return own + self.num_padding * _row_cost(samples, self.padding, quadratic)
 
 
 def family_cost(samples: Sequence[TrainingSample], family: Sequence[int], quadratic: float) -> float:
@@ -69,6 +81,23 @@ def by_longest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int,
     return tuple(map(tuple, dealt))
 
 
+def pieces(
+    samples: Sequence[TrainingSample], family: tuple[int, ...], most: float, quadratic: float
+) -> tuple[tuple[int, ...], ...]:
+    """Cut a family into the fewest pieces that cost at most ``most`` each, with its prompt; or into single samples.
+
+    Example: with ``quadratic = 0``, three responses of 11 tokens to a prompt of 20 cost 50, and at most 40 in two
+    pieces.
+    """
+    costs = [family_cost(samples, (i,), quadratic) for i in family]
+    found: tuple[tuple[int, ...], ...] = (family,)
+    for num in range(2, len(family) + 1):
+        if all(family_cost(samples, piece, quadratic) <= most for piece in found):
+            break
+        found = tuple(tuple(family[i] for i in sorted(own)) for own in by_longest_first(costs, num) if own)
+    return found
+
+
 def deal_rows(
     samples: Sequence[TrainingSample],
     members: Sequence[int],
@@ -83,21 +112,30 @@ def deal_rows(
     Args:
         quadratic: see ``family_cost``.
     """
-    parts = families(samples, members, budget)
-    costs = [family_cost(samples, part, quadratic) for part in parts]
-    lengths = [num_positions(samples, part) for part in parts]
+    whole = families(samples, members, budget)
+    share = sum(family_cost(samples, family, quadratic) for family in whole) / num_ranks
+    ways = [tuple(p for f in whole for p in pieces(samples, f, limit * share, quadratic)) for limit in _LIMITS]
+    deals = [_deal(samples, parts, budget, num_ranks, quadratic) for parts in dict.fromkeys(ways)]
+    return min(deals, key=lambda dealt: max(own.cost(samples, quadratic) for own in dealt))
+
+
+def _deal(
+    samples: Sequence[TrainingSample],
+    parts: Sequence[tuple[int, ...]],
+    budget: int,
+    num_ranks: int,
+    quadratic: float,
+) -> tuple[DealtRows, ...]:
     packed = []
-    for own in by_longest_first(costs, num_ranks):
-        bins = first_fit_decreasing([lengths[i] for i in own], budget)
+    for dealt in by_longest_first([family_cost(samples, part, quadratic) for part in parts], num_ranks):
+        own = families(samples, [i for part in dealt for i in parts[part]], budget)  # pieces of one family meet again
+        bins = first_fit_decreasing([num_positions(samples, part) for part in own], budget)
         rows = [tuple(own[i] for i in b) for b in bins]
-        packed.append(sorted(rows, key=lambda row: -sum(costs[i] for i in row)))
+        packed.append(sorted(rows, key=lambda row: -_row_cost(samples, row, quadratic)))
     num_passes = max(map(len, packed))
-    cheapest = min((row for rows in packed for row in rows), key=lambda row: sum(costs[i] for i in row))
-    return tuple(
-        DealtRows(
-            rows=tuple(tuple(parts[i] for i in row) for row in rows),
-            padding=tuple(parts[i] for i in cheapest),
-            num_padding=num_passes - len(rows),
-        )
-        for rows in packed
-    )
+    cheapest = min((row for rows in packed for row in rows), key=lambda row: _row_cost(samples, row, quadratic))
+    return tuple(DealtRows(rows=tuple(rows), padding=cheapest, num_padding=num_passes - len(rows)) for rows in packed)
+
+
+def _row_cost(samples: Sequence[TrainingSample], row: Row, quadratic: float) -> float:
+    return sum(family_cost(samples, part, quadratic) for part in row)

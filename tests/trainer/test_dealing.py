@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.trainer.dealing import DealtRows, attention_share, by_longest_first, deal_rows, family_cost
-from rollover.trainer.packing import TrainingSample, num_positions
+from rollover.trainer import dealing
+from rollover.trainer.dealing import DealtRows, attention_share, by_longest_first, deal_rows, family_cost, pieces
+from rollover.trainer.packing import TrainingSample, families, num_positions
 from rollover.trainer.shares import owners
+
+ROOT = Path(__file__).parents[2]
 
 SAMPLES = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 40)).map(
@@ -54,6 +64,67 @@ def test_rows_keep_to_the_budget_and_the_costliest_come_first(
             positions = sum(num_positions(samples, part) for part in row)
             assert positions <= budget or (len(row) == 1 and len(row[0]) == 1)
             assert all(len({samples[i].prompt_ids for i in part}) == 1 for part in row)
+
+
+@given(samples=SAMPLES, most=st.floats(0.0, 400.0))
+def test_pieces_of_a_family_are_few_enough_and_none_costs_more_than_it_may(
+    samples: list[TrainingSample], most: float
+) -> None:
+    for family in families(samples, range(len(samples)), 10**6):
+        found = pieces(samples, family, most, 0.01)
+        assert sorted(i for piece in found for i in piece) == sorted(family)
+        costs = [family_cost(samples, piece, 0.01) for piece in found]
+        assert max(costs) <= most or all(len(piece) == 1 for piece in found)
+        assert len(found) == 1 or family_cost(samples, family, 0.01) > most
+
+
+def test_pieces_compute_their_prompt_again() -> None:
+    samples = [TrainingSample(prompt_ids=(1,) * 20, response_ids=(2,) * 11) for _ in range(3)]
+    assert pieces(samples, (0, 1, 2), 50.0, 0.0) == ((0, 1, 2),)
+    assert pieces(samples, (0, 1, 2), 49.0, 0.0) == ((0, 2), (1,))
+    assert pieces(samples, (0, 1, 2), 39.0, 0.0) == ((0,), (1,), (2,))
+
+
+def test_a_family_that_is_the_whole_batch_is_shared_by_all_ranks() -> None:
+    samples = [TrainingSample(prompt_ids=(1,) * 5, response_ids=(2,) * 30) for _ in range(4)]
+    dealt = deal(samples, 2, 1000)
+    assert sorted(sorted(i for row in own.rows for part in row for i in part) for own in dealt) == [[0, 2], [1, 3]]
+
+
+@given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
+def test_families_are_cut_only_where_the_busiest_rank_has_less_to_do_and_nobody_computes_a_prompt_twice_for_nothing(
+    samples: list[TrainingSample], num_ranks: int, budget: int
+) -> None:
+    def busiest(dealt: Sequence[DealtRows]) -> float:
+        return max(own.cost(samples, 0.01) for own in dealt)
+
+    dealt = deal(samples, num_ranks, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dealing, "_LIMITS", (math.inf,))
+        whole = deal(samples, num_ranks, budget)
+    assert busiest(dealt) < busiest(whole) or dealt == whole
+    for own in dealt:
+        parts = [part for row in own.rows for part in row]
+        for prompt in {samples[part[0]].prompt_ids for part in parts}:
+            same = [part for part in parts if samples[part[0]].prompt_ids == prompt]
+            assert len(same) == 1 or num_positions(samples, [i for part in same for i in part]) > budget
+
+
+def test_of_recorded_lengths_no_rank_of_eight_has_much_more_to_do_than_the_others() -> None:
+    """The costliest family alone is half as much again as the share of a rank."""
+    lengths = json.loads((ROOT / "benchmarks" / "lengths.json").read_text())
+    ratios = []
+    for at in range(0, len(lengths) - 15, 16):
+        samples = [
+            TrainingSample(prompt_ids=(group,) * 100, response_ids=(1,) * length)
+            for group, siblings in enumerate(lengths[at : at + 16])
+            for length in siblings
+        ]
+        quadratic = attention_share(1024)
+        dealt = deal_rows(samples, range(len(samples)), budget=8192, num_ranks=8, quadratic=quadratic)
+        costs = [own.cost(samples, quadratic) for own in dealt]
+        ratios.append(max(costs) / statistics.mean(costs))
+    assert statistics.mean(ratios) < 1.06 and max(ratios) < 1.15
 
 
 def deal(samples: list[TrainingSample], num_ranks: int, budget: int) -> tuple[DealtRows, ...]:

@@ -18,7 +18,7 @@ from rollover.trainer.shares import write_index
 from rollover.trainer.world import World
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 from tests.trainer.rank_pool import RankPool
-from tests.trainer.test_sharded import Trained, assert_alike, refused, train, whole
+from tests.trainer.test_sharded import EPSILON, Trained, assert_alike, refused, train, whole
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "dapo",
@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "micro_batch_tokens": 60,
     "schedule": "cosine",
     "weight_decay": 0.1,
+    "adam_epsilon": EPSILON,
 }
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
 
@@ -120,7 +121,7 @@ def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
     (tmp_path / "step_0").mkdir()
     pools[2].call(begin_nothing, folder=folder, saved=tmp_path / "step_0")
     write_index(tmp_path / "step_0")
-    manifest = make_trainer(folder)._setup.manifest(0, num_threads=1, num_ranks=2)
+    manifest = make_trainer(folder, adam_epsilon=EPSILON)._setup.manifest(0, num_threads=1, num_ranks=2)
     write_manifest(tmp_path / "step_0", manifest)
     alone = train(None, folder=folder, given=BATCHES[:2])
     assert_alike(pools[2].call(train, folder=folder, given=BATCHES[:2], resume_from=tmp_path / "step_0")[0], alone)
@@ -128,7 +129,7 @@ def test_an_optimizer_that_has_seen_no_gradient_is_kept_too(
 
 
 def begin_nothing(world: World, *, folder: Path, saved: Path) -> None:
-    make_trainer(folder, world=world).write_share(saved)
+    make_trainer(folder, world=world, adam_epsilon=EPSILON).write_share(saved)
 
 
 def test_another_number_of_ranks_is_refused_where_bits_matter(

@@ -26,10 +26,10 @@ from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_fleet import fleet, published
-from tests.trainer.test_sharded import BUDGET, Trained, assert_alike, batches, num_padding, train, whole
+from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, num_padding, train, whole
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-SETTINGS: dict[str, Any] = {"lora": LORA, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
+SETTINGS: dict[str, Any] = {"lora": LORA, "learning_rate": 1e-2, "micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
 WITHIN = 5e-6
 """Between weights: the learning rate is ten times that of full weights, and a step's size is the learning rate's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollover.swarm.coordinator.machine.blame import NUM_REMEMBERED, Blame
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Changed, Effect, Fail
 from rollover.swarm.wire.messages import Assign, CallFailed
@@ -33,6 +34,18 @@ def test_what_fails_at_one_member_is_displaced_and_goes_to_others() -> None:
     assert failed(fail(hub, broken, "g1.0#0.", 1.0)) == [("g1.0#0.", True)]
     assert given(hub.opened(request("g0.0", 1)), broken, good) is good
     assert_ranked(hub)
+
+
+def test_samples_that_failed_and_never_came_back_are_remembered_up_to_a_number() -> None:
+    blame = Blame()
+    for number in range(NUM_REMEMBERED + 10):
+        assert blame.is_members(f"g{number}.0.", "broken")
+    assert len(blame) == NUM_REMEMBERED
+    newest = f"g{NUM_REMEMBERED + 9}.0."
+    assert blame.is_members(newest, "broken") and not blame.is_members(newest, "good")
+    assert not blame.is_members("g10.0.", "good"), "the oldest that is remembered"
+    blame.forget(newest)
+    assert blame.is_members(newest, "good") and len(blame) == NUM_REMEMBERED
 
 
 def test_it_rests_for_twice_as_long_each_time_and_gets_one_call_at_a_time_until_it_decodes() -> None:

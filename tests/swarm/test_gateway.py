@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +46,10 @@ from rollover.swarm.wire.messages import (
 from rollover.swarm.worker.connection import Refused, open_connection
 from rollover.types import FinishReason
 from tests.swarm.certificates import make_certificate
-from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request, response
+from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, coordinator, head, request, response
 from tests.swarm.worker_kit import TOKEN
+from tests.virtual_time import VirtualClock
+from tests.virtual_time import run as in_virtual_time
 
 DEADLINE_S = 60.0
 CONTENT = bytes(range(256)) * 40
@@ -63,7 +66,7 @@ def run(law: Callable[[], Awaitable[None]]) -> None:
 
 @asynccontextmanager
 async def swarm(
-    folder: Path, *, is_member: Callable[[str], bool] = lambda name: True, **changes: Any
+    folder: Path, *, valid_names: Callable[[], Container[str]] | None = None, **changes: Any
 ) -> AsyncIterator[SwarmEngine]:
     config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
@@ -74,7 +77,7 @@ async def swarm(
         lambda version, source: head(version),
         SystemClock(),
         number_format="float32",
-        is_member=is_member,
+        valid_names=valid_names,
     )
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
@@ -457,7 +460,7 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
 def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(tmp_path: Path) -> None:
     async def law() -> None:
         valid = {"a"}
-        async with swarm(tmp_path, is_member=valid.__contains__, lease_s=600.0) as engine:
+        async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
             told: list[str] = []
             engine.on_distrust(told.append)
             async with joined(engine, ModelWorker("a")) as wire:
@@ -476,6 +479,38 @@ def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(
                 pass
 
     run(law)
+
+
+def test_the_valid_tokens_are_read_once_each_time_however_many_members_there_are() -> None:
+    reads = itertools.count()
+    last = -1
+
+    def valid_names() -> Container[str]:
+        nonlocal last
+        last = next(reads)
+        return {"a", "b"} if last < 20 else {"b"}
+
+    async def law() -> None:
+        hub, clock = coordinator(), VirtualClock()
+        engine = SwarmEngine(SwarmConfig(), hub, None, clock, number_format="float32", valid_names=valid_names)  # type: ignore[arg-type]
+        for name in "ab":
+            engine.connected(name, ModelWorker(name).hello(), Silent())
+        await engine.start()
+        await clock.sleep(4.9)
+        assert last == 19 and all(hub.members[name].lease for name in "ab")
+        await clock.sleep(0.2)
+        assert last == 20 and not hub.members["a"].lease and hub.members["b"].lease
+        await engine.close()
+
+    in_virtual_time(law())
+
+
+class Silent:
+    """A connection that nobody reads."""
+
+    def send(self, frame: bytes) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -498,7 +533,7 @@ def test_an_address_in_use_is_named(tmp_path: Path) -> None:
             assert engine.gateway is not None
             taken = engine.gateway.url.removeprefix("ws://")
             other = Gateway(replace(SwarmConfig(), listen=taken), engine, member_of=lambda header: None, blobs=tmp_path)
-            with pytest.raises(ConfigError, match=f"engine.listen = '{taken}' cannot be listened on: Address already"):
+            with pytest.raises(ConfigError, match=f"cannot listen on engine.listen = '{taken}': Address already"):
                 other.bind()
 
     run(law)

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import are_tied, digests
 from rollover.engine.noise import uniforms
 from rollover.engine.stop_strings import StopStrings
+from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, ModelError
 from rollover.hf.architecture import Architecture
 from rollover.types import FinishReason
@@ -104,7 +105,8 @@ class EngineCore:
         )
         self.scheduler.policy_version = policy_version
         self._open: dict[str, Sequence] = {}
-        self._seen: set[str] = set()
+        self._used_ids = UsedIds(self._open)
+        self._arrivals = count()
         self._stop_strings: StopStrings | None = None
         self._drafter = NgramDrafter() if config.draft_rows else None
         self._decoded_tokens = self._decode_iterations = self._drafted_tokens = self._accepted_tokens = 0
@@ -148,8 +150,8 @@ class EngineCore:
         self._validate(request)
         if request.params.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(self._folder)
-        sequence = Sequence(request, arrival=len(self._seen))
-        self._seen.add(request.request_id)
+        self._used_ids.claim(request.request_id)
+        sequence = Sequence(request, arrival=next(self._arrivals))
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
         if self._drafter:
@@ -291,8 +293,7 @@ class EngineCore:
     def _validate(self, request: GenerateRequest) -> None:
         name, num_prompt = request.request_id, len(request.prompt_ids)
         num_response, limit = len(request.response_ids), request.params.max_new_tokens
-        if name in self._seen:
-            raise EngineError(f"request id {name!r} was used before; ids are unique per generation call")
+        self._used_ids.check(name)
         if not num_prompt:
             raise EngineError(f"request {name!r} has an empty prompt")
         if num_response >= limit:

@@ -27,6 +27,7 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.dialect import Dialect
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.stop_strings import StopStrings
+from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 
@@ -93,7 +94,7 @@ class OpenCalls:
         self._config = config
         self._tasks = tasks
         self._open: dict[str, GenerationCall] = {}
-        self._used_ids: set[str] = set()
+        self._used_ids = UsedIds(self._open)
         self._stop_strings: StopStrings | None = None
         self._check_of_weights: asyncio.Task[None] | None = None
         self._last_token_s = 0.0
@@ -117,7 +118,7 @@ class OpenCalls:
             stops = self._stop_strings = self._stop_strings or StopStrings(self._model.path)
         patience = Patience(first_s=self._config.first_token_timeout_s, between_s=self._config.token_timeout_s)
         call = GenerationCall(request, patience, self._model.vocab_size, stops)
-        self._used_ids.add(request.request_id)
+        self._used_ids.claim(request.request_id)
         self._open[request.request_id] = call
         call.reader = self._tasks.start(self._read(call))
         return call
@@ -182,8 +183,7 @@ class OpenCalls:
     def _check(self, request: GenerateRequest) -> None:
         name, params = request.request_id, request.params
         self._dialect.check_request(request)
-        if name in self._used_ids:
-            raise EngineError(f"request id {name!r} was used before; each generation call needs its own")
+        self._used_ids.check(name)
         if len(request.response_ids) >= params.max_new_tokens:
             raise EngineError(
                 f"{name}: its response has {len(request.response_ids)} tokens already, of at most"

@@ -34,6 +34,7 @@ from rollover.engine.servers.group_updates import all_take_groups
 from rollover.engine.servers.members import Member, Members, PoolEngine
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import Watch
+from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
@@ -67,7 +68,7 @@ class EnginePool:
         self._calls: dict[str, _PoolCall] = {}
         self._closing: dict[str, Member] = {}
         """Members of calls that were closed before their end, until somebody asks for their abort."""
-        self._used_ids: set[str] = set()
+        self._used_ids = UsedIds(self._calls)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -116,9 +117,7 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` when the member fails or no member comes up in time."""
         self._refuse_when_closed()
-        if request.request_id in self._used_ids:
-            raise EngineError(f"request id {request.request_id!r} was used before; each generation call needs its own")
-        self._used_ids.add(request.request_id)
+        self._used_ids.claim(request.request_id)
         call = self._calls[request.request_id] = _PoolCall()
         try:
             if (member := await self._assign(request, call)) is None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Mapping, Sequence
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
@@ -76,7 +76,7 @@ class SwarmEngine:
     Args:
         number_format: of the weights as they are published.
         check_source: raises ``EngineError`` for weights that do not fit the run's model.
-        is_member: says whether the token of a worker, by name, is still valid.
+        valid_names: returns the workers whose token is valid now; without it, all are.
         board: where the state of the swarm is shown to people.
         weight_log: where publications, and members' changes to them, are recorded.
         outcasts: where it is written down who was sent away for good; without, a restart of the run forgets them.
@@ -95,7 +95,7 @@ class SwarmEngine:
         *,
         number_format: str,
         check_source: Callable[[WeightSource], None] = lambda source: None,
-        is_member: Callable[[str], bool] = lambda name: True,
+        valid_names: Callable[[], Container[str]] | None = None,
         board: StatusBoard | None = None,
         weight_log: WeightLog | None = None,
         outcasts: Outcasts | None = None,
@@ -103,7 +103,7 @@ class SwarmEngine:
         self.coordinator = coordinator
         self._config = config
         self._publish = publish
-        self._is_member = is_member
+        self._valid_names = valid_names
         self._weight_log = weight_log or WeightLog()
         self._board = board
         self._outcasts = outcasts
@@ -348,8 +348,9 @@ class SwarmEngine:
     async def _watch_tokens(self) -> None:
         """Send away those whose token was revoked, and have those back that were pardoned."""
         while True:
+            valid = self._valid_names() if self._valid_names is not None else self.coordinator.members
             for name, member in list(self.coordinator.members.items()):
-                if member.lease and not self._is_member(name):
+                if member.lease and name not in valid:
                     self._perform(self.coordinator.revoked(name))
             for name in self._outcasts.pardoned() if self._outcasts is not None else ():
                 self._perform(self.coordinator.pardoned(name))

@@ -69,8 +69,7 @@ async def open_swarm(
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
-        ConfigError: the address cannot be listened on, the certificate is no good, the object store is not to be
-            had, or the NATS cluster cannot be used.
+        ConfigError: the address is in use, or the certificate, the object store or the NATS cluster cannot be used.
     """
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
@@ -110,7 +109,7 @@ async def open_swarm(
         clock,
         number_format=formats.most_common(1)[0][0],
         check_source=_Fits(folder),
-        is_member=lambda name: name in credentials.hashes(),
+        valid_names=credentials.hashes,
         board=board,
         weight_log=weight_log,
         outcasts=Outcasts(root / SENT_AWAY),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError
 from rollover.swarm.coordinator.machine.effects import Deliver
 from rollover.types import FinishReason
@@ -81,7 +82,7 @@ class Outlets:
 
     def __init__(self) -> None:
         self._open: dict[str, Outlet] = {}
-        self._used_ids: set[str] = set()
+        self._used_ids = UsedIds(self._open)
         self._held_back: list[GenerateRequest] | None = None
         """Calls that were opened while the engine stands still; ``None`` while it goes on."""
         self.num_decoded = 0
@@ -107,11 +108,8 @@ class Outlets:
 
     def open(self, request: GenerateRequest) -> Outlet:
         """Begin a call. Raises ``EngineError`` for an id that was used before."""
-        call_id = request.request_id
-        if call_id in self._used_ids:
-            raise EngineError(f"request id {call_id!r} was used before; each generation call needs its own")
-        self._used_ids.add(call_id)
-        outlet = self._open[call_id] = Outlet(self._came_out)
+        self._used_ids.claim(request.request_id)
+        outlet = self._open[request.request_id] = Outlet(self._came_out)
         return outlet
 
     def close(self, request: GenerateRequest) -> bool:

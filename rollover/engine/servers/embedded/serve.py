@@ -117,7 +117,5 @@ def taken(address: tuple[str, int]) -> socket.socket:
     except OSError as e:
         bound.close()
         reason = e.strerror or e
-        raise ConfigError(
-            f"--host {host} --port {port} cannot be listened on: {reason}; --port 0 takes a free one"
-        ) from e
+        raise ConfigError(f"cannot listen on --host {host} --port {port}: {reason}; --port 0 takes a free port") from e
     return bound

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from rollover.swarm.coordinator.machine.members import SwarmMember
+
+NUM_REMEMBERED = 10_000
+"""Samples that have failed and of which nothing has come since: some failed at two members, or were dropped, and nobody
+says so here. One that is forgotten gets one more chance."""
 
 
 class Blame:
@@ -15,11 +20,17 @@ class Blame:
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}
+        self._first: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._first)
 
     def is_members(self, sample_key: str, name: str) -> bool:
         """Take note that a call of a sample has failed at a member; return whether it has at no other."""
-        return self._first.setdefault(sample_key, name) == name
+        first = self._first.setdefault(sample_key, name)
+        if len(self._first) > NUM_REMEMBERED:
+            self._first.popitem(last=False)
+        return first == name
 
     def forget(self, sample_key: str) -> None:
         """Forget a sample that got a token or has ended."""

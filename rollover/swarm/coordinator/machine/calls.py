@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.machine.members import SwarmMember
-from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair
+from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair, confirmed, disagreements
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.coordinator.machine.waiting import WaitingCalls
-from rollover.swarm.wire.messages import Abort, Ack, Release
+from rollover.swarm.wire.messages import Abort, Ack, Heartbeat, ProtocolError, Release
 
 
 class SwarmCalls:
@@ -22,6 +22,7 @@ class SwarmCalls:
 
     Args:
         members: the swarm's, by name.
+        counters: take note of repairs.
         changed: called when the load of a member has changed.
 
     Example: ``calls.add("a#1.", call)`` and ``calls.give("a#1.", member)``; ``calls.cut(["a#1."])`` ends it with what
@@ -29,9 +30,14 @@ class SwarmCalls:
     """
 
     def __init__(
-        self, members: Mapping[str, SwarmMember], changed: Callable[[SwarmMember], None], *, newest: int
+        self,
+        members: Mapping[str, SwarmMember],
+        counters: SwarmCounters,
+        changed: Callable[[SwarmMember], None],
+        *,
+        newest: int,
     ) -> None:
-        self._members, self._changed = members, changed
+        self._members, self._counters, self._changed = members, counters, changed
         self._calls: dict[str, SwarmCall] = {}
         self.waiting = WaitingCalls()
         """Calls without a member."""
@@ -134,7 +140,27 @@ class SwarmCalls:
                 effects.append(Send(member.lease, ack))
         return effects
 
-    def mend(self, member: SwarmMember, call_id: str, found: Disagreement) -> list[Effect]:
+    def check_confirmed(self, member: SwarmMember, beat: Heartbeat) -> None:
+        """Raise ``ProtocolError`` if a member has sent tokens of a version that it does not say it has served."""
+        sent = {state.call_id: state.sent for state in beat.calls}
+        for call_id, call in self.of(member):
+            if call.unconfirmed is not None:
+                end, version = call.unconfirmed
+                if sent.get(call_id, -1) >= end and version not in member.served:
+                    raise ProtocolError(f"tokens of version {version}, which it was not confirmed to serve")
+
+    def repaired(self, member: SwarmMember, beat: Heartbeat, offers: Iterable[str]) -> list[Effect]:
+        """Repair what two heartbeats in a row show to have been lost. ``offers``: ids of calls that the member may keep
+        for samples that have not been asked for yet."""
+        found = disagreements(beat, self.of(member), self.acknowledgements, offers)
+        effects: list[Effect] = []
+        for call_id, each in confirmed(found, member.suspected):
+            effects += self._repair(member, call_id, each)
+            self._counters.repairs[each.repair.value] = self._counters.repairs.get(each.repair.value, 0) + 1
+        member.suspected = found
+        return effects
+
+    def _repair(self, member: SwarmMember, call_id: str, found: Disagreement) -> list[Effect]:
         """Send again what a member seems not to have got, or ask again for what has not come from it."""
         call = self._calls.get(call_id)
         match found.repair:

@@ -36,7 +36,6 @@ from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounter
 from rollover.swarm.coordinator.machine.placing import Placing
 from rollover.swarm.coordinator.machine.publications import EarlierPublication, Publications
 from rollover.swarm.coordinator.machine.ranking import Ranking
-from rollover.swarm.coordinator.machine.reconcile import confirmed, disagreements
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
@@ -106,7 +105,7 @@ class Coordinator:
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
         self._ranking = Ranking(checks=checks)
-        self._calls = SwarmCalls(self.members, self._ranking.changed, newest=head.version)
+        self._calls = SwarmCalls(self.members, self.counters, self._ranking.changed, newest=head.version)
         self.calls_of = self._calls.of
         self._placing = Placing(self.members, self._calls, self._ranking, self.counters, exact=exact, checks=checks)
         self._placing.newest = head.version
@@ -357,7 +356,7 @@ class Coordinator:
         return effects
 
     def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
-        """Answer a heartbeat, and mend what it shows to have been lost."""
+        """Answer a heartbeat, and repair what it shows to have been lost."""
         effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
@@ -373,27 +372,9 @@ class Coordinator:
             effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))
         if beat.ready is not None and beat.ready != member.ready:
             effects += self._is_ready(member, beat.ready)
-        self._check_refused(member, beat)
-        return effects + self._mended(member, beat)
-
-    def _check_refused(self, member: SwarmMember, beat: Heartbeat) -> None:
-        """Raise ``ProtocolError`` when a member has sent tokens of a version that it does not say it has served."""
-        sent = {state.call_id: state.sent for state in beat.calls}
-        for call_id, call in self._calls.of(member):
-            if call.unconfirmed is not None:
-                end, version = call.unconfirmed
-                if sent.get(call_id, -1) >= end and version not in member.served:
-                    raise ProtocolError(f"tokens of version {version}, which it was not confirmed to serve")
-
-    def _mended(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
+        self._calls.check_confirmed(member, beat)
         offers = [offer.call_id for offer in member.held.values()]
-        found = disagreements(beat, self._calls.of(member), self._calls.acknowledgements, offers)
-        effects: list[Effect] = []
-        for call_id, each in confirmed(found, member.suspected):
-            effects += self._calls.mend(member, call_id, each)
-            self.counters.repairs[each.repair.value] = self.counters.repairs.get(each.repair.value, 0) + 1
-        member.suspected = found
-        return effects
+        return effects + self._calls.repaired(member, beat, offers)
 
     # -- versions and trust -----------------------------------------------------------------------------------
 

@@ -35,8 +35,7 @@ from websockets.exceptions import InvalidState
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
-from rollover.swarm.coordinator.transports.listening import open_listener
-from rollover.swarm.coordinator.transports.ports import LibraryServer
+from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
@@ -92,7 +91,7 @@ class Gateway:
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate is no
         good."""
-        self._socket = open_listener(self._config)
+        self._socket = listen_on(self._config.address, setting="engine.listen")
         self._port = self._socket.getsockname()[1]
         routes = [
             WebSocketRoute(SESSION_PATH, self._session),

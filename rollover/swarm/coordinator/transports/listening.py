@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import ssl
 import stat
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from cryptography import x509
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.transports.ports import listen_on
 
 _SOON = timedelta(days=7)
 _ANY_HOST = ("0.0.0.0", "::")
@@ -32,31 +32,11 @@ def check_listening(config: SwarmConfig, *, now: datetime | None = None) -> list
 
     Example: ``["wss://0.0.0.0:8790 with a certificate for trainer.lan and 192.168.1.10, valid until 2027-11-23"]``
     """
-    listener = open_listener(config)
-    listener.close()
+    listen_on(config.address, setting="engine.listen").close()
     scheme = "ws" if config.tls_certificate is None else "wss"
     where = f"{scheme}://{config.listen}"
     certificate = check_certificate(config, now=now or datetime.now(UTC))
     return [f"{where} {certificate[0]}", *certificate[1:]] if certificate else [where]
-
-
-def open_listener(config: SwarmConfig) -> socket.socket:
-    """Return a socket that listens on the address. Raises ``ConfigError`` when it is in use or cannot be had."""
-    host, port = config.address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-        listener.setblocking(False)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(
-            f"engine.listen = {config.listen!r} cannot be listened on: {e.strerror or e}; end what listens there, or"
-            " give another address or port"
-        ) from e
-    return listener
 
 
 def check_certificate(config: SwarmConfig, *, now: datetime) -> list[str]:

@@ -22,7 +22,7 @@ class LibraryServer(uvicorn.Server):
         yield
 
 
-def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024, hint: str = "") -> socket.socket:
+def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024) -> socket.socket:
     """Take an address; port 0 takes a free one. Raises ``ConfigError`` naming ``setting`` when it is in use or cannot
     be had.
 
@@ -38,5 +38,8 @@ def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024, hi
     except OSError as e:
         listener.close()
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        raise ConfigError(f"{setting} = {shown!r} cannot be listened on: {e.strerror or e}{hint}") from e
+        raise ConfigError(
+            f"cannot listen on {setting} = {shown!r}: {e.strerror or e}; stop the program that uses this address, or"
+            " choose another one (port 0 takes a free port)"
+        ) from e
     return listener

@@ -61,8 +61,7 @@ class AdminListener:
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had."""
-        hint = "; port 0 takes a free one"
-        self._socket = listen_on(self._address, setting="engine.admin", backlog=64, hint=hint)
+        self._socket = listen_on(self._address, setting="engine.admin", backlog=64)
 
     async def serve(self) -> None:
         """Answer from now on."""

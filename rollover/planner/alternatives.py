@@ -19,13 +19,13 @@ from rollover.planner.routing import routed
 from rollover.planner.search import make_plan
 
 ALMOST = 0.01
-"""Part of the rate that the leaner plan may lack."""
+"""Fraction of the rate that the leaner plan may give up."""
 ROLLOUT_PART = 0.75
-"""Part of the devices that roll out in the split by number."""
+"""Fraction of the devices that generate rollouts in the split by number."""
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """List the alternatives that are possible at all, the fastest first."""
+    """List the feasible alternatives, fastest first."""
     found = [*_of_one_type(plan), *_of_other_splits(plan)]
     return tuple(sorted(found, key=lambda a: (-a.steps_per_s, a.name)))
 
@@ -49,8 +49,8 @@ def launchable(plan: Plan) -> Alternative | None:
 
 
 def unlimited(plan: Plan) -> Alternative | None:
-    """Return the best plan, whoever can run it."""
-    return _planned("the best plan, whoever can run it", plan, plan.fleet, _spec(plan))
+    """Return the best plan, whether or not ``rollover launch`` can run it."""
+    return _planned("the best plan, runnable or not", plan, plan.fleet, _spec(plan))
 
 
 def leaner(plan: Plan) -> Alternative | None:
@@ -68,7 +68,7 @@ def leaner(plan: Plan) -> Alternative | None:
 
 
 def _spec(plan: Plan) -> PlanSpec:
-    """Return what ``plan`` was asked for, without its target."""
+    """Return the specification of ``plan`` without its target."""
     return PlanSpec(
         model=plan.model,
         workload=plan.workload,

@@ -19,11 +19,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 COARSE_ISLANDS = 512
-"""Larger graphs are first solved with islands matched in pairs."""
+"""Number of islands above which a graph is first solved with its islands matched in pairs."""
 _PATIENCE = 64
-"""Swaps without a new best after which a pass ends."""
+"""Number of swaps without improvement after which a pass ends."""
 _CANDIDATES = 32
-"""Islands of each share among which a swap is looked for."""
+"""Number of islands of each share among which a swap is searched for."""
 
 
 def arrange(
@@ -35,7 +35,7 @@ def arrange(
     seed: int = 0,
     first: Sequence[int] | None = None,
 ) -> tuple[Shares, ...]:
-    """Assign the shares anew among islands of equal (type, size) for the highest score found.
+    """Reassign the shares among islands of equal (type, size) for the highest score found.
 
     ``first`` is an order of the islands to start from, training ones first: ``metis_order``.
     """

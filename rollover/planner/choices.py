@@ -17,11 +17,11 @@ from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.planner.launchable import can_train
 
 MAX_TRAINING_STAGES = 64
-"""Pipeline stages of a training plan, at most."""
+"""Maximum number of pipeline stages of a training plan."""
 MAX_REPLICA_STAGES = 4
-"""Pipeline stages of a replica, at most."""
+"""Maximum number of pipeline stages of a replica."""
 MAX_BATCH = 1024
-"""Samples that an engine decodes at once, at most."""
+"""Maximum number of samples that an engine decodes at once."""
 _MIXED_SIZES = 6
 """Sizes, by halving the stock, from which the first training plans over two types are put together."""
 
@@ -92,7 +92,7 @@ def _below(low: Iterable[float], high: Iterable[float]) -> bool:
 
 
 def _fill(kind: ReplicaKind, copies: int) -> list[float]:
-    """Part of the cache that a sample/s fills."""
+    """Fraction of the cache that one sample per second occupies."""
     return [held / kind.kv_bytes / copies for held in kind.kv_byte_s]
 
 
@@ -194,7 +194,7 @@ def _within(other: TrainingPlan, plan: TrainingPlan) -> bool:
 
 
 def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, act: str) -> str:
-    """Say what each device type would need, and has, where the model fits nowhere."""
+    """Say how much memory each device type would need and how much it has, if the model fits nowhere."""
     lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
     for device, count in stock.items():
         if act == "train":
@@ -206,7 +206,7 @@ def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec,
             f"  {device.name}: {needs / 2**30:.1f} GiB per device needed even with {shape}, "
             f"{has / 2**30:.1f} of {device.hbm_bytes / 2**30:.1f} GiB usable"
         )
-    lines.append("add devices of a type, or take ones with more memory, a smaller model or shorter responses")
+    lines.append("add devices of one type, or use devices with more memory, a smaller model or shorter responses")
     return "\n".join(lines)
 
 

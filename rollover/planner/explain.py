@@ -1,5 +1,5 @@
-"""Explanations of a problem: why it has no solution, what would lift the limit, and what one unit more of anything
-would bring.
+"""Explanations of a problem: why it has no solution, how to lift the limit, and what one more unit of anything would
+bring.
 
 Both are answered by solving again: with one limit taken away, or with one unit more of it. Duals of a mixed-integer
 programme do not exist, and those of its relaxation mislead where whole replicas count.
@@ -17,7 +17,7 @@ from rollover.planner.records import MarginalGain, Problem, Solution
 from rollover.planner.solver import OutOfTime
 
 _SLOW = 1e-3
-"""Part of the fastest trainer's rate that is asked for where no rate is: some replica has to roll out."""
+"""Fraction of the fastest trainer's rate that is requested if no rate is given: some replica must generate rollouts."""
 
 
 def why_infeasible(problem: Problem) -> str:
@@ -34,23 +34,23 @@ def _together(problem: Problem) -> str:
     """No limit alone stands in the way: whether all of them do."""
     free = replace(problem, budget_per_hour=None)
     if _elastic(free, ["stock", "staleness"]) is not None:
-        return "stock, budget and staleness stand in the way together: lifting one of them alone is not enough"
+        return "stock, budget and staleness together rule out every plan: lifting one of them alone is not enough"
     fastest = min(problem.plans, key=lambda plan: plan.cycle_s)
     return (
         f"the fastest trainer that fits this fleet takes {fastest.cycle_s:.3g} s for a step and its weight update: "
-        "a smaller batch or shorter responses would help"
+        "use a smaller batch or shorter responses"
     )
 
 
 def _headline(problem: Problem) -> str:
     target = problem.target_steps_per_s
     if target is None:
-        return "no plan keeps all limits:"
+        return "no plan satisfies all limits:"
     fastest = solve(replace(problem, target_steps_per_s=None), simplify=False)
     if fastest is None:
-        return f"no plan keeps all limits, whatever its rate; {_rate(problem, target)} are asked for:"
+        return f"no plan satisfies all limits at any rate; {_rate(problem, target)} are requested:"
     reached = _rate(problem, fastest.steps_per_s)
-    return f"{_rate(problem, target)} cannot be reached; the fastest plan gives {reached}:"
+    return f"{_rate(problem, target)} cannot be reached; the fastest plan reaches {reached}:"
 
 
 def _rate(problem: Problem, steps_per_s: float) -> str:
@@ -64,16 +64,16 @@ def _remedies(problem: Problem) -> Iterator[str]:
     if point is not None:
         more = [f"{round(n)} more {s.device}" for n, s in zip(point.extra, problem.supplies, strict=True) if n]
         if more:
-            yield f"stock: {' and '.join(more)} would do"
+            yield f"stock: {' and '.join(more)} would be enough"
     if problem.budget_per_hour is not None:
         found = _elastic(replace(problem, budget_per_hour=None), [])
         if found is not None:
-            yield f"budget: {found.objective:.2f} an hour would do, {problem.budget_per_hour:g} are given"
+            yield f"budget: {found.objective:.2f} per hour would be enough, {problem.budget_per_hour:g} is given"
     found = _elastic(problem, ["staleness"])
     if found is not None and round(found.objective) > problem.max_staleness:
-        yield f"staleness: max_staleness {round(found.objective)} would do, {problem.max_staleness} is given"
+        yield f"staleness: max_staleness {round(found.objective)} would be enough, {problem.max_staleness} is given"
     if problem.tail != "none" and _elastic(replace(problem, tail="none"), []) is not None:
-        yield f"tail: without ({problem.tail}) some plan keeps the bound on average, its longest responses do not"
+        yield f"tail: without '{problem.tail}', a plan keeps the bound on average, but its longest responses exceed it"
 
 
 def _elastic(problem: Problem, relaxed: Sequence[Limit]) -> ProgramPoint | None:
@@ -136,5 +136,5 @@ def in_words(price: MarginalGain, problem: Problem) -> str:
     effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"
     subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(price.subject, price.subject)
     if not price.gain:
-        return f"{subject}: {price.unit:g} more brings nothing"
+        return f"{subject}: {price.unit:g} more has no effect"
     return f"{subject} binds: {price.unit:g} more gives {effect}"

@@ -1,7 +1,7 @@
-"""The fabric of a fleet as a graph of islands, and what each device type owes to training and to rollout.
+"""The fabric of a fleet as a graph of islands, and how many devices of each type training and rollout need.
 
-An island is a node, or whatever shares one fast link. Islands are the vertices, never single devices: a cut through an
-all-to-all island costs more than any other.
+An island is a node, or a set of devices that share one fast link. Islands are the vertices, never single devices: a
+cut through an all-to-all island costs more than any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fabric:
     types: tuple[str, ...]
     """Device type of each island."""
     sizes: tuple[int, ...]
-    """Devices in each island."""
+    """Number of devices in each island."""
     bandwidth: Floats
     """(islands, islands), bytes/s one way between a device of each; on the diagonal between two devices inside."""
 
@@ -40,9 +40,9 @@ class Demand:
 
     train_devices: int = 0
     train_block: int = 1
-    """Devices of a training stage that must share an island (tensor parallel)."""
+    """Number of devices of a training stage that must share an island (tensor parallel)."""
     replica_blocks: Mapping[int, int]
-    """Devices of a replica's stage that must share an island -> how many such blocks."""
+    """Number of devices of a replica's stage that must share an island -> number of such blocks."""
 
     @property
     def rollout_devices(self) -> int:
@@ -51,7 +51,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The devices of an island that train and that roll out; the rest is idle."""
+    """The numbers of devices of an island that train and that generate rollouts; the rest are idle."""
 
     train: int
     rollout: int
@@ -62,6 +62,6 @@ class Traffic:
     """Bytes that one training step moves inside the training set and out of it."""
 
     train: float
-    """Inside the training set: data-parallel and pipeline traffic."""
+    """Traffic inside the training set: data-parallel and pipeline."""
     sync: float
-    """From the training set to the rollout set."""
+    """Traffic from the training set to the rollout set."""

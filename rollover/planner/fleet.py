@@ -1,7 +1,7 @@
 """A fleet file: nodes, links, prices and the budget.
 
-Devices of equal figures, price, node size and links are one type, whatever the nodes are called; where a device occurs
-in differing surroundings its types are told apart as ``KEY@NODE``.
+Devices with equal figures, price, node size and links are one type, regardless of the nodes' names; where a device
+occurs in different surroundings, its types are distinguished as ``KEY@NODE``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NetworkEntry:
     """A connection between nodes."""
 
     gbit_s: float
-    """Gbit/s of a whole node, one way."""
+    """Bandwidth of a whole node, Gbit/s, one way."""
     latency_us: float = 20.0
     """Latency of a message, µs."""
 
@@ -41,14 +41,14 @@ class NetworkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEntry(NetworkEntry):
-    """Table ``[[links]]``: what joins two nodes, or each node of one entry with each of another."""
+    """Table ``[[links]]``: the link between two nodes, or between each node of one entry and each of another."""
 
     between: tuple[str, ...]
-    """Two names: of an entry of nodes, or of one of its nodes, as in ``a-0``."""
+    """Two names, each of an entry of nodes or of one of its nodes, such as ``a-0``."""
 
     def __post_init__(self) -> None:
         if len(self.between) != 2:
-            raise ValueError(f"between must name two, got {len(self.between)}")
+            raise ValueError(f"between must name two nodes, got {len(self.between)}")
         NetworkEntry.__post_init__(self)  # super() knows no class with slots
 
 
@@ -57,17 +57,17 @@ class NodeEntry:
     """Table ``[[nodes]]``: machines of one kind."""
 
     device: str
-    """A key of the catalogue or of ``[devices]``."""
+    """Key of the device in the catalogue or in ``[devices]``."""
     num_devices: int
-    """In each node."""
+    """Number of devices in each node."""
     name: str | None = None
-    """The device's key where it is not given; with a ``count``, nodes are called ``NAME-0``, ``NAME-1`` and so on."""
+    """Name of the node, by default the device's key; with a ``count``, nodes are called ``NAME-0``, ``NAME-1``, ..."""
     count: int = 1
-    """Nodes of this kind."""
+    """Number of nodes of this kind."""
     price_per_hour: float | None = None
-    """Price of one device in the fleet's currency; the catalogue's when not given."""
+    """Price of one device in the fleet's currency; the catalogue's if not given."""
     network: NetworkEntry | None = None
-    """To other nodes; the fleet's when not given."""
+    """Network to other nodes; the fleet's if not given."""
 
     def __post_init__(self) -> None:
         for key in ("num_devices", "count"):
@@ -90,19 +90,19 @@ class FleetFile:
 
     nodes: tuple[NodeEntry, ...]
     name: str | None = None
-    """The file's name when not given."""
+    """Name of the fleet; the file's name if not given."""
     currency: str | None = None
-    """Unit of every ``price_per_hour`` and of the budget: USD when not given, or L20 where the catalogue knows relative
-    prices only (NVIDIA L20 = 1)."""
+    """Unit of every ``price_per_hour`` and of the budget. If not given, USD, or L20 where the catalogue knows only
+    relative prices (NVIDIA L20 = 1)."""
     budget_per_hour: float | None = None
-    """Highest cost of all devices in use together."""
+    """Maximum total cost of all devices in use, per hour."""
     catalogues: tuple[str, ...] = ()
-    """Further files of devices, such as those that a calibration writes; paths from the fleet file's folder."""
+    """Additional files of devices, such as those that a calibration writes; paths are relative to the fleet file."""
     network: NetworkEntry | None = None
-    """Network of every node that does not say otherwise."""
+    """Network of every node that does not set its own."""
     links: tuple[LinkEntry, ...] = ()
     devices: dict[str, cat.DeviceEntry] = field(default_factory=dict)
-    """Devices that the catalogue lacks, or figures to put in the place of its own."""
+    """Devices that the catalogue lacks, or figures that replace its own."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -119,7 +119,7 @@ def load(file: Path) -> Fleet:
 
 
 def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
-    """Read the fleet of a document whose ``catalogues`` stand in ``folder``."""
+    """Read the fleet of a document whose ``catalogues`` are in ``folder``."""
     content = build(FleetFile, document)
     catalogue = cat.read([toml.read(folder / name) for name in content.catalogues])
     own = cat.Catalogue(devices=content.devices)
@@ -127,7 +127,7 @@ def parse(document: toml.Document, folder: Path = Path()) -> Fleet:
 
 
 class _Reader:
-    """Turns a fleet file into records, and names the line of what is wrong."""
+    """Turns a fleet file into records and reports mistakes with their line."""
 
     def __init__(self, document: toml.Document, content: FleetFile, catalogue: cat.Catalogue) -> None:
         self.document = document
@@ -156,7 +156,7 @@ class _Reader:
         )
 
     def _currency(self) -> str:
-        """The user's; without one, that in which the catalogue prices all nodes the user does not."""
+        """The user's currency, by default that of the catalogue's prices for all nodes that the user does not price."""
         if self.content.currency:
             return self.content.currency
         own = any(entry.price_per_hour is not None for entry in self.content.nodes)
@@ -187,7 +187,7 @@ class _Reader:
             price = cat.low_price(self.catalogue.find(entry.device), currency)
         if price is None and self.content.budget_per_hour is not None:
             message = (
-                f"price_per_hour of {entry.device!r} is not known in {currency}, and there is a budget to keep: "
+                f"price_per_hour of {entry.device!r} is not known in {currency}, but the budget needs it: "
                 "write price_per_hour here"
             )
             raise self._error(("nodes", index), message)
@@ -204,9 +204,7 @@ class _Reader:
         for i, entry in enumerate(self.content.nodes):
             for name in {*entry.names, entry.name or entry.device}:
                 if name in seen:
-                    raise self._error(
-                        ("nodes", i), f"there is another node called {name!r}: give each a name of its own"
-                    )
+                    raise self._error(("nodes", i), f"another node is called {name!r} too: give each node its own name")
             seen |= {*entry.names, entry.name or entry.device}
 
     def _links(self) -> tuple[tuple[str, str, Link], ...]:

@@ -38,7 +38,7 @@ DEFAULT_WORKLOAD = "math-16k"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Options of ``rollover plan``; ``None`` where nothing was said.
+    """Options of ``rollover plan``; ``None`` means not given.
 
     Example: ``PlanRequest(fleet="h800-h20", model="Qwen/Qwen3-8B", max_staleness=2)``.
     """
@@ -50,9 +50,9 @@ class PlanRequest:
     max_staleness: int = 4
     aim: Literal["throughput", "cost"] = "throughput"
     target: float | None = None
-    """Trained tokens per second."""
+    """Required rate, in trained tokens per second."""
     budget: float | None = None
-    """Per hour, in the fleet's currency."""
+    """Maximum cost per hour, in the fleet's currency."""
     num_groups: int = 128
     group_size: int = 8
     cap_tokens: int | None = None
@@ -73,16 +73,16 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if (self.aim == "cost") != (self.target is not None):
-            raise PlanError("--aim cost and --target TOKENS_PER_S go together: the least cost of what?")
+            raise PlanError("--aim cost needs --target, and --target needs --aim cost")
         if self.aim == "cost" and self.budget is not None:
-            raise PlanError("--budget has no effect with --aim cost: leave one of them out")
+            raise PlanError("--budget has no effect with --aim cost: omit one of them")
 
 
 def plan(request: PlanRequest) -> None:
-    """Plan, and write what was asked for.
+    """Plan, and write the requested files.
 
     Raises:
-        RolloverError: with what is wrong in the fleet, the model, the workload or the aim.
+        RolloverError: the fleet, the model, the workload or the aim is invalid; the message says how.
     """
     console = Console(highlight=False)
     scenario = PlanScenario(
@@ -108,7 +108,7 @@ def plan(request: PlanRequest) -> None:
         else:
             made = replace(made, launchable=launchable(made))
     if not request.quick:
-        with _busy(console, "simulating, and asking what one unit more would bring"):
+        with _busy(console, "simulating, and computing what one more unit of each limit would bring"):
             made = _checked(request, made, spec)
     _show(console, made)
     if others:
@@ -124,7 +124,7 @@ def _read_fleet(name: str) -> Fleet:
         file.name.removesuffix(".toml"): file for file in files("rollover.planner").joinpath("fleets").iterdir()
     }
     if name not in examples:
-        raise ConfigError(f"{name}: neither a .toml file nor a packaged fleet{nearest(name, examples)}")
+        raise ConfigError(f"{name} is neither a .toml file nor a packaged fleet{nearest(name, examples)}")
     return fleets.parse(toml.parse(examples[name].read_text(encoding="utf-8"), f"{name}.toml"))
 
 

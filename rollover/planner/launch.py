@@ -1,6 +1,7 @@
-"""A plan as files to run: a script of engine servers for each node, the trainer's settings, and what goes where.
+"""A plan as files to run: a script of engine servers for each node, the trainer's settings, and a list of what runs
+where.
 
-Nothing is invented: each figure stands in the plan, and host names are the fleet's node names.
+Every figure comes from the plan, and host names are the fleet's node names.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from rollover.settings import toml
 Server = Literal["vllm", "sglang"]
 FIRST_PORT = 8000
 MAX_PROMPT_TOKENS = 1024
-"""Longest prompt admitted: a workload knows the mean alone."""
+"""Longest admitted prompt, as a multiple of the mean: a workload knows only the mean."""
 _RENDEZVOUS_PORT = 20000
-"""Where the nodes of a replica that spans several find each other; plus the replica's number."""
+"""Port at which the nodes of a replica that spans several nodes find each other; the replica's number is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class _Replica:
     kind: ReplicaKind
     pipeline: Pipeline
     nodes: tuple[str, ...]
-    """Names, the one that answers first."""
+    """Names of its nodes; the first one answers requests."""
     port: int
 
     @property
@@ -47,7 +48,7 @@ class _Replica:
 
 
 def launch_files(plan: Plan, *, model: str, server: Server) -> dict[str, str]:
-    """Contents by file name. ``model`` is the folder or hub id that servers and trainer load."""
+    """Return the contents of the files by name. ``model`` is the folder or hub id that servers and trainer load."""
     replicas = _replicas(plan)
     files = {
         "README.md": _readme(plan),
@@ -59,7 +60,7 @@ def launch_files(plan: Plan, *, model: str, server: Server) -> dict[str, str]:
 
 
 def _readme(plan: Plan) -> str:
-    """Say what the files are for, and what of the plan they cannot do."""
+    """Say what the files are for, and which parts of the plan they cannot carry out."""
     lines = [
         f"# {plan.fleet.name}: {plan.model.name}",
         "",
@@ -87,7 +88,7 @@ def _script(plan: Plan, replicas: list[_Replica], node: str, *, model: str, serv
         "#!/bin/bash",
         f"# {len(mine)} rollout replica{'s' * (len(mine) > 1)} on {node}; run it there.",
         "set -eu",
-        "# Whoever reaches a port has control of its server: HOST is an address on a private network.",
+        "# Anyone who can reach a port controls its server: HOST must be an address on a private network.",
         f': "${{HOST:?set HOST to the address of {node} on the private network}}"',
         "trap 'kill 0' EXIT",
     ]
@@ -180,9 +181,9 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
     head = [
         "# The trainer's side of the plan. Use it from a file of your own that adds the tasks:",
         '#     extends = "trainer.toml"',
-        "# and run it on the first training node, with engine.weights_dir on a folder that all servers see.",
+        "# and run it on the first training node, with engine.weights_dir set to a folder that all servers can read.",
         "#",
-        "# Where training stands in the plan:",
+        "# Where the plan places training:",
     ]
     for member, part in enumerate(plan.solution.plan.parts):
         state = "sharded over data-parallel ranks" if part.sharded else "whole on every data-parallel rank"

@@ -1,4 +1,4 @@
-"""Tell which plans ``rollover launch`` can run: what the trainer and the engine servers of this version do of a plan.
+"""Tell which plans ``rollover launch`` can run with the trainer and the engine servers of this version.
 
 Training is data parallel and sharded, on devices of one type; a replica is a server on one node.
 """
@@ -26,16 +26,16 @@ def can_serve(kind: ReplicaKind, device: Device) -> bool:
 
 
 def obstacles(parts: Sequence[TrainingPart], replica_nodes: Sequence[int]) -> Iterator[str]:
-    """Say what of a plan cannot be run; nothing where all of it can.
+    """Say which parts of a plan cannot be run; yield nothing if all of it can.
 
     Args:
         replica_nodes: the number of nodes of each replica.
 
-    Example: ``"it trains on 2 types of device (h100-sxm and l4), and the trainer on one"``
+    Example: ``"it trains on 2 types of device (h100-sxm and l4), but the trainer supports only one"``
     """
     if len(parts) > 1:
         names = " and ".join(part.device for part in parts)
-        yield f"it trains on {len(parts)} types of device ({names}), and the trainer on one"
+        yield f"it trains on {len(parts)} types of device ({names}), but the trainer supports only one"
     for part in parts:
         if can_train(part):
             continue
@@ -43,8 +43,8 @@ def obstacles(parts: Sequence[TrainingPart], replica_nodes: Sequence[int]) -> It
             ways = " and ".join(
                 f"{name} parallel {n}" for name, n in (("tensor", part.tp), ("pipeline", part.pp)) if n > 1
             )
-            yield f"it trains {ways} on {part.device}, and the trainer is data parallel only"
+            yield f"it trains {ways} on {part.device}, but the trainer supports only data parallelism"
         else:
-            yield f"it has the whole optimizer state on each of {part.dp} {part.device}, and the trainer shards it"
+            yield f"it keeps the whole optimizer state on each of {part.dp} {part.device}, but the trainer shards it"
     if several := sum(count > 1 for count in replica_nodes):
-        yield f"{several} of its replicas are spread over nodes, and a server is on one"
+        yield f"{several} of its replicas span several nodes, but a server runs on one"

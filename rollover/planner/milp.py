@@ -36,7 +36,7 @@ from rollover.planner.solver import ConstraintRows, minimum
 
 _EXACT = 1e-9
 _NEAR = 2
-"""Batch caps above and below one in use that rounding tries too."""
+"""Number of batch caps above and below one in use that rounding tries too."""
 
 
 Limit = Literal["stock", "staleness"]

@@ -22,7 +22,7 @@ from rollover.planner.shadow_prices import PriceBounds, ShadowPrices
 Ints = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 17
-"""Plans that are judged at a time."""
+"""Number of plans judged at a time."""
 _EXACT = 1e-9
 
 

@@ -32,21 +32,21 @@ from rollover.planner.solution import described, highest, rate_reached
 from rollover.planner.solver import OutOfTime
 
 GAP = 1e-3
-"""Proved distance to the optimum, relative."""
+"""Proved relative distance to the optimum."""
 TIME_LIMIT_S = 60.0
 _ROUGH = 1e-2
-"""Gap of solves whose result is only a start, or a choice among ties."""
+"""Gap for solves whose result is only a starting point or a choice among ties."""
 _PROOF = 0.75
-"""Part of the gap that the search proves; the rest is for the choice among ties."""
+"""Fraction of the gap that the search proves; the rest is for the choice among ties."""
 _KINDS_GAP = 0.2
-"""There may be so many more kinds of replica than need be."""
+"""Number of kinds of replica allowed beyond the minimum."""
 _EXACT = 1e-9
 _FIRST = 0.92
-"""Part of the rate that plans promise without whole numbers, asked for first."""
+"""Fraction of the rate of the linear relaxation at which the search starts."""
 _STEPS = 10
-"""Gaps that are left to climb when halving ends."""
+"""Number of gaps left to climb when halving ends."""
 _SLOWEST = 1e-6
-"""Part of it at which the search for any point gives up."""
+"""Fraction of that rate at which the search for any point gives up."""
 
 
 def solve(
@@ -64,7 +64,7 @@ def solve(
     try:
         found = search.fastest() if target is None else search.cheapest(target)
     except OutOfTime:
-        raise PlanError(f"no plan was found in {time_limit_s:g} s, nor was it shown that there is none") from None
+        raise PlanError(f"no plan was found in {time_limit_s:g} s, but one may exist: allow more time") from None
     if found is None:
         return None
     if simplify:
@@ -103,7 +103,7 @@ class _Search:
         self.unlisted = MixtureTable.of(problem)
         self.gap = _PROOF * gap
         self.spare = (1 - _PROOF) * gap
-        """Part of the rate that the later passes may give up."""
+        """Fraction of the rate that the later passes may give up."""
         self.deadline = deadline
         self.missed = [math.inf] * len(problem.plans)
         """Lowest rate known to be out of each plan's reach."""
@@ -248,7 +248,7 @@ class _Search:
         """The least cost of ``target`` steps/s."""
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
-            raise PlanError(f"the least cost cannot be found without the price of {', '.join(missing)}")
+            raise PlanError(f"the least cost needs a price: write price_per_hour for {', '.join(missing)}")
         load = RateLoad(self.problem, target)
         point, least = None, float(load.stock @ load.costs)
         while (cheaper := self._below(load, least, exact=True)) is not None:

@@ -1,6 +1,6 @@
 """The costs of a placed plan on the links it really uses.
 
-Phase 1 knows a node's network and nothing of which nodes meet; here each time is taken again at the narrowest link of
+Phase 1 knows each node's network but not which nodes communicate; here each time is recomputed at the narrowest link of
 its collective.
 """
 
@@ -29,13 +29,13 @@ class PlacedSolution:
     """
 
     problem: Problem
-    """With the solution's kinds and its training plan alone."""
+    """The problem with only the solution's kinds and its training plan."""
     unrouted: Problem
-    """The same with all length buckets."""
+    """The same problem with all length buckets."""
     solution: Solution | None
-    """``None`` where it does not keep the problem's limits any longer."""
+    """The solution at real costs; ``None`` if it no longer keeps the problem's limits."""
     networks: dict[str, Link]
-    """By device type: what a plan of this kind should have reckoned with between nodes."""
+    """By device type, the link between nodes that a plan of this kind should have assumed."""
 
 
 def costed_on_links(

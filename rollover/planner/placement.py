@@ -27,7 +27,7 @@ class Stage:
     node: int
     """Index in the fleet's nodes."""
     devices: tuple[int, ...]
-    """Numbered within the node, as ``CUDA_VISIBLE_DEVICES`` numbers them."""
+    """Device numbers within the node, as in ``CUDA_VISIBLE_DEVICES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

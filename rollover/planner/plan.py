@@ -1,4 +1,4 @@
-"""A finished plan: the role of every device, throughput, cost, and what it was compared with."""
+"""A finished plan: the role of every device, throughput, cost, and the alternatives it was compared with."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rollover.planner.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningRound:
-    """One pass through both phases: what phase 1 assumed and what the placement met."""
+    """One pass through both phases: the values that phase 1 assumed and those found on the placement."""
 
     assumed_step_s: float
     step_s: float
-    """C_T, on the links of the placement."""
+    """C_T (time of a training step) on the links of the placement."""
     assumed_sync_s: float
     sync_s: float
     assumed_steps_per_s: float
     steps_per_s: float
-    """0 where the placed plan breaks a limit."""
+    """Rate of the placed plan; 0 if it breaks a limit."""
 
     @property
     def moved(self) -> float:
@@ -46,12 +46,12 @@ class Alternative:
     steps_per_s: float
     cost_per_hour: float | None
     devices: dict[str, int]
-    """In use, by type."""
+    """Number of devices in use, by type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Roles, shapes and places of all devices in use, and what they yield.
+    """Roles, shapes and places of all devices in use, and the resulting throughput and cost.
 
     Example: ``plan.used == {"h800": 16, "h20": 24}``, ``plan.tokens_per_s == 41_000.0``, ``plan.cost_per_hour ==
     96.0``.
@@ -60,38 +60,38 @@ class Plan:
     fleet: Fleet
     model: ModelShape
     workload: WorkloadSpec
-    """With all its length buckets."""
+    """The problem with all its length buckets."""
     routing: Routing
     problem: Problem
-    """Its kinds are the replicas in use, its one training plan is the one chosen, both at their real links. Routed by
-    load, its workload has a single bucket."""
+    """The problem whose kinds are the replicas in use and whose one training plan is the chosen one, both at their real
+    links. If routed by load, its workload has a single bucket."""
     solution: Solution
     placement: Placement
     """``member`` of a replica is an index of the problem's kinds of replica."""
     rounds: tuple[PlanningRound, ...] = ()
     marginal_gains: tuple[MarginalGain, ...] = ()
-    """Gains from one unit more of a limit."""
+    """Gains from one more unit of each limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
     launchable: Alternative | None = None
-    """The best plan that ``rollover launch`` can run; ``None`` where it can run this one, or none of this fleet."""
+    """The best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
     unlimited: Alternative | None = None
-    """The best plan whoever can run it, where this one was made for ``rollover launch``; ``None``: it was not asked
-    for."""
+    """The best plan regardless of what can run it, if this one was made for ``rollover launch``; ``None`` if not
+    requested."""
     leaner: Alternative | None = None
-    """The cheapest plan that is almost as fast; ``None``: it was not asked for."""
+    """The cheapest plan that is almost as fast; ``None`` if not requested."""
     simulated_steps_per_s: float | None = None
-    """Rate that a simulation of the whole loop reached; ``None``: it was not run."""
+    """Rate that a simulation of the whole loop reached; ``None`` if it was not run."""
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """Say what of this plan ``rollover launch`` cannot run; empty where it can run all of it."""
+        """Say which parts of this plan ``rollover launch`` cannot run; empty if it can run all of it."""
         spread = [len({*pipeline.nodes}) for pipeline in self.placement.replicas]
         return tuple(obstacles(self.solution.plan.parts, spread))
 
     @property
     def trusted_steps_per_s(self) -> float:
-        """The simulated rate where there is one, else the formula's."""
+        """The simulated rate if there is one, else the formula's."""
         return self.simulated_steps_per_s or self.solution.steps_per_s
 
     @property

@@ -1,4 +1,4 @@
-"""The planning problem of a fleet: what the optimiser may choose from, and what limits it."""
+"""The planning problem of a fleet: the optimiser's choices and limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollover.planner.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpec:
-    """The request for a plan, whatever the fleet.
+    """The request for a plan, independent of the fleet.
 
     Example: ``PlanSpec(model=qwen_7b, workload=math_16k, max_staleness=4)`` asks for the fastest plan whose trained
     tokens are at most 4 versions old; with ``target_steps_per_s=0.02`` for the cheapest that trains a step every 50 s.
@@ -24,15 +24,15 @@ class PlanSpec:
     workload: WorkloadSpec
     max_staleness: int
     target_steps_per_s: float | None = None
-    """The rate that the cheapest plan has to reach; ``None`` asks for the fastest plan."""
+    """The rate that the cheapest plan must reach; ``None`` asks for the fastest plan."""
     tail: Tail = "soft"
     """``soft`` or ``hard``: even the longest response keeps the staleness bound, so that no step waits for one;
     ``none``: the bound is kept on average only. The scheduler keeps it for every group, by waiting."""
     routing: Routing = "load"
     launchable: bool = False
-    """Whether ``rollover launch`` has to be able to run the plan."""
+    """If true, ``rollover launch`` must be able to run the plan."""
     metis: bool = False
-    """Whether placement also starts from a METIS bisection."""
+    """If true, placement also starts from a METIS bisection."""
 
 
 def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
@@ -58,7 +58,7 @@ def stock_problem(
         PlanError: the model fits nowhere.
     """
     if max_staleness < 0:
-        raise PlanError(f"max_staleness must be zero or more, got {max_staleness}")
+        raise PlanError(f"max_staleness must be at least 0, got {max_staleness}")
     kinds = [
         c
         for device, n in stock.items()

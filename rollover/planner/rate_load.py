@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 USABLE = 1e-3
-"""Replicas that weight updates leave less of their time are not used."""
+"""Fraction of its time that weight updates must leave a replica; replicas below it are not used."""
 _ROUNDING = 1e-9
 
 

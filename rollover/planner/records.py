@@ -1,4 +1,4 @@
-"""Records that the parts of the planner hand each other: frozen, in SI units as in ``rollover.devices.records``."""
+"""Records that the parts of the planner exchange: frozen, in SI units as in ``rollover.devices.records``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollover.devices.records import Device, Link, WorkloadSpec
 Tail = Literal["none", "soft", "hard"]
 
 MAX_DEVICES = 65_536
-"""Most devices of a fleet; a larger number is a typing error."""
+"""Maximum number of devices of a fleet; a larger number is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Fleet:
     name: str
     nodes: tuple[Node, ...]
     links: tuple[tuple[str, str, Link], ...]
-    """Between pairs of nodes (names in order) where it is not the narrower of their two networks."""
+    """Links between pairs of nodes (names in order) that differ from the narrower of their two networks."""
     currency: str
     """Unit of prices, such as ``USD``; prices are per hour."""
     budget_per_hour: float | None
@@ -55,20 +55,20 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """Devices of a type that may be used."""
+    """The devices of a type that may be used."""
 
     device: str
     count: int
     price_per_hour: float | None
     max_rollout: int | None = None
-    """At most so many of them roll out; ``None``: all may."""
+    """Maximum number of them that may generate rollouts; ``None`` means all."""
     max_training: int | None = None
-    """At most so many of them train."""
+    """Maximum number of them that may train; ``None`` means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A planning problem in numbers: all that the optimiser sees.
+    """A planning problem in numbers, as the optimiser sees it.
 
     Example: three kinds of replica and two training plans under ``max_staleness=4`` and a budget of 60 an hour.
     """
@@ -78,12 +78,12 @@ class Problem:
     plans: tuple[TrainingPlan, ...]
     workload: WorkloadSpec
     max_staleness: int
-    """In policy versions."""
+    """The staleness bound, in policy versions."""
     budget_per_hour: float | None = None
     target_steps_per_s: float | None = None
-    """Find the cheapest plan that reaches this; ``None``: find the fastest."""
+    """Rate that the cheapest plan must reach; ``None`` asks for the fastest plan."""
     mixtures: tuple[Mixture, ...] = ()
-    """Training plans beside ``plans``."""
+    """Training plans in addition to ``plans``."""
     tail: Tail = "none"
     """``soft``: the longest response of each bucket keeps the staleness bound too; ``hard``: whenever it was
     admitted."""
@@ -95,9 +95,9 @@ class Binding:
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str
-    """The device type or kind of replica that is limited; empty for the others."""
+    """The device type or kind of replica that is limited; empty for the other limits."""
     slack: float
-    """Relative to the limit."""
+    """Slack relative to the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +106,16 @@ class Solution:
 
     plan: TrainingPlan
     replicas: tuple[int, ...]
-    """y: replicas of each kind."""
+    """y: number of replicas of each kind."""
     rates: tuple[tuple[float, ...], ...]
-    """x: samples/s that each kind decodes of each bucket."""
+    """x: samples/s of each bucket that each kind decodes."""
     steps_per_s: float
     """lambda: training steps per second."""
     bound_steps_per_s: float
-    """No plan reaches more (cost passes: no plan of the target is cheaper than the gap says)."""
+    """Rate that no plan exceeds (cost passes: no plan that reaches the target is cheaper by more than the gap)."""
     cost_per_hour: float | None
     staleness_needed: int
-    """The least ``max_staleness`` under which this plan keeps its rate."""
+    """The smallest ``max_staleness`` under which this plan keeps its rate."""
     bindings: tuple[Binding, ...]
     gap: float
     """Relative distance between the solution and the proved bound."""
@@ -129,14 +129,14 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginalGain:
-    """The gain from one unit more of a limit.
+    """The gain from one more unit of a limit.
 
     Example: ``subject="max_staleness", unit=1, gain=0.07``: one version more gives 7% more steps.
     """
 
     subject: str
-    """``max_staleness``, ``budget`` or a device type."""
+    """The limit: ``max_staleness``, ``budget`` or a device type."""
     unit: float
     """Size of a unit."""
     gain: float
-    """Relative change of the rate (or, when a rate was asked for, saving of cost); below the gap it is 0."""
+    """Relative change of the rate or, if a rate was requested, relative saving of cost; 0 if it is below the gap."""

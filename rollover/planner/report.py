@@ -16,18 +16,18 @@ from rollover.report.plot import Figure, axis, bar, figure
 _TRAIN, _IDLE = "--orange", "--gap"
 _ROLLOUT = ("--blue", "--green", "--violet", "--cyan", "--pink", "--yellow", "--brown", "--red")
 _MAX_NODES = 256
-"""Nodes drawn one by one."""
+"""Number of nodes drawn individually."""
 
 _FLEET = (
-    "Every square is a device; its number is the pipeline (T) or replica that it belongs to. Devices of one colour run"
-    " the same role in the same shape; grey ones are idle and need not be rented."
+    "Each square is a device; its number is the pipeline (T) or replica it belongs to. Devices of one colour have"
+    " the same role and shape; grey ones are idle and need not be rented."
 )
-_LENGTHS = "Samples by response length, and which replicas decode them."
+_LENGTHS = "Samples by response length, and the replicas that decode them."
 _ALTERNATIVES = (
-    "The same model, workload and staleness bound on other fleets or splits, all by the formula, this plan too; the"
-    " cost counts devices in use."
+    "The same model, workload and staleness bound on other fleets or splits. All figures, including this plan's, come"
+    " from the formula; the cost counts devices in use."
 )
-_ROUNDS = "What the optimiser assumed → what was found on the links of the placement; it is told, and asked again."
+_ROUNDS = "Values assumed by the optimiser → values on the links of the placement, which the next round assumes."
 
 
 def plan_table(plan: Plan) -> Table:
@@ -78,7 +78,7 @@ def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
             f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices",
         ),
         (
-            "Cost of a million tokens",
+            "Cost per million tokens",
             "–" if per_million is None else f"{per_million:,.3f}",
             currency if per_million is not None else "",
             "a price is missing" if per_million is None else "trained",
@@ -98,7 +98,7 @@ def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     if plan.obstacles:
         other = plan.launchable
         value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-        note = "by the formula, planned with --for-launch; this plan cannot be run by rollover launch"
+        note = "by the formula, planned with --for-launch; rollover launch cannot run this plan"
         yield "With rollover launch", value, "" if other is None else "tokens/s", note
 
 
@@ -108,14 +108,14 @@ def render_plan(plan: Plan) -> str:
     facts = [
         plan.model.name,
         f"{plan.model.parameters / 1e9:.1f}B parameters",
-        f"{plan.workload.num_groups} prompts × {plan.workload.group_size} samples a step",
-        f"{plan.workload.name}, {plan.workload.response_tokens:,.0f} tokens a response",
+        f"{plan.workload.num_groups} prompts × {plan.workload.group_size} samples per step",
+        f"{plan.workload.name}, {plan.workload.response_tokens:,.0f} tokens per response",
         f"max_staleness {plan.problem.max_staleness}",
     ]
     page.add(header("Rollover plan", plan.fleet.name, facts))
     page.add(tiles(key_numbers(plan)))
     done = table(_role_rows(plan), _role_heads(plan))
-    page.section("Who does what", "", f'<div class="card">{done}</div>', layout="column")
+    page.section("Roles", "", f'<div class="card">{done}</div>', layout="column")
     page.section("The fleet", _FLEET, f'<div class="card">{_picture(plan)}</div>', layout="column")
     words = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(plan))
     page.section("In words", "", f'<div class="card"><ul class="words">{words}</ul></div>', layout="column")

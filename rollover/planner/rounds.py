@@ -1,8 +1,8 @@
-"""Phase 1, phase 2, and back until they agree, on all nodes of a fleet.
+"""Phases 1 and 2, repeated on all nodes of a fleet until they agree.
 
-What phase 1 assumed about links is replaced by what the placement met, the shapes that were placed by their re-costed
-selves, and both phases are run again, until cycle times move by less than ``SETTLED``. A plan is worth what it costs on
-the links it stands on: the best of all rounds is kept, and its numbers are the re-costed ones.
+The links that phase 1 assumed are replaced by those of the placement, the shapes that were placed are re-costed, and
+both phases run again until cycle times change by less than ``SETTLED``. A plan is judged by its costs on the links it
+really uses: the best of all rounds is kept, and its numbers are the re-costed ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTLED = 0.02
 """Relative change of a time below which the rounds end."""
 MAX_ROUNDS = 5
 _SHORT = 1e-3
-"""Part of an asked-for rate that may be missing: the solver's tolerance."""
+"""Fraction of a requested rate that may be missing: the solver's tolerance."""
 
 
 def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
@@ -55,7 +55,8 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
         if solution is None:
             if found:
                 break
-            raise PlanError(why_infeasible(routed(problem, spec.routing)) if explain else "no plan keeps all limits")
+            message = why_infeasible(routed(problem, spec.routing)) if explain else "no plan satisfies all limits"
+            raise PlanError(message)
         placement = place(topology, model, problem, solution, metis=spec.metis)
         real = costed_on_links(topology, model, problem, solution, placement, spec.routing)
         rounds.append(_round(solution, real))
@@ -80,14 +81,14 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
         networks = {**networks, **real.networks}
     if not found:
         raise PlanError(
-            f"no plan keeps its limits on the links between these nodes ({len(rounds)} were tried);"
-            " allow more staleness, a larger budget or a lower target, or widen the links"
+            f"no plan satisfies its limits on the links between these nodes ({len(rounds)} were tried):"
+            " allow more staleness, a larger budget, a lower target or faster links"
         )
     return replace(min(found, key=rank), rounds=tuple(rounds))
 
 
 def rank(plan: Plan) -> tuple[float, float]:
-    """Least is best: the cheapest of those that reach the target, or the fastest."""
+    """The sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
     target, rate = plan.problem.target_steps_per_s, plan.solution.steps_per_s
     if target is None:
         return -rate, plan.cost_per_hour or 0.0

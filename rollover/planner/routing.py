@@ -1,4 +1,4 @@
-"""Decides which replicas decode which lengths. Nobody knows a response's length before it ends: unless lengths are
+"""Decides which replicas decode which lengths. A response's length is unknown before it ends: unless lengths are
 predicted, every replica gets the same mixture, and the buckets of a problem become one."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollover.devices.records import LengthBucket
 from rollover.planner.records import Problem
 
 Routing = Literal["load", "length"]
-"""``load``: a sample goes where there is room. ``length``: somebody predicts lengths, and each goes where it suits."""
+"""``load`` sends a sample where there is room; ``length`` predicts lengths and sends each where it suits."""
 
 
 def routed(problem: Problem, routing: Routing) -> Problem:

@@ -18,7 +18,7 @@ _KEYS = ("staleness", "budget", "count.DEVICE", "price.DEVICE")
 _CHANGE = re.compile(r"\s*(?P<key>[a-z]+)(\.(?P<device>[^=\s]+))?\s*=\s*(?P<value>[+-]?\S+)\s*")
 
 _LOOSEST = 10**9
-"""Staleness bounds above it are mistyped."""
+"""Maximum staleness bound; a larger one is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ def changed(scenario: PlanScenario, text: str) -> PlanScenario:
 def _change(scenario: PlanScenario, part: str, key: str, device: str | None, text: str) -> PlanScenario:
     fleet = scenario.fleet
     if key not in ("staleness", "budget", "count", "price") or (device is None) != (key in ("staleness", "budget")):
-        raise PlanError(f"--what-if {part!r}: no such key; known: {', '.join(_KEYS)}")
+        raise PlanError(f"--what-if {part!r}: unknown key; choose from {', '.join(_KEYS)}")
     try:
         number = float(text)
     except ValueError:
-        raise PlanError(f"--what-if {part!r}: {text!r} is no number") from None
+        raise PlanError(f"--what-if {part!r}: {text!r} is not a number") from None
     relative = text[0] in "+-"
     names = [d.name for d in fleet.devices]
     if device is not None and device not in names:
@@ -82,13 +82,13 @@ def _resized(fleet: Fleet, device: str, count: int, part: str) -> tuple[Node, ..
     mine = [n for n in fleet.nodes if n.device.name == device]
     size = mine[0].num_devices
     if count % size:
-        raise PlanError(f"--what-if {part!r}: {device} comes in nodes of {size}; take a multiple of it")
+        raise PlanError(f"--what-if {part!r}: {device} comes in nodes of {size}; use a multiple of that")
     more = count // size - len(mine)
     added = tuple(replace(mine[-1], name=f"{mine[-1].name}+{i + 1}") for i in range(more))
     kept = {n.name for n in mine[: len(mine) + min(0, more)]}
     nodes = tuple(n for n in fleet.nodes if n.device.name != device or n.name in kept) + added
     if not nodes:
-        raise PlanError(f"--what-if {part!r}: no node is left")
+        raise PlanError(f"--what-if {part!r}: this would leave no node")
     return nodes
 
 

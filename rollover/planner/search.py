@@ -25,14 +25,14 @@ from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 
 _MOST_PARTS = 48
-"""Parts that are looked at, where there are more by their numbers of nodes of each kind."""
+"""Maximum number of parts considered, counted by their numbers of nodes of each kind."""
 
 
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """Make the best plan found: the fastest, or with a target the cheapest that reaches it.
 
     Raises:
-        PlanError: nothing satisfies the limits; the message says which stand in the way.
+        PlanError: nothing satisfies the limits; the message says which ones rule out every plan.
     """
     best, refused = None, None
     try:

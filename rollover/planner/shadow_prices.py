@@ -18,10 +18,10 @@ from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.solver import minimum
 
 _MOST = 1e5
-"""Highest price beside real costs, where no price is enough to pay for what cannot be done. Limits are scaled to 1."""
+"""Highest price next to real costs, for work that no price can pay for. Limits are scaled to 1."""
 _ROUNDING = 1e-9
 _LOSS = 1e-6
-"""Least loss that counts as one."""
+"""Smallest loss that counts as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ShadowPrices:
     limits: Floats
     """(G + 2,): each type, the budget, staleness."""
     real: float
-    """1 where the devices' real cost counts too, else 0."""
+    """1 if the devices' real cost counts too, else 0."""
 
 
 class PriceBounds:

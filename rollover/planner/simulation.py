@@ -1,7 +1,7 @@
-"""A plan put to the test: its replicas and its trainer as models, the whole loop under virtual time.
+"""A test of a plan: its replicas and its trainer as models, and the whole loop under virtual time.
 
-The planner reckons with means; here lengths are drawn, groups wait for their longest response, the staleness bound
-holds back what it must, and calls go to the replica with the least load, since nobody knows their length.
+The planner works with means; here lengths are drawn, groups wait for their longest response, the staleness bound holds
+back new groups, and calls go to the replica with the least load, since their lengths are unknown.
 """
 
 from __future__ import annotations

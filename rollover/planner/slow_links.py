@@ -1,8 +1,8 @@
-"""Links between trainer and replicas that are too slow for weights on each step: then a swarm is the right answer.
+"""Links between trainer and replicas that are too slow for weights on each step: use a swarm there.
 
-Engines that are given weights stand still for the transfer; the workers of a swarm fetch them while they decode. What
-is left is a condition on both sides of the loop (ECHO-2, arXiv 2602.02192): while the trainer makes ``kappa`` steps,
-the workers have to decode the samples of ``kappa`` steps in the time that one broadcast leaves.
+Engines that receive weights pause during the transfer; the workers of a swarm fetch them while they decode. One
+condition on both sides of the loop remains (ECHO-2, arXiv 2602.02192): while the trainer makes ``kappa`` steps, the
+workers must decode the samples of ``kappa`` steps in the time that one broadcast leaves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rollover.planner.plan import Plan
 from rollover.planner.topology import Topology
 
 SLOW_PART = 0.1
-"""Part of a training step from which the transfer of the weights makes a link a slow one."""
+"""Fraction of a training step above which the transfer of the weights makes a link slow."""
 DELTA_PART = 0.03
-"""Bytes of a delta as part of the full weights at the learning rates of RL, published figures being 0.01 to 0.03."""
+"""Bytes of a delta as a fraction of the full weights at the learning rates of RL; published figures: 0.01 to 0.03."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class WeightWay:
 
     num_bytes: float
     link: Link
-    """The narrowest on the way."""
+    """The narrowest link on the way."""
     full_s: float
     delta_s: float
 
@@ -109,17 +109,17 @@ def slow_links(plan: Plan) -> Iterator[str]:
     way = way_of_weights(plan)
     if way is not None and way.is_slow(step_s):
         yield (
-            f"Slow link: {_transfer(way, step_s)}, for which engines of a pool stand still. A swarm is the right answer"
-            f' here (engine.kind = "swarm"): its workers decode on while they fetch, and a delta of'
+            f"Slow link: {_transfer(way, step_s)}, during which the engines of a pool pause. Use a swarm"
+            f' here (engine.kind = "swarm"): its workers keep decoding while they fetch, and a delta of'
             f" {DELTA_PART:.0%} takes {_seconds(way.delta_s)}. {_kappa(plan, way, step_s)}"
         )
     found = way_to_idle(plan)
     if found is not None and found[1].is_slow(step_s):
         names, way = found
         yield (
-            f"Idle behind a slow link: {', '.join(names)}. {_transfer(way, step_s)}; as workers of a swarm"
-            f' (engine.kind = "swarm") they would decode on while they fetch, a delta of {DELTA_PART:.0%} in'
-            f" {_seconds(way.delta_s)}."
+            f"Idle because of a slow link: {', '.join(names)}. {_transfer(way, step_s)}; as workers of a swarm"
+            f' (engine.kind = "swarm") they would keep decoding while they fetch, and a delta of {DELTA_PART:.0%} would'
+            f" take {_seconds(way.delta_s)}."
         )
 
 
@@ -134,7 +134,7 @@ def _kappa(plan: Plan, way: WeightWay, step_s: float) -> str:
     rate, batch = samples_per_s(plan), plan.workload.batch_size
     full, delta = (least_kappa(rate, step_s, taken_s, batch) for taken_s in (way.full_s, way.delta_s))
     if full is None or delta is None:
-        return "The trainer waits for samples there too, since these replicas decode fewer than it trains."
+        return "The trainer would wait for samples there too, because these replicas decode fewer than it trains."
     if full == delta:
         return f"The trainer never waits when weights are published {_every(full)} (max_staleness {full + 1} or more)."
     return (

@@ -1,4 +1,4 @@
-"""From whole numbers to a solution: the rate that given replicas and a given trainer reach, and all that follows."""
+"""From whole numbers to a solution: the rate of given replicas and a given trainer, and what follows from it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Binding, Problem, Solution
 
 TOLERANCE = 1e-3
-"""Part of the rate that a lower staleness bound may cost and still be called enough."""
+"""Fraction of the rate that a lower staleness bound may cost and still count as enough."""
 TIGHT = 2e-3
 """Relative slack below which a limit binds: a little over what the search gives away."""
 _ACCURACY = 1e-7
 """Relative, of a rate."""
 _EXACT = 1e-8
 _SHORT = 1e-3
-"""Part of the samples that may be missing at a rate which the solver says is reached."""
+"""Fraction of the samples that may be missing at a rate that the solver reports as reached."""
 _SLOWEST = 1e-9
-"""Part of the trainer's own rate below which a rate is none."""
+"""Fraction of the trainer's own rate below which a rate counts as zero."""
 
 
 def held(problem: Problem, replicas: Sequence[int]) -> Solution | None:

@@ -1,4 +1,4 @@
-"""A finished plan in sentences: what limits it, what would lift the limit, what it rests on, and its alternatives."""
+"""A finished plan in sentences: its limits, how to lift them, its assumptions and its alternatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rollover.planner.records import Binding
 from rollover.planner.slow_links import slow_links
 
 AGREED = 0.10
-"""Relative difference of simulation and formula up to which they agree."""
+"""Relative difference between simulation and formula up to which they agree."""
 USELESS = 0.03
-"""Part of the cost from which devices that bring almost nothing are worth a word: three times what they may bring."""
+"""Fraction of the cost from which devices of little use are mentioned: three times the rate that they may add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Role:
     shape: str
     count: str
     lengths: str
-    """Which responses it decodes."""
+    """The lengths of the responses it decodes."""
     share: float
-    """Part of all samples (rollout) or of the batch (training)."""
+    """Fraction of all samples (rollout) or of the batch (training)."""
     utilisation: float
-    """Part of the time in which it works."""
+    """Fraction of the time in which it is busy."""
 
 
 def roles(plan: Plan) -> tuple[Role, ...]:
@@ -99,7 +99,7 @@ def _lengths(plan: Plan, c: int) -> str:
 
 
 def sentences(plan: Plan) -> tuple[str, ...]:
-    """State what a person should know about the plan, the most important first."""
+    """State what the user should know about the plan, most important first."""
     return (
         *cannot_run(plan),
         *_simulated(plan),
@@ -117,10 +117,10 @@ def sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def cannot_run(plan: Plan) -> Iterator[str]:
-    """State what this version cannot do of the plan, and what it can; and what it costs to keep within that."""
+    """State which parts of the plan this version cannot run, and what it costs to avoid them."""
     if unlimited := plan.unlimited:
         yield (
-            f"Planned for rollover launch. Without its limits the fleet would reach {_rate(plan, unlimited)} by the"
+            f"Planned for rollover launch. Without its limits, the fleet would reach {_rate(plan, unlimited)} by the"
             f" formula, {unlimited.steps_per_s / plan.solution.steps_per_s:.2f}× this plan's."
         )
     if not (found := plan.obstacles):
@@ -130,8 +130,8 @@ def cannot_run(plan: Plan) -> Iterator[str]:
         yield f"{said}. No plan was found that it can run with {plan.model.name} on this fleet."
         return
     yield (
-        f"{said}. Planned for it (--for-launch) this fleet reaches {_rate(plan, other)} by the formula,"
-        f" {other.steps_per_s / plan.solution.steps_per_s:.1%} of what the formula says of this plan."
+        f"{said}. Planned with --for-launch, this fleet reaches {_rate(plan, other)} by the formula,"
+        f" {other.steps_per_s / plan.solution.steps_per_s:.1%} of the formula's rate for this plan."
     )
 
 
@@ -142,7 +142,7 @@ def _rate(plan: Plan, other: Alternative) -> str:
 def _useless(plan: Plan) -> Iterator[str]:
     """Devices that bring nothing, or next to nothing."""
     if plan.idle:
-        yield f"Idle: {_counted(plan.idle)}; no plan found is better with them.{_worth(plan, plan.idle)}"
+        yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be better.{_worth(plan, plan.idle)}"
     leaner = plan.leaner
     if leaner is None:
         return
@@ -157,8 +157,8 @@ def _useless(plan: Plan) -> Iterator[str]:
     lost = max(0.0, 1 - leaner.steps_per_s / plan.solution.steps_per_s)
     if fewer and 1 - then / now >= USELESS:
         instead = f", with {_counted(more)} more," if more else ""
-        without = f"Without them{instead} {lost:.1%} of the rate is lost and {saved} saved."
-        yield f"Nearly useless: {_counted(fewer)}. {without}"
+        without = f"Without them{instead} {lost:.1%} of the rate would be lost and {saved} saved."
+        yield f"Of little use: {_counted(fewer)}. {without}"
 
 
 def _counted(devices: Mapping[str, int]) -> str:
@@ -171,7 +171,7 @@ def _worth(plan: Plan, devices: Mapping[str, int]) -> str:
     if any(price is None for price, _ in prices):
         return ""
     saved = sum((price or 0.0) * n for price, n in prices)
-    return f" Whoever does not rent them saves {saved:,.2f} {plan.fleet.currency} per hour."
+    return f" Not renting them saves {saved:,.2f} {plan.fleet.currency} per hour."
 
 
 def _simulated(plan: Plan) -> Iterator[str]:
@@ -185,8 +185,8 @@ def _simulated(plan: Plan) -> Iterator[str]:
         )
     else:
         yield (
-            f"The simulation disagrees with the formula: it reaches {simulated / formula:.0%} of it. Throughput and"
-            " cost are the simulated ones; the search may have misjudged other plans by as much."
+            f"The simulation disagrees with the formula: it reaches {simulated / formula:.0%} of the predicted rate."
+            " Throughput and cost are the simulated ones; the search may have misjudged other plans to the same extent."
         )
 
 
@@ -197,7 +197,7 @@ def _limits(plan: Plan) -> Iterator[str]:
     if "trainer" in rows and all_busy:
         yield "Trainer and replicas are both busy all the time: neither waits for the other."
     elif "trainer" in rows:
-        yield "Training is the bottleneck: the trainer is never idle, and some replicas are."
+        yield "Training is the bottleneck: the trainer is never idle, but some replicas are."
     elif all_busy:
         yield "Rollout is the bottleneck: every replica is busy all the time, and the trainer waits for samples."
     for binding in bindings:
@@ -214,7 +214,7 @@ def _limit(plan: Plan, binding: Binding) -> str:
         case "budget":
             return f"The budget of {plan.problem.budget_per_hour:,.2f} {plan.fleet.currency} per hour is spent."
         case "staleness":
-            return f"The staleness bound of {bound} binds: no more samples may be under way."
+            return f"The staleness bound of {bound} binds: no more samples may be in flight."
         case "cache":
             return f"The cache of {binding.subject} is full of samples that wait for tools."
         case _:
@@ -230,7 +230,7 @@ def _staleness(plan: Plan) -> Iterator[str]:
 
 
 def _compared(plan: Plan) -> Iterator[str]:
-    """Compare the plan with the best fleet of one type, and with the best other split of this one."""
+    """Compare the plan with the best fleet of one type and with the best other split of this fleet."""
     alone = [a for a in plan.alternatives if len(a.devices) == 1]
     mixed = [a for a in plan.alternatives if len(a.devices) > 1]
     for found in (alone, mixed):
@@ -245,8 +245,8 @@ def _compared(plan: Plan) -> Iterator[str]:
 def _routed(plan: Plan) -> Iterator[str]:
     if plan.routing == "length":
         yield (
-            "Replicas are given the lengths that suit them, which takes somebody who predicts lengths; the simulation"
-            " does without and sends samples where there is room."
+            "Replicas receive the lengths that suit them, which requires a prediction of lengths; the simulation"
+            " predicts nothing and sends samples where there is room."
         )
 
 
@@ -254,13 +254,13 @@ def _placed(plan: Plan) -> Iterator[str]:
     if len(plan.rounds) > 1:
         again = len(plan.rounds) - 1
         yield (
-            f"The links of the placement were fed back {again} time{'s' * (again > 1)}: times of the first round were"
-            f" {plan.rounds[0].moved:.0%} off, of the last {plan.rounds[-1].moved:.1%}."
+            f"The links of the placement were fed back {again} time{'s' * (again > 1)}: the times of the first round"
+            f" were {plan.rounds[0].moved:.0%} off, those of the last {plan.rounds[-1].moved:.1%}."
         )
 
 
 def unverified(plan: Plan) -> tuple[str, ...]:
-    """The second-hand figures that the plan rests on."""
+    """The unverified figures that the plan relies on."""
     return tuple(
         f"Not verified for {device.title}: {', '.join(device.unverified)}."
         for device in plan.fleet.devices

@@ -59,7 +59,7 @@ def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> Non
     said = sentences(made)[0]
     stages = plan.solution.plan.num_devices
     assert said.startswith(f"rollover launch cannot run this plan: it trains pipeline parallel {stages} on h100-sxm")
-    assert f"Planned for it (--for-launch) this fleet reaches {tokens} tokens/s by the formula" in said
+    assert f"Planned with --for-launch, this fleet reaches {tokens} tokens/s by the formula" in said
     assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in key_numbers(made)]
     assert f"reaches {tokens} tokens/s" in render_plan(made)
     files = launch_files(made, model="m", server="vllm")
@@ -74,7 +74,7 @@ def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: P
     (part,) = made.solution.plan.parts
     assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1
     assert made.obstacles == () and launchable(made) is None
-    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits the fleet would reach ")
+    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
     assert "1.00× this plan's" in sentences(made)[0]
     assert TypeAdapter(Plan).validate_json(made.to_json()) == made
 
@@ -89,7 +89,7 @@ def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: P
         (
             [{"dp": 2}, {"dp": 2, "device": "b"}],
             [1, 2, 3],
-            ["2 types of device (a and b)", "2 of its replicas are spread"],
+            ["2 types of device (a and b)", "2 of its replicas span"],
         ),
     ],
 )
@@ -108,7 +108,9 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     assert both.idle == {"h100-sxm": 4}
     assert {node for pipeline in both.placement.training for node in pipeline.nodes} <= {0}
     assert not [binding for binding in both.solution.bindings if binding.row == "stock"], "half of it is free"
-    said = "Idle: 4 × h100-sxm; no plan found is better with them. Whoever does not rent them saves 10.76 USD per hour."
+    said = (
+        "Idle: 4 × h100-sxm; no plan that uses them was found to be better. Not renting them saves 10.76 USD per hour."
+    )
     assert said in sentences(both)
 
 
@@ -124,16 +126,16 @@ def test_the_leaner_plan_is_cheaper_and_almost_as_fast(plan: Plan) -> None:
 def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> None:
     def said(steps_per_s: float, num_devices: int, cost: float | None) -> list[str]:
         less = Alternative(name="", steps_per_s=steps_per_s, cost_per_hour=cost, devices={"h100-sxm": num_devices})
-        return [s for s in sentences(replace(plan, leaner=less)) if s.startswith("Nearly useless")]
+        return [s for s in sentences(replace(plan, leaner=less)) if s.startswith("Of little use")]
 
     rate, cost = plan.solution.steps_per_s, plan.cost_per_hour
     assert plan.used == {"h100-sxm": 8}
     assert cost == pytest.approx(21.52)
     assert said(0.995 * rate, 6, 16.14) == [
-        "Nearly useless: 2 × h100-sxm. Without them 0.5% of the rate is lost and 5.38 of 21.52 USD per hour saved."
+        "Of little use: 2 × h100-sxm. Without them 0.5% of the rate would be lost and 5.38 of 21.52 USD per hour saved."
     ]
     assert said(0.995 * rate, 6, None) == [
-        "Nearly useless: 2 × h100-sxm. Without them 0.5% of the rate is lost and 2 of 8 devices saved."
+        "Of little use: 2 × h100-sxm. Without them 0.5% of the rate would be lost and 2 of 8 devices saved."
     ]
     assert said(rate, 8, cost) == []
 

@@ -283,7 +283,7 @@ def test_alternatives_spend_the_same_money(plan: Plan) -> None:
     ("text", "message"),
     [
         ("count.h21=8", "no device 'h21' in this fleet; did you mean 'h20'?"),
-        ("count.h20=4", "h20 comes in nodes of 8; take a multiple of it"),
+        ("count.h20=4", "h20 comes in nodes of 8; use a multiple of that"),
         ("count.h20=-32", "must be a whole number from 0 to 65536, got 16 - 32 = -16"),
         ("count.h20=1e9", "must be a whole number from 0 to 65536, got 1000000000"),
         ("count.h20=+1e9", "must be a whole number from 0 to 65536, got 16 + 1000000000 = 1000000016"),
@@ -292,10 +292,10 @@ def test_alternatives_spend_the_same_money(plan: Plan) -> None:
         ("count.h20=nan", "must be a whole number from 0 to 65536, got nan"),
         ("price.h20=0", "must be above zero, got 0"),
         ("staleness=-9", "must be a whole number from 0 to 1000000000, got 4 - 9 = -5"),
-        ("staleness.h20=1", "no such key"),
+        ("staleness.h20=1", "unknown key"),
         ("budget=+3", "there is no budget to change"),
-        ("speed=2", "no such key"),
-        ("count.h20=many", "'many' is no number"),
+        ("speed=2", "unknown key"),
+        ("count.h20=many", "'many' is not a number"),
         ("count.h20", "write KEY=NUMBER"),
     ],
 )

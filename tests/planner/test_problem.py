@@ -88,9 +88,9 @@ def test_a_model_that_fits_nowhere_is_told_with_what_it_needs(hbm_bytes: float, 
     with pytest.raises(PlanError) as caught:
         stock_problem({device(hbm_bytes=hbm_bytes): count}, MODEL, workload(), max_staleness=1)
     assert str(caught.value).startswith(message)
-    assert "add devices of a type, or take ones with more memory" in str(caught.value)
+    assert "add devices of one type, or use devices with more memory" in str(caught.value)
 
 
 def test_a_bound_below_zero_is_refused() -> None:
-    with pytest.raises(PlanError, match="max_staleness must be zero or more, got -1"):
+    with pytest.raises(PlanError, match="max_staleness must be at least 0, got -1"):
         stock_problem({device(): 4}, MODEL, workload(), max_staleness=-1)

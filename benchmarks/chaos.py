@@ -7,10 +7,10 @@
 
 The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as ``rollover relay`` configures it, and
 between them a proxy that loses, doubles, delays and reorders frames, cuts connections and damages blobs. Each of them
-is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; which laws must hold stands in
-``tests/swarm/chaos/laws.py``. Some kills are watched: they wait until everybody is back, nothing else is done until
-their victim is back too, and the time of that is held against the limits. Each run has an undisturbed one of the same
-seed beside it, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens are equal.
+is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; ``tests/swarm/chaos/laws.py`` says which laws must
+hold. Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is
+back, and the time that this takes is held against the limits. Each run is paired with an undisturbed one of the same
+seed, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens must be equal.
 The rows of ``--parts`` are kept from call to call; a law that does not hold ends the campaign with exit code 1 and
 leaves the run where it was found. The order of events is a function of the seed, as far as a machine repeats itself.
 """
@@ -219,7 +219,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def returns_of(returns: Sequence[Return]) -> dict[str, Any]:
-    """Return how the limits were kept, and what is known of those who came back while others were hit."""
+    """Return how the limits were kept, and what is known of returns while other blows came."""
     found: dict[str, Any] = {}
     for role, names, limit_s in (
         ("coordinator", ("coordinator",), COORDINATOR_LIMIT_S),

@@ -1,4 +1,4 @@
-"""How the chaos campaign judges whether somebody who was killed is back in time."""
+"""How the chaos campaign judges whether a killed process is back in time."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_coordinator_is_back_with_the_first_session_of_any_member() -> None:
     assert rounded(marks(record, "coordinator", 10.0)) == Marks(welcomed_s=2.7, acked_s=3.5)
 
 
-def test_only_the_first_acknowledgement_of_tokens_counts_and_only_for_who_has_sent_them() -> None:
+def test_only_the_first_acknowledgement_of_tokens_counts_and_only_for_the_member_that_has_sent_them() -> None:
     record = WireRecord()
     record.down("phone", assigned(given=(5, 6)))
     record.down("phone", Ack(call_id="c", offset=2))
     assert record.acks == [], "it was given these"
     record.up("phone", decoded(2, (7, 8)))
     record.down("laptop", Ack(call_id="c", offset=4))
-    assert record.acks == [], "another has sent these"
+    assert record.acks == [], "another member has sent these"
     record = WireRecord()
     record.down("phone", assigned(given=(5, 6)))
     record.up("phone", decoded(2, (7, 8)))
@@ -47,7 +47,7 @@ def test_only_the_first_acknowledgement_of_tokens_counts_and_only_for_who_has_se
     assert [who for _, who, _ in record.acks] == ["phone", "phone"]
 
 
-def test_whoever_is_not_back_in_time_misses_the_limit_and_whoever_is_hit_again_is_counted_apart() -> None:
+def test_a_process_that_is_not_back_in_time_misses_the_limit_and_one_that_is_hit_again_is_counted_apart() -> None:
     returns = [
         *(replace(BACK, seconds=seconds) for seconds in (1.0, 2.0, 3.0, 6.5)),
         replace(BACK, outcome="late", seconds=GIVE_UP_S),

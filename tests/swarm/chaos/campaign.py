@@ -34,7 +34,7 @@ _EVENTS: dict[type[recorded.Event], int] = {
 """Events of the coordinator at which it is killed, and up to which of its kind the kill waits."""
 _MAX_FLUSHES = 40
 _DISKS_MB = {"coordinator": 512, "members": 64}
-"""Sizes of disks that can be filled: a run asks for some of it beforehand."""
+"""Sizes of disks that can be filled; a run asks for some of the space when it starts."""
 _ON_CUE = 0.5
 """Share of the coordinator's lives that end at an event or a flush, should no other blow come before."""
 
@@ -135,7 +135,7 @@ async def _storm(stage: Stage, case: Case) -> None:
         await _pass(stage, blow.gap_s, lambda: True)
         if blow.is_watched:
             await _pass(stage, 0.0, lambda: stage.is_settled)
-        if not stage.is_over and stage.is_up(blow.whom):
+        if not stage.is_over and stage.is_up(blow.target):
             stage.strike(blow)
             if blow.is_watched:
                 await _pass(stage, 0.1, lambda: stage.is_settled)

@@ -76,7 +76,7 @@ def damaged(body: bytes, faults: WireFaults, lots: Random) -> tuple[bytes | None
 Way = Literal["kill", "pause", "cut", "freeze", "fill"]
 _PROCESS: tuple[tuple[Way, float], ...] = (("kill", 7.0), ("pause", 1.5), ("cut", 1.0), ("freeze", 0.5))
 WITH_DISKS: tuple[tuple[Way, float], ...] = (*_PROCESS, ("fill", 0.5))
-"""Disks are full now and then as well."""
+"""Disks are filled as well."""
 FULL_S = 2.0
 
 
@@ -84,22 +84,22 @@ FULL_S = 2.0
 class Blow:
     """Something that is done to one of the cast.
 
-    Example: ``Blow(1.1, "phone", "pause", 1.2)`` comes 1.1 s after the one before it, and stops the process of that
+    Example: ``Blow(1.1, "phone", "pause", 1.2)`` comes 1.1 s after the previous blow, and stops the process of that
     name for 1.2 s.
     """
 
     gap_s: float
-    whom: str
+    target: str
     way: Way
     seconds: float
-    """Of a pause, of a network that carries nothing, of a full disk, or until a killed process is started again."""
+    """Length of a pause, a frozen network or a full disk; of a kill, the time before the process is started again."""
     is_watched: bool = False
-    """It waits until the last ones have passed, and nothing is done to anybody until its victim is back."""
+    """The blow waits until all processes are well, and no other comes before its target is back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blows:
-    """How often whom is hit, and in which way: weights of a draw."""
+    """How often blows come, and of which kind: weights of a draw."""
 
     gap_s: float = 1.5
     """On average; the shortest is half of it."""
@@ -107,7 +107,7 @@ class Blows:
     lease_s: float = 3.0
     """A pause takes up to twice as long, so that some end within a lease and some do not."""
     watched: float = 0.0
-    """Share of the kills whose victim is left alone until it is back."""
+    """Share of the kills that are watched."""
 
     @property
     def fill_disks(self) -> bool:
@@ -115,15 +115,14 @@ class Blows:
 
 
 def drawn_blows(rule: Blows, members: Sequence[str], lots: Random) -> Iterator[Blow]:
-    """Yield blows one after the other, without end. The coordinator is hit in one case of three, the relay in one of
-    twelve."""
+    """Yield blows without end: one in three for the coordinator, one in twelve for the relay, the rest for members."""
     while True:
         gap_s = rule.gap_s * lots.uniform(0.5, 1.5)
-        (whom,) = lots.choices(["coordinator", "nginx", *members], [4.0, 1.0, *(7.0 / len(members) for _ in members)])
+        (target,) = lots.choices(["coordinator", "nginx", *members], [4.0, 1.0, *(7.0 / len(members) for _ in members)])
         ways, weights = zip(*rule.ways, strict=True)
         (way,) = lots.choices(ways, weights)
-        if whom not in members and (way in ("cut", "freeze") or (whom, way) == ("nginx", "fill")):
+        if target not in members and (way in ("cut", "freeze") or (target, way) == ("nginx", "fill")):
             way = "pause"
         pause_s, away_s = min(lots.uniform(0.1, 2.0) * rule.lease_s, 8.0), lots.uniform(0.0, 0.4)
         seconds = {"kill": away_s, "fill": FULL_S}.get(way, pause_s)
-        yield Blow(gap_s, whom, way, seconds, is_watched=lots.random() < rule.watched and way == "kill")
+        yield Blow(gap_s, target, way, seconds, is_watched=lots.random() < rule.watched and way == "kill")

@@ -32,7 +32,7 @@ class SeenCall:
     sample_key: str
     tokens: dict[int, int]
     sent: list[tuple[float, str, range]] = field(default_factory=list)
-    """Which positions were sent when by whom."""
+    """Time, member and positions of each message with tokens."""
     num_acked: int = 0
     """Its worker was told that so many tokens are durable."""
     is_over: bool = False
@@ -59,7 +59,7 @@ class WireRecord:
     welcomes: list[tuple[float, str]] = field(default_factory=list)
     servings: list[tuple[float, str, int]] = field(default_factory=list)
     acks: list[tuple[float, str, float]] = field(default_factory=list)
-    """Of tokens that had not been acknowledged: when, to whom, and when they had been sent."""
+    """Acknowledgements of new tokens: time, member, and the time at which the member had sent them."""
     goodbyes: list[tuple[str, Goodbye]] = field(default_factory=list)
 
     def up(self, member: str, message: FromWorker) -> None:

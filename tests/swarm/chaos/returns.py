@@ -1,7 +1,7 @@
-"""How those who were killed come back to service, and how long that takes.
+"""How killed processes come back into service, and how long that takes.
 
-A coordinator is back when a worker's session has been accepted, a member when tokens that it has decoded since are
-acknowledged. Whoever is not back in time is counted, not left out: as late, as hit again, or as of a run that was over.
+A coordinator is back when it has accepted a worker's session, a member when tokens that it has decoded since are
+acknowledged. A process that does not come back is counted as well: as late, as hit again, or as part of a finished run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Literal
 from tests.swarm.chaos.record import WireRecord
 
 GIVE_UP_S = 30.0
-"""Nobody is waited for any longer: a late one takes at least so long."""
+"""The wait for a return ends here; a late process takes at least this long."""
 Outcome = Literal["back", "late", "hit again", "run over"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """What became of somebody after SIGKILL; times are in seconds since then. A member is hit again, too, when the
-    coordinator is killed before it is back.
+    """What became of a process after SIGKILL; times are in seconds since then. A member also counts as hit again when
+    the coordinator is killed before the member is back.
 
     Example: ``Return(name="phone", is_watched=True, outcome="back", seconds=1.9, welcomed_s=0.7, serving_s=1.2,
     acked_s=1.9)``; one that was hit again after 0.6 s has ``outcome="hit again", seconds=0.6``.
@@ -33,10 +33,10 @@ class Return:
 
     name: str
     is_watched: bool
-    """Everybody was well at the time, and nobody else was hit until the outcome."""
+    """All processes were well at the time of the kill, and none was hit until the outcome."""
     outcome: Outcome
     seconds: float
-    """Until it was back, or until the outcome."""
+    """Until the process was back, or until the outcome."""
     answered_s: float | None = None
     """The port of a coordinator or a relay answers."""
     welcomed_s: float | None = None
@@ -57,26 +57,26 @@ class Marks:
 
 
 def marks(record: WireRecord, name: str, killed_s: float) -> Marks:
-    """Return what a member, or anybody with the coordinator, has reached since it was killed at ``killed_s``.
+    """Return what a member, or any member in the case of the coordinator, has reached since the kill at ``killed_s``.
 
     Example: of a record with ``hellos=[(10.6, "phone")]``, ``welcomes=[(10.7, "phone")]`` and ``acks=[(10.8, "phone",
     9.9), (11.9, "phone", 11.5)]`` ``marks(record, "phone", 10.0)`` has ``welcomed_s=0.7`` and ``acked_s=1.9``: the first
-    acknowledgement is one of tokens that the process before had sent.
+    acknowledgement is one of tokens that the killed process had sent.
     """
-    whom = None if name == "coordinator" else name
+    who = None if name == "coordinator" else name
     welcomed_s = min(
         (
             found_s
             for at_s, member in record.hellos[bisect_left(record.hellos, (killed_s, "")) :]
-            if whom in (None, member) and (found_s := _first(record.welcomes, member, at_s)) is not None
+            if who in (None, member) and (found_s := _first(record.welcomes, member, at_s)) is not None
         ),
         default=None,
     )
     if welcomed_s is None:
         return Marks()
-    serving_s = _first(record.servings, whom, welcomed_s)
+    serving_s = _first(record.servings, who, welcomed_s)
     since = record.acks[bisect_left(record.acks, (welcomed_s, "")) :]
-    acked_s = next((at_s for at_s, who, sent_s in since if whom in (None, who) and sent_s > welcomed_s), None)
+    acked_s = next((at_s for at_s, member, sent_s in since if who in (None, member) and sent_s > welcomed_s), None)
     return Marks(
         welcomed_s=welcomed_s - killed_s,
         serving_s=None if serving_s is None else serving_s - killed_s,
@@ -94,12 +94,12 @@ async def followed(
     is_hit: Callable[[], bool],
     is_over: Callable[[], bool],
 ) -> Return:
-    """Follow somebody who was killed until it is back, or until that cannot be known any more.
+    """Follow a killed process until it is back, or until it is too late to tell.
 
     Args:
-        port: where it answers, of those who have one.
-        is_hit: tells whether it has been hit again, or the coordinator without which it cannot be back.
-        is_over: tells whether the run is.
+        port: where the process answers, if it listens.
+        is_hit: tells whether the process, or the coordinator that it depends on, has been hit again.
+        is_over: tells whether the run is over.
     """
     answered_s: float | None = None
     while True:
@@ -139,32 +139,32 @@ async def answers(port: int) -> bool:
         return False
 
 
-def _first(seen: Sequence[tuple[Any, ...]], whom: str | None, since_s: float) -> float | None:
-    """Return the time of the first entry (time, member, ...) of somebody after ``since_s``."""
+def _first(seen: Sequence[tuple[Any, ...]], who: str | None, since_s: float) -> float | None:
+    """Return the time of the first entry (time, member, ...) of ``who``, or of any member, after ``since_s``."""
     for entry in seen[bisect_left(seen, (since_s, "")) :]:
-        if whom is None or entry[1] == whom:
+        if who is None or entry[1] == who:
             return float(entry[0])
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How well a limit was kept by those who were watched.
+    """How well the watched processes kept a limit.
 
-    Example: of ten members one is given up after 30 s, and one was hit again: ``Kept(limit_s=6.0, num=9, missed=1, ...)``.
+    Example: of ten members, one is given up after 30 s and one was hit again: ``Kept(limit_s=6.0, num=9, missed=1, ...)``.
     """
 
     limit_s: float
     num: int
-    """Watched until they were back or given up."""
+    """Watched until they were back, or for longer than the limit."""
     missed: int
     median_s: float | None
     p95_s: float | None
     max_s: float | None
-    """Of one that was given up: the time it was waited for, at least."""
+    """For a process that was given up, the time until then."""
     num_hit_again: int
     num_run_over: int
-    """The run was over before the limit was, and before they were back."""
+    """The run ended before the limit, and before the process was back."""
 
     @classmethod
     def of(cls, returns: Sequence[Return], limit_s: float) -> Kept:

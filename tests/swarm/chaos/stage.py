@@ -38,12 +38,12 @@ SPEEDS: Mapping[str, float] = {"workstation": 2000.0, "laptop": 1000.0, "tablet"
 """Tokens per second of each member."""
 LEASE_S = 3.0
 DEADLINE_S = 240.0
-"""Of a wait; whoever is waited for has gone wrong beyond it."""
+"""Of a wait; beyond it, something has gone wrong."""
 
 
 @dataclass
 class Toll:
-    """What was done to whom, and how they came back."""
+    """What was done to each of the cast, and how they came back."""
 
     kills: Counter[str] = field(default_factory=Counter)
     """By name and way: ``coordinator/event`` for one that died as an event went to the journal."""
@@ -52,7 +52,7 @@ class Toll:
     num_starts: int = 0
     """Of the coordinator."""
     num_full_disk_ends: int = 0
-    """Processes that ended since their disk was full, with the message that says so."""
+    """Processes that ended because their disk was full, and said so."""
 
     @property
     def num_kills(self) -> int:
@@ -68,7 +68,7 @@ class Stage:
         run: the run directory.
         caches: the folder of the members' caches.
         with_relay: blobs go through nginx.
-        disks: those of the coordinator and of the members, where they may be filled.
+        disks: those of the coordinator and of the members, where they are to be filled.
         has_own_clock: wall clocks are what ``set_clocks`` makes them.
     """
 
@@ -103,15 +103,15 @@ class Stage:
         self._full: set[str] = set()
         """Names of disks that are full."""
         self._may_end: set[str] = set()
-        """Those whose disk was full as they started, and a coordinator whose disk was full at any time."""
+        """Processes that started on a full disk, and a coordinator whose disk has been full."""
         self._frozen_until_s = 0.0
         self._num_returning = 0
-        """Killed, and not known to be back."""
+        """Processes that were killed and are not known to be back."""
         self._is_watching = False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
-        """Start everybody; in the end nobody is left."""
+        """Start all processes, and kill them in the end."""
         async with self.proxy.listening():
             try:
                 await self._begin()
@@ -223,7 +223,7 @@ class Stage:
         (self.folder / f"{name}.halt").touch()
 
     async def fill(self, name: str, seconds: float) -> None:
-        """Leave no space on somebody's disk for a while. Whoever ends since then is started again afterwards."""
+        """Leave no space on a process's disk for a while. A process that ends because of it is started again."""
         which = self._disk_of(name)
         if which in self._full:
             return
@@ -238,11 +238,11 @@ class Stage:
             self._full.discard(which)
 
     def _disk_of(self, name: str) -> str:
-        """Members share one, since it holds nothing but what they have fetched."""
+        """Members share one disk, which holds nothing but what they have fetched."""
         return name if name in ("coordinator", "nginx") else "members"
 
     async def _after_full_disk(self, name: str) -> None:
-        """Somebody has ended: it must have said why, and is started again once there is space."""
+        """Start a process again that has ended on a full disk and has said so, once there is space."""
         words = self.cast[name].last_words()
         assert re.search("no space|is full|GB are free", words), f"{name} does not say that its disk is full\n{words}"
         while self._disk_of(name) in self._full:
@@ -252,29 +252,29 @@ class Stage:
         self._away.discard(name)
 
     def strike(self, blow: Blow) -> None:
-        """Do something to somebody, and see to it that it passes."""
+        """Carry out a blow, and end it when its time is over."""
         match blow.way:
             case "kill":
-                self.spawn(self.kill(blow.whom, blow.seconds, is_watched=blow.is_watched))
+                self.spawn(self.kill(blow.target, blow.seconds, is_watched=blow.is_watched))
             case "pause":
-                self.spawn(self.pause(blow.whom, blow.seconds))
+                self.spawn(self.pause(blow.target, blow.seconds))
             case "fill":
-                self.spawn(self.fill(blow.whom, blow.seconds))
+                self.spawn(self.fill(blow.target, blow.seconds))
             case "cut":
-                self.toll.others[f"{blow.whom}/cut"] += 1
-                self.proxy.cut(blow.whom)
+                self.toll.others[f"{blow.target}/cut"] += 1
+                self.proxy.cut(blow.target)
             case "freeze":
-                self.toll.others[f"{blow.whom}/freeze"] += 1
+                self.toll.others[f"{blow.target}/freeze"] += 1
                 self._frozen_until_s = max(self._frozen_until_s, time.monotonic() + blow.seconds)
-                self.proxy.freeze(blow.whom, blow.seconds)
+                self.proxy.freeze(blow.target, blow.seconds)
 
     def is_up(self, name: str) -> bool:
-        """Tell whether somebody runs as far as can be seen, so that a blow would hit."""
+        """Tell whether a process runs, as far as can be seen, so that a blow would hit."""
         return name in self.cast and self.cast[name].exit_code is None and name not in self._paused | self._away
 
     @property
     def is_settled(self) -> bool:
-        """All that was done has passed, and everybody is back or given up."""
+        """All blows have passed, and every process is back or given up."""
         is_quiet = not (self._paused or self._away or self._full or self._num_returning)
         return is_quiet and time.monotonic() >= self._frozen_until_s and all(map(self.is_up, self.cast))
 
@@ -297,7 +297,7 @@ class Stage:
     # -- coming back --------------------------------------------------------------------------------------------
 
     async def _time_return(self, name: str, killed_s: float, is_watched: bool) -> None:
-        """Take note of how somebody comes back, or why that is not known."""
+        """Record how a process comes back, or why it is not known to be back."""
         process, coordinator = self.cast[name], self.cast["coordinator"]
         needed = (process,) if name == "nginx" else (process, coordinator)
         back = await followed(
@@ -330,7 +330,7 @@ class Stage:
             await asyncio.sleep(0.05)
 
     def check_cast(self) -> None:
-        """Nobody ends but by a blow."""
+        """Check that no process has ended without a blow."""
         self.check_tasks()
         for name, process in list(self.cast.items()):
             code = process.exit_code

@@ -3,7 +3,7 @@
     python benchmarks/chaos.py --parts parts.jsonl                # 500 kills; an hour or two on two cores
     python benchmarks/chaos.py --parts parts.jsonl --minutes 10   # continue for ten minutes where it stopped
     python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-25.json
-    python benchmarks/chaos.py --parts calm.jsonl --calm 3 --cold 5   # times of return alone, on an idle machine
+    python benchmarks/chaos.py --parts calm.jsonl --kills 0 --calm 3 --cold 5   # times of return, on an idle machine
 
 The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as ``rollover relay`` configures it, and
 between them a proxy that loses, doubles, delays and reorders frames, cuts connections and damages blobs. Each of them
@@ -25,12 +25,10 @@ import multiprocessing
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
@@ -39,12 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import machine
-from swarm_summary import Interval
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from chaos_summary import whole_of  # noqa: E402
 
 from rollover.engine.servers.launch import free_port  # noqa: E402
 from tests import runs  # noqa: E402
@@ -52,15 +51,12 @@ from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E4
 from tests.swarm.chaos.disks import can_mount  # noqa: E402
 from tests.swarm.chaos.faults import WITH_DISKS, Blows  # noqa: E402
 from tests.swarm.chaos.laws import mean_rewards, sampled  # noqa: E402
-from tests.swarm.chaos.returns import Kept, Return, answers  # noqa: E402
+from tests.swarm.chaos.returns import answers  # noqa: E402
 from tests.swarm.chaos.stage import LEASE_S, SPEEDS  # noqa: E402
 from tests.swarm.nginx_kit import NGINX  # noqa: E402
 
 STEPS = 20
-LAST = 8
-"""Steps at the end of a run over which the reward is compared."""
 KILLS_A_RUN = 40
-COORDINATOR_LIMIT_S, MEMBER_LIMIT_S = 5.0, 2 * LEASE_S
 _TASK = ("--trainer.learning_rate", "1e-2", "--rollout.rollout_batch_size", "16", "--rollout.group_size", "4")
 _TASK += ("--rollout.max_new_tokens", "24")
 """With these the mean reward of an undisturbed run rises from .04 to some .2 in twenty steps."""
@@ -82,7 +78,7 @@ def cases(seed: int) -> list[Case]:
 def calm_case(seed: int) -> Case:
     """Return a case in which nothing happens but kills, one after the other, each watched."""
     blows = Blows(gap_s=0.5, ways=(("kill", 1.0),), watched=1.0)
-    return Case(argv=_PUSH_PULL, steps=STEPS, num_kills=KILLS_A_RUN, seed=seed, blows=blows, wire=CALM)
+    return Case(argv=_PUSH_PULL, steps=4 * STEPS, num_kills=KILLS_A_RUN, seed=seed, blows=blows, wire=CALM)
 
 
 def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
@@ -106,8 +102,7 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
 
 def calm_returns(seed: int) -> dict[str, Any]:
     """Return the row of a run in which nothing but watched kills happens, one after the other."""
-    folder = Path(tempfile.mkdtemp(prefix="rollover-calm-"))
-    runs.write_experiment(folder, runs.save_model(folder.parent / f"{folder.name}-model"))
+    folder = _experiment()
     survivor = asyncio.run(survive(calm_case(seed), folder))
     shutil.rmtree(folder)
     return {"calm_seed": seed, "load_average": os.getloadavg()[0], "returns": _returns(survivor)}
@@ -149,7 +144,14 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 def _returns(survivor: Survivor) -> list[dict[str, Any]]:
     fields = (asdict(back) for back in survivor.toll.returns)
-    return [{k: round(v, 3) if isinstance(v, float) else v for k, v in one_.items()} for one_ in fields]
+    return [
+        {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in back.items()
+            if value is not None
+        }
+        for back in fields
+    ]
 
 
 def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs: int) -> Iterator[dict[str, Any]]:
@@ -172,12 +174,18 @@ def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    shutil.rmtree(root)
+
+
+def _experiment() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="rollover-chaos-"))
+    runs.write_experiment(folder, runs.save_model(folder / "saved"))
+    return folder
 
 
 def cold_start() -> float:
     """Seconds from the start of a process that has imported nothing to the first answer of a resumed coordinator."""
-    folder = Path(tempfile.mkdtemp(prefix="rollover-cold-"))
-    runs.write_experiment(folder, runs.save_model(folder.parent / f"{folder.name}-model"))
+    folder = _experiment()
     asyncio.run(survive(Case(argv=_SETTINGS, steps=2, num_kills=0, wire=CALM), folder))
     port, began_s = free_port(), time.monotonic()
     argv = ("train", "--resume", "out", "--steps", "100", "--engine.listen", f"127.0.0.1:{port}")
@@ -193,106 +201,14 @@ def cold_start() -> float:
     return round(taken_s, 2)
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the rows come to. A row is written when all laws have held: of its acknowledged tokens each was found
-    in the journal, and no group was trained twice."""
-    kills = _summed(rows, "kills")
-    roles: Counter[str] = Counter()
-    for name, count in kills.items():
-        who, way = name.split("/")
-        roles[f"{who if who in ('coordinator', 'nginx') else 'member'}/{way}"] += count
-    returns = [Return(**back) for row in rows for back in row["returns"]]
-    return {
-        "runs": len(rows),
-        "cases": dict(sorted(Counter(row["case"] for row in rows).items())),
-        "kills": kills.total(),
-        "kills_by_role_and_way": dict(sorted(roles.items())),
-        "others": dict(sorted(_summed(rows, "others").items())),
-        "ended_by_a_full_disk_and_resumed": sum(row["ended_by_a_full_disk"] for row in rows),
-        "faults": dict(sorted(_summed(rows, "faults").items())),
-        "decoded_tokens": sum(row["decoded_tokens"] for row in rows),
-        "acknowledged_tokens": sum(row["acknowledged_tokens"] for row in rows),
-        "runs_in_pull_mode_with_the_tokens_of_no_swarm": sum(row["case"].startswith("pull") for row in rows),
-        "returns": returns_of(returns),
-        "reward_in_push_pull": _difference([row for row in rows if row["case"].startswith("push_pull")]),
-    }
-
-
-def returns_of(returns: Sequence[Return]) -> dict[str, Any]:
-    """Return how the limits were kept, and what is known of returns while other blows came."""
-    found: dict[str, Any] = {}
-    for role, names, limit_s in (
-        ("coordinator", ("coordinator",), COORDINATOR_LIMIT_S),
-        ("member", tuple(SPEEDS), MEMBER_LIMIT_S),
-    ):
-        of_role = [back for back in returns if back.name in names]
-        watched = [back for back in of_role if back.is_watched]
-        found[role] = {
-            **asdict(Kept.of(of_role, limit_s)),
-            "steps": {
-                mark: _spread([value for back in watched if (value := getattr(back, mark)) is not None])
-                for mark in ("answered_s", "welcomed_s", "serving_s", "acked_s")
-            },
-            "while_others_were_hit": {
-                **Counter(back.outcome for back in of_role if not back.is_watched),
-                "seconds_of_those_back": _spread(
-                    [back.seconds for back in of_role if not back.is_watched and back.outcome == "back"]
-                ),
-            },
-        }
-    found["nginx"] = _spread([back.seconds for back in returns if back.name == "nginx" and back.outcome == "back"])
-    return found
-
-
-def _summed(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for made in rows:
-        total.update(made[key])
-    return total
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {"count": len(seconds)}
-    cuts = statistics.quantiles(seconds, n=20)
-    return {
-        "count": len(seconds),
-        "median": round(statistics.median(seconds), 2),
-        "p95": round(cuts[-1], 2),
-        "max": round(max(seconds), 2),
-    }
-
-
-def _difference(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean reward of the last steps, disturbed less undisturbed, paired by case and seed, with its 95% interval
-    (Student's t), beside what the undisturbed runs have gained since their first two steps."""
-    if len(rows) < 3:
-        return {"pairs": len(rows)}
-    hit, calm = ([statistics.mean(row[key][-LAST:]) for row in rows] for key in ("rewards", "undisturbed_rewards"))
-    first = [statistics.mean(row["undisturbed_rewards"][:2]) for row in rows]
-    found = Interval.of([a - b for a, b in zip(hit, calm, strict=True)])
-    gain = Interval.of([b - a for a, b in zip(first, calm, strict=True)])
-    return {
-        "pairs": len(rows),
-        "steps": LAST,
-        "undisturbed": round(statistics.mean(calm), 4),
-        "disturbed": round(statistics.mean(hit), 4),
-        "mean_lag": round(statistics.mean(row["mean_lag"] for row in rows), 2),
-        "undisturbed_mean_lag": round(statistics.mean(row["undisturbed_mean_lag"] for row in rows), 2),
-        "gain_of_the_undisturbed": gain.json(),
-        "difference": round(found.mean, 4),
-        "interval": [round(found.mean - found.half, 4), round(found.mean + found.half, 4)],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500, help="in all, those of --parts included (%(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at the same time (%(default)s)")
     parser.add_argument("--parts", type=Path, required=True, help="rows, a line each; those that are there are kept")
-    parser.add_argument("--cold", type=int, default=0, help="cold starts of the coordinator to be timed, alone")
-    parser.add_argument("--calm", type=int, default=0, help="runs of watched kills and nothing else, alone")
+    parser.add_argument("--cold", type=int, default=0, help="cold starts of the coordinator to be timed first")
+    parser.add_argument("--calm", type=int, default=0, help="runs of watched kills and nothing else, first")
     parser.add_argument("--out", type=Path, help="the JSON file of the whole; none is written when left out")
     options = parser.parse_args(argv)
     if NGINX is None:
@@ -313,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"calm returns: {len(found[-1]['returns'])}", flush=True)
     rows = [made for made in found if "case" in made]
     left = options.kills - sum(sum(made["kills"].values()) for made in rows)
-    is_alone = bool(options.cold or options.calm)
-    if left > 0 and not is_alone:
+    if left > 0:
         known = {(made["case"], made["seed"]) for made in rows}
         end_s = time.monotonic() + 60 * options.minutes
         for made in campaign(known, num_kills=left, end_s=end_s, jobs=options.jobs):
@@ -328,33 +243,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     whole = whole_of(found)
     print(json.dumps(whole, indent=1))
     if options.out is not None:
-        result = {
-            "date": date.today().isoformat(),
-            "command": shlex.join(["python", "benchmarks/chaos.py", *(argv or sys.argv[1:])]),
-            "machine": machine(),
-            "kills_demanded": options.kills,
-            "nginx": NGINX,
-            "disks_are_filled": can_mount(),
-            "steps_of_a_run": STEPS,
-            "settings": list(_SETTINGS),
-            "lease_s": LEASE_S,
-            "tokens_per_s_of_members": dict(SPEEDS),
-            **whole,
-            "rows": found,
-        }
+        result = {**_circumstances(options), **whole, "rows": found}
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def whole_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all lines of ``--parts`` come to."""
-    rows, calm = ([made for made in found if key in made] for key in ("case", "calm_seed"))
-    whole = summary(rows) if rows else {}
-    if calm:
-        whole["calm"] = returns_of([Return(**back) for made in calm for back in made["returns"]])
-        whole["calm"]["load_average"] = [made["load_average"] for made in calm]
-    if colds := [made for made in found if "cold_s" in made]:
-        whole["cold_starts_of_the_coordinator"] = colds
-    return whole
+def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": date.today().isoformat(),
+        "command": _command(options),
+        "machine": machine(),
+        "kills_demanded": options.kills,
+        "nginx": subprocess.run([str(NGINX), "-v"], capture_output=True, text=True).stderr.strip(),
+        "disks_are_filled": can_mount(),
+        "steps_of_a_run": STEPS,
+        "settings": shlex.join(_SETTINGS),
+        "settings_of_push_pull": shlex.join(_PUSH_PULL),
+        "lease_s": LEASE_S,
+        "tokens_per_s_of_members": dict(SPEEDS),
+    }
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Return the command that makes the whole result at once."""
+    numbers = {"kills": options.kills, "jobs": options.jobs, "calm": options.calm, "cold": options.cold}
+    given = " ".join(f"--{name} {number}" for name, number in numbers.items() if number)
+    return f"python benchmarks/chaos.py --parts {options.parts.name} {given}"
 
 
 if __name__ == "__main__":

@@ -179,14 +179,17 @@ class Kept:
             limit_s=limit_s,
             num=len(timed),
             missed=sum(seconds > limit_s for seconds in timed),
-            median_s=_at(timed, 0.5),
-            p95_s=_at(timed, 0.95),
-            max_s=_at(timed, 1.0),
+            median_s=quantile(timed, 0.5),
+            p95_s=quantile(timed, 0.95),
+            max_s=quantile(timed, 1.0),
             num_hit_again=sum(back.outcome == "hit again" for back in watched),
             num_run_over=sum(back.seconds <= limit_s for back in over),
         )
 
 
-def _at(ordered: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that at least this share of them does not exceed."""
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least this share of them does not exceed.
+
+    Example: ``quantile([1.0, 2.0, 3.0, 9.0], 0.5)`` is 2.0.
+    """
     return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 2) if ordered else None

@@ -1,4 +1,4 @@
-"""The steps of a host that asks for batches and says nothing else: each lasts from one question to the next.
+"""The steps of a host: each lasts from one batch that it asks for to the next.
 
 In between the host trains, loads weights into its servers, saves and logs. Its evaluations are set aside.
 """
@@ -26,7 +26,9 @@ class _AskedStep:
     published_s: float | None = None
     handed_out_s: float | None = None
     aside_s: float = 0.0
-    trained_tokens: int = 0
+    num_tokens: int = 0
+    """Of its batch."""
+    untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -44,12 +46,16 @@ class AskedSteps:
 
     Args:
         knows_rewards: whether rewards are known before the host has its batch.
+        overlaps_training: whether samples decode while the host trains, so that decoding takes all of a step.
     """
 
-    def __init__(self, feed: Feed, run: HostedRun, *, knows_rewards: bool = True) -> None:
+    def __init__(
+        self, feed: Feed, run: HostedRun, *, knows_rewards: bool = True, overlaps_training: bool = False
+    ) -> None:
         self._feed = feed
         self._run = run
         self._knows_rewards = knows_rewards
+        self._overlaps_training = overlaps_training
         self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
         """Of the batches that were handed out and are not known to be trained."""
@@ -66,19 +72,23 @@ class AskedSteps:
         assert self._underway is not None, "a step has begun"
         self._underway.published_s = time.perf_counter()
 
-    def handed_out(self, batch: Batch, untrained: Mapping[WasteCause, int] | None = None) -> dict[str, float]:
+    def handed_out(
+        self,
+        batch: Batch,
+        untrained: Mapping[WasteCause, int] | None = None,
+        *,
+        waited_s: float | None = None,
+    ) -> dict[str, float]:
         """Say that the host has its batch. Returns the measurements of it that are known by then.
 
         Args:
-            untrained: tokens of the batch that get no gradient, by cause.
+            untrained: tokens of the batch that get no gradient, by cause; ``measured`` may say it later.
+            waited_s: how long the host has waited for it; since ``published`` where it waited all the time.
         """
         underway = self._underway
         assert underway is not None and underway.published_s is not None, "a step has begun"
         underway.handed_out_s = now_s = time.perf_counter()
-        lost = untrained or {}
-        with self._telling:
-            self._untrained[batch.step] = lost
-        underway.trained_tokens = batch.num_tokens - sum(lost.values())
+        underway.num_tokens = batch.num_tokens
         of_batch = batch_metrics(batch)
         if not self._knows_rewards:
             of_batch = {name: value for name, value in of_batch.items() if not name.startswith("reward/")}
@@ -86,9 +96,20 @@ class AskedSteps:
             **of_batch,
             **self._feed.account(),
             "time/publish_s": underway.published_s - underway.began_s,
-            "time/rollout_s": now_s - underway.published_s,
+            "time/rollout_s": now_s - underway.published_s if waited_s is None else waited_s,
         }
-        return {**underway.metrics}
+        metrics = {**underway.metrics}
+        self.measured({}, untrained or {})
+        return metrics
+
+    def measured(self, metrics: Mapping[str, float], untrained: Mapping[WasteCause, int] | None = None) -> None:
+        """Add what the host has measured of the batch that it has. ``untrained``: as in ``handed_out``."""
+        underway = self._underway
+        assert underway is not None and underway.handed_out_s is not None, "a batch was handed out"
+        underway.metrics.update(metrics)
+        if untrained is not None:
+            with self._telling:
+                underway.untrained = self._untrained[underway.step] = untrained
 
     def trained_before(self, step: int) -> None:
         """Say that the host has trained the batches of all steps before ``step``. Any thread may call it."""
@@ -114,11 +135,12 @@ class AskedSteps:
         metrics = underway.metrics
         step_s = time.perf_counter() - underway.began_s - underway.aside_s
         rollout_s = metrics["time/rollout_s"]
+        decoded = self._decoded() if self._overlaps_training else metrics["rollout/decoded_tokens"]
         speeds = throughput.of_step(
-            trained_tokens=underway.trained_tokens,
-            decoded_tokens=int(metrics["rollout/decoded_tokens"] - underway.decoded_before),
+            trained_tokens=underway.num_tokens - sum(underway.untrained.values()),
+            decoded_tokens=int(decoded - underway.decoded_before),
             step_s=step_s,
-            decoding_s=rollout_s,
+            decoding_s=step_s if self._overlaps_training else rollout_s,
         )
         train_s = max(step_s - rollout_s - metrics["time/publish_s"], 0.0)
         self._run.step_ended(underway.step, self._feed.now_s(), {**metrics, **speeds, "time/train_s": train_s})

@@ -44,7 +44,9 @@ def of_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def script_of(name: str) -> str:
-    (script,) = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), flags=re.DOTALL)
+    """The script for lengths, which prints JSON."""
+    scripts = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), flags=re.DOTALL)
+    (script,) = (script for script in scripts if "json.dumps" in script)
     return str(script)
 
 
@@ -86,10 +88,12 @@ def test_slimes_settings_are_ones_that_there_are(tmp_path: Path) -> None:
     assert settings.options == SlimeOptions(), "the page names defaults"
 
 
-@pytest.mark.parametrize("name", ["slime", "verl"])
+@pytest.mark.parametrize("name", ["slime", "trl", "verl"])
 def test_names_on_a_page_can_be_imported(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
     paths = set(re.findall(r"rollover\.integrations\.[\w.]+\.[A-Za-z]\w*", page))
+    imports = re.findall(r"^from (rollover\.integrations\.[\w.]+) import (\w+)", page, flags=re.MULTILINE)
+    paths |= {f"{module}.{attribute}" for module, attribute in imports}
     assert len(paths) >= 1
     for path in paths:
         module, _, attribute = path.rpartition(".")
@@ -107,4 +111,31 @@ def test_lengths_from_verls_dumps(tmp_path: Path, of_page: Any, capsys: pytest.C
     rows = of_page("verl", str(tokenizer), str(CAP), str(tmp_path / "1.jsonl"))
     assert [row["length"] for row in rows[:GROUP]] == [length(0, place) for place in range(GROUP)]
     simulate("verl", tmp_path)
+    assert "april" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_lengths_from_trls_completions(
+    tmp_path: Path, of_page: Any, capsys: pytest.CaptureFixture[str], chat: bool
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    tokenizer = Path(__file__).parents[1] / "run/recorded/model"
+    rows: dict[str, list[Any]] = {"step": [], "prompt": [], "completion": [], "exact": [], "advantage": []}
+    for group in range(GROUPS):
+        for place in range(GROUP):
+            n = length(group, place)
+            asked, text = (
+                f"{group}+1=",
+                "1" * (n if n == CAP else n - 1),
+            )  # the end token is left out of what TRL writes
+            rows["step"].append(1)
+            rows["prompt"].append([{"role": "user", "content": asked}] if chat else asked)
+            rows["completion"].append([{"role": "assistant", "content": text}] if chat else text)
+            rows["exact"].append(0.0)
+            rows["advantage"].append(0.0)
+    pandas.DataFrame(rows).to_parquet(tmp_path / "completions_00001.parquet")
+    found = of_page("trl", str(tokenizer), str(CAP), str(tmp_path / "completions_00001.parquet"))
+    assert [row["length"] for row in found[:GROUP]] == [length(0, place) for place in range(GROUP)]
+    assert len({row["prompt"] for row in found}) == GROUPS
+    simulate("trl", tmp_path)
     assert "april" in capsys.readouterr().out

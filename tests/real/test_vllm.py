@@ -533,6 +533,33 @@ async def share(prompts, completions, answer, **columns):
 """
 
 
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
+    import datasets
+
+    from tests.integrations.trl.kit import APRIL, distances, trainer
+
+    engine = {"kind": "vllm", "urls": [servers[0].url], "max_running": MAX_RUNNING, "logprob_tolerance": 1e-3}
+    trained = trainer(
+        folders["first"],
+        tmp_path,
+        asked={**APRIL, "engine": {**PATIENT, **engine}},
+        dataset=datasets.Dataset.from_list(
+            [{"prompt": f"{i} {letter}", "answer": letter} for i, letter in enumerate("abcdefgh")]
+        ),
+        max_steps=3,
+        max_completion_length=32,
+        learning_rate=1e-4,
+    )
+    trained.train()
+    assert [seen.batch.step for seen in trained.seen] == [0, 1, 2]
+    trajectories = [t for seen in trained.seen for t in seen.batch.trajectories]
+    assert {version for t in trajectories for version in t.policy_versions} == {0, 1, 2}
+    fresh, old = distances(trained.seen)
+    assert len(fresh) > 500 and max(map(abs, fresh)) < 1e-3
+    assert len(old) > 50 and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
+
+
 def test_a_run_survives_a_frozen_and_a_killed_server(
     servers: list[RealServer], folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,16 +1,17 @@
-"""The scheduler inside TRL: ``GRPOTrainer`` for its trainer, ``RolloutWorker`` for its asynchronous one.
+"""The scheduler inside TRL: ``GRPOTrainer`` for its trainer, ``rollout_worker`` for its asynchronous one.
 
-Both are imported, and TRL with them, when they are first used.
+They are imported, and TRL with them, when they are first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollover.integrations.trl.asynchronous import rollout_worker as rollout_worker
     from rollover.integrations.trl.trainer import GRPOTrainer as GRPOTrainer
     from rollover.integrations.trl.worker import RolloutWorker as RolloutWorker
 
-_MODULES = {"GRPOTrainer": "trainer", "RolloutWorker": "worker"}
+_MODULES = {"GRPOTrainer": "trainer", "RolloutWorker": "worker", "rollout_worker": "asynchronous"}
 
 __all__ = [*_MODULES]
 

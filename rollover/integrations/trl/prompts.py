@@ -103,6 +103,24 @@ class DatasetPrompts:
         return order
 
 
+def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], EncodedPrompt]:
+    """Return what makes tokens of a prompt as TRL does: of a text, or of a list of messages in the chat template.
+
+    Args:
+        tokenizer: used by one thread only, so it is not the trainer's own.
+        options: of the chat template.
+    """
+    options = {"add_generation_prompt": True, **options}
+
+    def encode(prompt: Any) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            return EncodedPrompt(tokenizer(text=[prompt])["input_ids"][0], prompt)
+        ids = tokenizer.apply_chat_template([prompt], tokenize=True, return_dict=True, **options)["input_ids"][0]
+        return EncodedPrompt(ids, tokenizer.apply_chat_template(prompt, tokenize=False, **options))
+
+    return encode
+
+
 def fingerprint(rows: TableRows) -> str:
     """Return what tells a dataset from another: the number of its rows and a hash of some of them, with all columns,
     spread over it.

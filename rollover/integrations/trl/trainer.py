@@ -42,7 +42,7 @@ from rollover.integrations.trl.checks import (
     trl_version,
 )
 from rollover.integrations.trl.measures import Measured, measure
-from rollover.integrations.trl.prompts import DatasetPrompts, EncodedPrompt, fingerprint
+from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerprint
 from rollover.integrations.trl.rollouts import HostedRollouts
 from rollover.integrations.trl.weights import model_folder, number_format
 from rollover.rollout.events import Event
@@ -266,17 +266,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _make_source(self, capabilities: Capabilities) -> DatasetPrompts:
         # Tokenizers are not to be used in two threads, and the feed has its own.
         tokenizer = copy.deepcopy(self.processing_class)
-        options = {"chat_template": self.chat_template, "add_generation_prompt": True, **self.chat_template_kwargs}
-
-        def encode(prompt: Any) -> EncodedPrompt:
-            if isinstance(prompt, str):
-                return EncodedPrompt(tokenizer(text=[prompt])["input_ids"][0], prompt)
-            ids = tokenizer.apply_chat_template([prompt], tokenize=True, return_dict=True, **options)["input_ids"][0]
-            return EncodedPrompt(ids, tokenizer.apply_chat_template(prompt, tokenize=False, **options))
-
         return DatasetPrompts(
             self.train_dataset,
-            encode,
+            encoder(tokenizer, {"chat_template": self.chat_template, **self.chat_template_kwargs}),
             seed=self.rollover_config.seed,
             shuffle=self.shuffle_dataset is not False,
             max_prompt_tokens=capabilities.max_context_tokens - self.max_completion_length,

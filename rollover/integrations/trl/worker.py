@@ -3,13 +3,13 @@
 ::
 
     trainer                                                     worker
-    send_weights(tensors) ──▶ the feed publishes a version ──▶  engine
-    rollout_buffer.get()  ◀── samples, batch after batch  ◀──  a thread that asks the feed for them
+    send_weights(tensors) ──▶ a version is published ────────▶  rollouts
+    rollout_buffer.get()  ◀── samples, batch after batch  ◀──  a thread that asks the rollouts for them
 
 TRL drops what is older than its ``max_staleness`` when it takes it from the queue, which favours short responses. Here
 nothing gets that old: a batch is as many samples as the trainer takes between two publications, so that batch ``s`` is
-trained at version ``s``, and the bound of the feed, which is no higher than TRL's, holds there. A sample is labelled
-with the version of its *oldest* token.
+trained at version ``s``, and the bound of the rollouts, which is no higher than TRL's, holds there. A sample is
+labelled with the version of its *oldest* token.
 
 Weights are published between batches: ``send_weights`` waits until the batch that is being collected is complete.
 
@@ -26,17 +26,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from rollover.errors import ConfigError, RolloverError, RunError
-from rollover.integrations.feed import Feed
 from rollover.rollout.config import RolloutConfig
 from rollover.types import Batch, Group, Trajectory, WasteCause
 
 _POLL_S = 0.05
+
+Messages = list[dict[str, Any]]
+"""A conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +59,82 @@ class AsyncSettings:
     """Batches that may wait in the queue."""
 
 
-Load = Callable[[int, Sequence[tuple[str, Any]]], Any]
-"""Given a version and named tensors, returns an awaitable that puts them into the engine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Says what became of a batch that the trainer has trained.
+
+    Example: ``Trained(rewards=(1.0, 0.0), untrained={}, waited_s=0.5)``
+    """
+
+    rewards: Sequence[float]
+    """Of its samples, summed over the reward functions; NaN for one that has none."""
+    untrained: Mapping[WasteCause, int]
+    """Its tokens without a gradient, by cause."""
+    waited_s: float
+    """How long the trainer has waited for its samples."""
+
+
+class Rollouts(Protocol):
+    """The part of a run that a worker uses. Its methods are called by one thread at a time.
+
+    Example: ``rollouts.publish(0, tensors)``, ``rollouts.batch(0)`` and, once the next weights are there,
+    ``rollouts.trained(batch, outcome)`` and ``rollouts.publish(1, tensors)``.
+    """
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Put named tensors into the engine as weights ``version``."""
+        ...
+
+    def batch(self, version: int) -> Batch:
+        """Return the batch that weights ``version`` train. It has deadlines of its own."""
+        ...
+
+    def trained(self, batch: Batch, outcome: Trained) -> None:
+        """Record that a batch is trained. It is not asked for again."""
+        ...
+
+    def close(self) -> None: ...
+
+
 Rewards = Callable[[Group], Sequence[Mapping[str, float]]]
 """Given a group, returns for each trajectory the values of its reward functions by name; NaN where one has none."""
 
 
+@dataclass(slots=True)
+class _HandedOut:
+    """A batch that is not known to be trained."""
+
+    batch: Batch
+    rewards: list[float] = field(default_factory=list)
+    num_without_signal: int = 0
+    """Tokens with an advantage of 0."""
+
+
+class _TimedQueue(queue.Queue[Any]):
+    """Measures how long its readers wait."""
+
+    waited_s = 0.0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return super().get(block, timeout)
+        finally:
+            self.waited_s += time.perf_counter() - began_s
+
+
 class RolloutWorker:
-    """Implements TRL's ``RolloutWorkerProtocol`` and ``WeightTransferProtocol``.
+    """Implements TRL's ``RolloutWorkerProtocol`` and ``WeightTransferProtocol``. ``rollout_worker`` makes one from a
+    trainer's arguments.
 
     Example::
 
-        worker = RolloutWorker(rollout, settings, open_feed=open_feed, load=load, rewards=rewards, messages=messages)
+        worker = RolloutWorker(rollout, settings, open_rollouts=open_rollouts, rewards=rewards, messages=messages)
         AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=worker)
 
     Args:
-        rollout: settings of the feed. Its batch has as many samples as the trainer takes per version.
-        open_feed: opens the feed; called when the first weights are sent.
-        load: see ``Load``.
+        rollout: settings of the rollouts. Their batch has as many samples as the trainer takes per version.
+        open_rollouts: called when the first weights are sent.
         rewards: see ``Rewards``; called on the worker's thread.
         messages: prompt and completion of a trajectory as lists of messages, for TRL's traces.
         make_sample: TRL's ``RolloutSample``; found in TRL when it is left out.
@@ -88,48 +148,47 @@ class RolloutWorker:
         rollout: RolloutConfig,
         settings: AsyncSettings,
         *,
-        open_feed: Callable[[], Feed],
-        load: Load,
+        open_rollouts: Callable[[], Rollouts],
         rewards: Rewards,
-        messages: Callable[[Trajectory], tuple[list[dict[str, str]], list[dict[str, str]]]],
+        messages: Callable[[Trajectory], tuple[Messages, Messages]],
         make_sample: Callable[..., Any] | None = None,
     ) -> None:
         if rollout.staleness_bound > settings.max_staleness:
             raise ConfigError(
                 f"rollout.max_staleness is {rollout.staleness_bound}, but AsyncGRPOConfig.max_staleness is"
-                f" {settings.max_staleness}: the trainer would drop what is older, and with it long responses first;"
-                " lower the former or raise the latter"
+                f" {settings.max_staleness}: the trainer would drop older samples, and so mostly long ones; lower the"
+                " former or raise the latter"
             )
         if rollout.num_samples != settings.samples_per_version:
             raise ConfigError(
                 f"a batch has {rollout.num_samples} samples (rollout_batch_size times group_size), but the trainer"
-                f" takes {settings.samples_per_version} per version of the weights: make them the same, so that a"
+                f" takes {settings.samples_per_version} per version of the weights: make them equal, so that each"
                 " sample is trained at the version that it is meant for"
             )
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(settings.batches_ahead * rollout.num_samples)
+        self.rollout_buffer = _TimedQueue(settings.batches_ahead * rollout.num_samples)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
-        self._open_feed = open_feed
-        self._load = load
+        self._open_rollouts = open_rollouts
         self._rewards = rewards
         self._messages = messages
         self._make_sample = make_sample or _rollout_sample()
-        self._feed: Feed | None = None
+        self._rollouts: Rollouts | None = None
         self._turn = threading.Lock()
-        """Held by whoever uses the feed, which serves one thread at a time."""
+        """Held by the thread that uses the rollouts."""
         self._version = -1
         """The version that was published last."""
         self._published = threading.Condition()
         self._bound = rollout.staleness_bound
+        self._group_size = rollout.group_size
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._alive_s = time.monotonic()
-        """When the thread last did something, while it does not wait for the feed."""
-        self._waits_for_feed = False
-        """The feed has deadlines of its own, and a batch may take longer than the trainer's."""
-        self._group_size = rollout.group_size
-        self._without_signal: dict[int, int] = {}
-        """Tokens with an advantage of 0, by batch; of those that are not recorded as trained yet."""
+        """When the thread last did something, while it does not wait for a batch."""
+        self._waits_for_batch = False
+        """A batch has deadlines of its own, and may take longer than the trainer's."""
+        self._handed_out: dict[int, _HandedOut] = {}
+        self._waited_s = 0.0
+        """How long the trainer had waited for samples when a batch was last recorded as trained."""
 
     # -- the worker ------------------------------------------------------------------------------------------
 
@@ -145,16 +204,16 @@ class RolloutWorker:
         with self._published:
             self._published.notify_all()
         try:
-            if self._feed is not None:
-                self._feed.close()  # first: the thread may wait for a batch
+            if self._rollouts is not None:
+                self._rollouts.close()  # first: the thread may wait for a batch
         finally:
             if self._thread is not None:
                 self._thread.join()
                 self._thread = None
-            self._feed = None
+            self._rollouts = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Check the version that TRL counts. It is one more than that of the feed, which counts from 0.
+        """Check the version that TRL counts. It is one more than that of the rollouts, which counts from 0.
 
         Raises:
             RunError: it is not the version whose weights were sent last.
@@ -166,16 +225,16 @@ class RolloutWorker:
             )
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what the worker failed with. A batch that is being collected may take as long as the feed allows.
+        """Raise what the worker failed with. A batch that is being collected may take as long as the rollouts allow.
 
         Raises:
-            RolloverError: as the feed does, which reports one that stands still after ``rollout.stall_timeout_s``.
+            RolloverError: as the rollouts do; they stop waiting for an engine after ``rollout.stall_timeout_s``.
             RunError: ``rewards`` or ``messages`` have not returned for ``stale_after_s``.
         """
         if self._error is not None:
             raise self._error
         silent_s = time.monotonic() - self._alive_s
-        if silent_s > stale_after_s and not self._waits_for_feed:
+        if silent_s > stale_after_s and not self._waits_for_batch:
             raise RunError(
                 f"the rewards of a group have taken {silent_s:.0f} s so far: make them faster, or raise"
                 " AsyncGRPOConfig.heartbeat_stale_after_s"
@@ -184,9 +243,9 @@ class RolloutWorker:
     # -- the weight transfer ---------------------------------------------------------------------------------
 
     def init_weight_transfer(self) -> None:
-        """Open the feed, if it is not open."""
-        if self._feed is None:
-            self._feed = self._open_feed()
+        """Open the rollouts, if they are not open."""
+        if self._rollouts is None:
+            self._rollouts = self._open_rollouts()
 
     def pause(self) -> None:
         """Do nothing: running samples are stopped, or continue, when the weights are there."""
@@ -197,11 +256,11 @@ class RolloutWorker:
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Publish the next version of the weights, once the batch that is being collected is complete."""
         self.init_weight_transfer()
-        assert self._feed is not None
-        tensors, version = list(iterator), self._version + 1
+        assert self._rollouts is not None
+        tensors, version = dict(iterator), self._version + 1
         with self._turn:
             self._trained_before(version)
-            self._feed.publish(version, lambda: self._load(version, tensors))
+            self._rollouts.publish(version, tensors)
         with self._published:
             self._version = version
             self._published.notify_all()
@@ -211,12 +270,14 @@ class RolloutWorker:
         self.stop()
 
     def _trained_before(self, version: int) -> None:
-        """Record that the trainer has trained the batches before ``version``. None of them is asked for again."""
-        assert self._feed is not None
-        for step in sorted(step for step in self._without_signal if step < version):
-            untrained = self._without_signal.pop(step)
-            self._feed.trained(step, {WasteCause.ZERO_ADVANTAGE: untrained} if untrained else {})
-            self._feed.saved(step + 1)
+        """Record that the trainer has trained the batches before ``version``."""
+        assert self._rollouts is not None
+        for step in sorted(step for step in self._handed_out if step < version):
+            done, waited_s = self._handed_out.pop(step), self.rollout_buffer.waited_s
+            untrained = {WasteCause.ZERO_ADVANTAGE: done.num_without_signal} if done.num_without_signal else {}
+            outcome = Trained(rewards=done.rewards, untrained=untrained, waited_s=waited_s - self._waited_s)
+            self._waited_s = waited_s
+            self._rollouts.trained(done.batch, outcome)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -224,10 +285,10 @@ class RolloutWorker:
         try:
             version = 0
             while self._wait_for(version - self._bound):
-                assert self._feed is not None
-                with self._turn, self._waiting_for_feed():
-                    batch = self._feed.batch(version)
-                    self._without_signal[version] = 0
+                assert self._rollouts is not None
+                with self._turn, self._waiting_for_batch():
+                    batch = self._rollouts.batch(version)
+                    self._handed_out[version] = _HandedOut(batch)
                 if not self._put(batch):
                     return
                 version += 1
@@ -236,13 +297,13 @@ class RolloutWorker:
                 self._error = error
 
     @contextmanager
-    def _waiting_for_feed(self) -> Iterator[None]:
-        self._waits_for_feed = True
+    def _waiting_for_batch(self) -> Iterator[None]:
+        self._waits_for_batch = True
         try:
             yield
         finally:
             self._alive_s = time.monotonic()
-            self._waits_for_feed = False
+            self._waits_for_batch = False
 
     def _wait_for(self, version: int) -> bool:
         """Wait until weights of ``version`` or newer are published; return whether they are."""
@@ -255,11 +316,7 @@ class RolloutWorker:
     def _put(self, batch: Batch) -> bool:
         """Put the samples of a batch into the queue as it empties; return whether all are there."""
         for group in batch.groups:
-            samples = self._samples(group)
-            self._without_signal[batch.step] += sum(
-                t.num_tokens for t, sample in zip(group.trajectories, samples, strict=False) if sample.advantage == 0.0
-            )
-            for sample in samples:
+            for sample in self._samples(group, self._handed_out[batch.step]):
                 while not self._stopping.is_set():
                     self._alive_s = time.monotonic()
                     with suppress(queue.Full):
@@ -267,20 +324,18 @@ class RolloutWorker:
                         break
         return not self._stopping.is_set()
 
-    def _samples(self, group: Group) -> list[Any]:
+    def _samples(self, group: Group, handed_out: _HandedOut) -> list[Any]:
         """Return a sample for each trajectory, and then one in place of each sibling that failed."""
         values = self._rewards(group)
         totals = [_total(each.values()) for each in values]
         advantages, std = normalised(totals)
-        made = [
-            self._sample(
-                trajectory,
-                trajectory.num_tokens,
-                advantage,
-                {"reward": total, "reward_std": std, **{f"rewards/{name}": value for name, value in each.items()}},
-            )
-            for trajectory, each, total, advantage in zip(group.trajectories, values, totals, advantages, strict=True)
-        ]
+        made = []
+        for trajectory, each, total, advantage in zip(group.trajectories, values, totals, advantages, strict=True):
+            named = {f"rewards/{name}": value for name, value in each.items()}
+            metrics = {"reward": total, "reward_std": std, **named}
+            made.append(self._sample(trajectory, trajectory.num_tokens, advantage, metrics))
+            handed_out.rewards.append(total)
+            handed_out.num_without_signal += trajectory.num_tokens if advantage == 0.0 else 0
         # The trainer waits for whole batches, and fails on a row without a token to train: a sibling's first token
         # stands in, which has no gradient with an advantage of 0.
         fillers = self._group_size - len(made)

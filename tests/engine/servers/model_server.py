@@ -1,4 +1,4 @@
-"""A scripted vLLM server that really computes: it samples from whatever weights it was told to load."""
+"""Scripted vLLM and SGLang servers that really compute: they sample from whatever weights they were told to load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,24 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.engine.servers.scripted_server import Answer, ScriptedVLLM, _Running, serve
+from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM, _Running, serve
+from tests.engine.servers.sglang.scripted import ScriptedSGLang
+
+
+def read_model(folder: Path) -> Any:
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def load_weights(model: Any, folder: str) -> None:
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
+
+
+def draw(logits: torch.Tensor, *, temperature: float, seed: int) -> tuple[int, float]:
+    """A token and its log-prob."""
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
+    return token, float(logprobs[token])
 
 
 class ModelServer(ScriptedVLLM):
@@ -22,16 +39,15 @@ class ModelServer(ScriptedVLLM):
 
     def __init__(self, folder: Path, *, context: int, stale_head: bool = False) -> None:
         super().__init__(tick_s=0.0, weights=str(folder))
-        logging.disable_progress_bar()
         self.max_model_len = context
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = read_model(folder)
         if stale_head:
             self._model.lm_head.weight = torch.nn.Parameter(self._model.lm_head.weight.detach().clone())
         self.vocab = self._model.config.vocab_size
 
     async def _post_collective_rpc(self, query: dict[str, str], body: Any) -> Answer:
         answer = await super()._post_collective_rpc(query, body)
-        self._model.load_state_dict(load_file(Path(self.weights) / "model.safetensors"), strict=False)
+        load_weights(self._model, self.weights)
         return answer
 
     def logits(self, ids: list[int], decoded: int) -> torch.Tensor:
@@ -44,11 +60,9 @@ class ModelServer(ScriptedVLLM):
         body = running.body
         ids = running.__dict__.setdefault("ids", list(body["prompt"]))
         logits = self.logits(ids, running.decoded)
-        logprobs = torch.log_softmax(logits / body["temperature"], -1)
-        generator = torch.Generator().manual_seed(body["seed"] + len(ids))
-        token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+        token, logprob = draw(logits, temperature=body["temperature"], seed=body["seed"] + len(ids))
         ids.append(token)
-        running.unsent.append((token, float(logprobs[token])))
+        running.unsent.append((token, logprob))
         running.decoded += 1
         if token in body["stop_token_ids"]:
             self._finish(name, "stop", token)
@@ -58,8 +72,29 @@ class ModelServer(ScriptedVLLM):
             running.flush(None)
 
 
+class SGLangModelServer(ScriptedSGLang):
+    """The same before SGLang's endpoints."""
+
+    def __init__(self, folder: Path, *, context: int) -> None:
+        super().__init__(tick_s=0.0)
+        self.max_req_input_len = context - 6
+        self._model = read_model(folder)
+        self.vocab = self._model.config.vocab_size
+
+    async def _post_update_weights_from_disk(self, query: dict[str, str], body: Any) -> Answer:
+        answer = await super()._post_update_weights_from_disk(query, body)
+        load_weights(self._model, self.weights)
+        return answer
+
+    def _draw(self, body: dict[str, Any], sampled: list[int]) -> tuple[int, float]:
+        ids, params = [*body["input_ids"], *sampled], body["sampling_params"]
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+        return draw(logits, temperature=params["temperature"], seed=params["sampling_seed"] + len(ids))
+
+
 @contextmanager
-def serving(server: ScriptedVLLM) -> Iterator[str]:
+def serving(server: ScriptedServer) -> Iterator[str]:
     """The address of ``server``, in a thread with an event loop of its own."""
     loop = asyncio.new_event_loop()
     address: list[str] = []

@@ -115,6 +115,23 @@ def trainer(
     )
 
 
+def rows(seen: Seen, name: str) -> list[list[float]]:
+    """A tensor of TRL's, without its padding."""
+    lengths = map(len, seen.answers.completion_ids)
+    return [row[:n].tolist() for row, n in zip(seen.output[name], lengths, strict=True)]
+
+
+def distances(seen: Sequence[Seen]) -> tuple[list[float], list[float]]:
+    """TRL's log-prob minus the engine's, of tokens of the current weights and of older ones."""
+    fresh, old = [], []
+    for one in seen:
+        columns = (rows(one, "old_per_token_logps"), rows(one, "sampling_per_token_logps"), one.answers.lags)
+        for ours, theirs, lags in zip(*columns, strict=True):
+            for a, b, lag in zip(ours, theirs, lags, strict=True):
+                (old if lag else fresh).append(a - b)
+    return fresh, old
+
+
 class Flawed:
     """An engine in which one sample always fails."""
 

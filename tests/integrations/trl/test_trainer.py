@@ -14,24 +14,27 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollover.errors import EngineMismatch, RunError
-from rollover.integrations.trl import rollouts
+from rollover.integrations.trl import engine
 from rollover.integrations.trl.answers import Answers
 from rollover.report.record import read_run
 from rollover.report.run_report import render_report
+from rollover.rollout.events import BatchConsumed, SegmentEnded
+from rollover.rollout.journal import effective, read_events
 from rollover.types import Batch
-from tests.engine.servers.model_server import ModelServer, serving
+from tests.engine.servers.model_server import ModelServer, SGLangModelServer, serving
 from tests.integrations.trl.kit import (
     APRIL,
     GENERATIONS,
     PROMPTS,
     Flawed,
-    Seen,
     WatchedTrainer,
     arguments,
+    distances,
     journaled,
     letters,
     logged,
     rollover,
+    rows,
     share,
     trainer,
 )
@@ -49,12 +52,6 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any
     trained = trainer(tiny_model, folder, max_steps=STEPS)
     trained.train()
     return trained, folder
-
-
-def rows(seen: Seen, name: str) -> list[list[float]]:
-    """A tensor of TRL's, without its padding."""
-    lengths = map(len, seen.answers.completion_ids)
-    return [row[:n].tolist() for row, n in zip(seen.output[name], lengths, strict=True)]
 
 
 def test_every_step_trains_a_batch_of_the_journal_with_its_exact_tokens(run: tuple[Any, Path]) -> None:
@@ -97,28 +94,22 @@ def test_the_importance_ratio_is_one_on_new_tokens_and_another_on_old_ones(run: 
     assert min(old) < 0.8 and max(old) > 1.2
 
 
-def distances(seen: Sequence[Seen]) -> tuple[list[float], list[float]]:
-    """TRL's log-prob minus the engine's, of tokens of the current weights and of older ones."""
-    fresh, old = [], []
-    for one in seen:
-        columns = (rows(one, "old_per_token_logps"), rows(one, "sampling_per_token_logps"), one.answers.lags)
-        for ours, theirs, lags in zip(*columns, strict=True):
-            for a, b, lag in zip(ours, theirs, lags, strict=True):
-                (old if lag else fresh).append(a - b)
-    return fresh, old
-
-
 def test_the_bound_and_the_account_hold_at_every_step(run: tuple[Any, Path]) -> None:
-    for seen in run[0].seen:
-        bound = run[0].rollover_config.rollout.staleness_bound
+    trained, folder = run
+    decoded, counted = 0, {}
+    for _, event in effective(read_events(folder / "out" / "rollover" / "journal.sqlite")):
+        if isinstance(event, SegmentEnded):
+            decoded += len(event.segment.token_ids)
+        elif isinstance(event, BatchConsumed):
+            counted[event.step] = decoded
+    bound = trained.rollover_config.rollout.staleness_bound
+    for seen in trained.seen:
         assert 0 <= min(map(min, seen.answers.lags)) <= max(map(max, seen.answers.lags)) <= bound == 2
-        wasted = sum(n for name, n in seen.account.items() if name.startswith("rollout/wasted_tokens/"))
         account = seen.account
-        assert (
-            account["rollout/decoded_tokens"]
-            == account["rollout/trained_tokens"] + wasted + account["rollout/live_tokens"]
-        )
-    assert 2 in {lag for seen in run[0].seen for lags in seen.answers.lags for lag in lags}
+        wasted = sum(n for name, n in account.items() if name.startswith("rollout/wasted_tokens/"))
+        sampled = account["rollout/trained_tokens"] + wasted + account["rollout/live_tokens"]
+        assert account["rollout/decoded_tokens"] == sampled == counted[seen.batch.step]
+    assert 2 in {lag for seen in trained.seen for lags in seen.answers.lags for lag in lags}
 
 
 def test_each_row_is_that_of_its_prompt_and_rewards_are_trls(run: tuple[Any, Path]) -> None:
@@ -264,7 +255,7 @@ def test_sync_is_trls_own_trainer_on_the_same_samples(tiny_model: Path, tmp_path
 def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_the_baseline(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opens = rollouts.open_engine
+    opens = engine.open_engine
 
     async def flawed(*args: Any, **kwargs: Any) -> Any:
         return Flawed(await opens(*args, **kwargs), "g1.2.")
@@ -275,7 +266,7 @@ def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_th
         asked.append(len(completions))
         return share(completions, answer)
 
-    monkeypatch.setattr(rollouts, "open_engine", flawed)
+    monkeypatch.setattr(engine, "open_engine", flawed)
     watched = trainer(
         tiny_model, tmp_path, asked={"rollout": {"strategy": "sync", "max_retries": 0}}, reward=reward, max_steps=1
     )
@@ -365,13 +356,13 @@ def test_a_response_ends_with_any_token_that_ends_one_for_trl(tiny_model: Path, 
 # -- the user's servers -------------------------------------------------------------------------------------------
 
 
-def test_a_vllm_server_samples_what_the_trainer_trains(tiny_model: Path, tmp_path: Path) -> None:
-    server = ModelServer(tiny_model, context=80)
-    with serving(server) as url:
+@pytest.mark.parametrize(("kind", "made"), [("vllm", ModelServer), ("sglang", SGLangModelServer)])
+def test_a_server_samples_what_the_trainer_trains(tiny_model: Path, tmp_path: Path, kind: str, made: Any) -> None:
+    with serving(made(tiny_model, context=80)) as url:
         trained = trainer(
             tiny_model,
             tmp_path,
-            asked={**APRIL, "engine": {"kind": "vllm", "urls": [url], "max_running": 24}},
+            asked={**APRIL, "engine": {"kind": kind, "urls": [url], "max_running": 24}},
             max_steps=3,
             max_completion_length=24,
         )

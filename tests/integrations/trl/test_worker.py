@@ -17,11 +17,11 @@ import pytest
 
 from rollover.errors import ConfigError, EngineTimeout, RunError
 from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
-from rollover.integrations.trl.worker import AsyncSettings, RolloutWorker, normalised
+from rollover.integrations.trl.worker import AsyncSettings, RolloutWorker, Trained, normalised
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.strategies import AprilConfig
-from rollover.types import Group, SampleId, Trajectory
+from rollover.types import Batch, Group, SampleId, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.integrations.trl.kit import Flawed
 from tests.rollout.kit import Prompts, lognormal
@@ -31,6 +31,34 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
 PROMPTS, GENERATIONS, BOUND = 3, 3, 2
 PER_VERSION = PROMPTS * GENERATIONS
+
+
+class OverFeed:
+    """Rollouts over a scripted engine. Remembers what it was told."""
+
+    def __init__(self, engine: Any, rollout: RolloutConfig, journal: Path) -> None:
+        self.engine = engine
+        self.sent: list[tuple[int, list[str]]] = []
+        self.done: list[tuple[Batch, Trained]] = []
+        self.feed = Feed(self._open, rollout, journal=journal, seed=5)
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[FeedParts]:
+        yield FeedParts(engine=self.engine, source=Prompts(), scorer=ScoredByHost())
+        await self.engine.close()
+
+    def publish(self, version: int, tensors: Mapping[str, Any]) -> None:
+        self.sent.append((version, [*tensors]))
+        self.feed.publish(version, lambda: self.engine.load(version, FakeWeights(version)))
+
+    def batch(self, version: int) -> Batch:
+        return self.feed.batch(version)
+
+    def trained(self, batch: Batch, outcome: Trained) -> None:
+        self.done.append((batch, outcome))
+
+    def close(self) -> None:
+        self.feed.close()
 
 
 class Trainer:
@@ -53,24 +81,19 @@ class Trainer:
         )
         self.folder = folder
         self.model_version = 0
-        self.sent: list[tuple[int, list[str]]] = []
+        self.rollouts: OverFeed = None  # type: ignore[assignment]
+        """Once they are open."""
         self.worker = RolloutWorker(
             self.rollout,
             AsyncSettings(max_staleness=BOUND, samples_per_version=PER_VERSION),
-            open_feed=lambda: Feed(self._open, self.rollout, journal=folder / "journal.sqlite", seed=5),
-            load=self._load,
+            open_rollouts=self._open,
             rewards=self._rewards,
             messages=self._messages,
         )
 
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[FeedParts]:
-        yield FeedParts(engine=self.engine, source=Prompts(), scorer=ScoredByHost())
-        await self.engine.close()
-
-    async def _load(self, version: int, tensors: Sequence[tuple[str, Any]]) -> None:
-        self.sent.append((version, [name for name, _ in tensors]))
-        await self.engine.load(version, FakeWeights(version))
+    def _open(self) -> OverFeed:
+        self.rollouts = OverFeed(self.engine, self.rollout, self.folder / "journal.sqlite")
+        return self.rollouts
 
     def _rewards(self, group: Group) -> Sequence[Mapping[str, float]]:
         return [{"odd": float(sum(t.token_ids) % 2), "short": -0.01 * t.num_tokens} for t in group.trajectories]
@@ -208,8 +231,7 @@ def test_no_sample_is_as_old_as_trl_would_drop(made: Any) -> None:
         trainer.sync()
     assert max(lags) <= BOUND
     assert lags[1] + lags[2] > 0, "nothing was old, and the test shows nothing"
-    assert [version for version, _ in trainer.sent] == [*range(9)]
-    assert trainer.sent[0][1] == ["w", "v"]
+    assert trainer.rollouts.sent == [(version, ["w", "v"]) for version in range(9)]
 
 
 def test_samples_wait_for_weights_rather_than_grow_too_old(made: Any) -> None:
@@ -228,7 +250,7 @@ def test_settings_under_which_trl_would_drop_are_refused() -> None:
     def worker(settings: AsyncSettings) -> None:
         rollout = RolloutConfig(rollout_batch_size=3, group_size=2, max_staleness=4)
         nothing: Callable[..., Any] = lambda *args: None  # noqa: E731
-        RolloutWorker(rollout, settings, open_feed=nothing, load=nothing, rewards=nothing, messages=nothing)
+        RolloutWorker(rollout, settings, open_rollouts=nothing, rewards=nothing, messages=nothing)
 
     with pytest.raises(ConfigError, match=r"max_staleness is 4, but AsyncGRPOConfig\.max_staleness is 3"):
         worker(AsyncSettings(max_staleness=3, samples_per_version=6))
@@ -306,20 +328,23 @@ def test_a_failed_sibling_leaves_its_batch_whole_and_the_loss_as_it_was(made: An
 
 
 def test_batches_count_as_trained_once_newer_weights_are_sent(made: Any) -> None:
-    trainer, without_signal = made(), 0
+    trainer = made()
     signal, trainer.worker._rewards = (
         trainer.worker._rewards,
         lambda group: signal(group) if group.group_id % 2 else [{"same": 1.0}] * len(group.trajectories),
     )
     trainer.begin()
-    feed = trainer.worker._feed
     for step in range(4):
         taken = trainer.take(PER_VERSION)
-        without_signal += sum(int(sample.completion_mask.sum()) for sample in taken if sample.advantage == 0.0)
-        assert min(feed._open.driver.ledger.batches) == step
+        assert len(trainer.rollouts.done) == step
         trainer.sync()
-        assert feed.account()["rollout/wasted_tokens/zero_advantage"] == without_signal > 0
-    assert len(feed._open.driver.ledger.batches) <= BOUND + 1
+        batch, outcome = trainer.rollouts.done[-1]
+        assert batch.step == step
+        assert [*outcome.rewards] == [sample.metrics["reward"] for sample in taken]
+        without_signal = sum(int(sample.completion_mask.sum()) for sample in taken if sample.advantage == 0.0)
+        assert outcome.untrained == {WasteCause.ZERO_ADVANTAGE: without_signal} and without_signal > 0
+        assert outcome.waited_s > 0.0
+    assert len(trainer.worker._handed_out) <= BOUND + 1, "the worker keeps no batch that was trained"
 
 
 def test_stopping_twice_is_no_error_and_leaves_no_thread(made: Any) -> None:

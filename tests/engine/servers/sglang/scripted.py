@@ -294,13 +294,8 @@ class ScriptedSGLang(ScriptedServer):
         if list(self.requests).index(name) >= self.slots:
             return
         params, position = running.body["sampling_params"], len(running.sampled)
-        seed = params["sampling_seed"]
-        weights = self.weights_under(running.body.get("lora_path"))
-        token = token_at(seed, position, weights)
-        temperature = 1.0 if self.raw_logprobs else params["temperature"] or 1.0
-        logprob = logprob_at(seed, position, weights, temperature)
+        token, logprob = self._draw(running.body, [token for _, token, _ in running.sampled])
         running.sampled.append([logprob, token, None])
-        self.sampled.add((weights, token, round(logprob, 9)))
         self.decoded_tokens += 1
         text = "".join(self.text.get(token, "") for _, token, _ in running.sampled)
         matched = next((s for s in params["stop"] if s in text), None)
@@ -318,6 +313,15 @@ class ScriptedSGLang(ScriptedServer):
             self._finish(name, {"type": "length", "length": params["max_new_tokens"]})
         elif position == 0 or len(running.sampled) - len(running.ids) >= params["stream_interval"]:
             self._send(running, None)
+
+    def _draw(self, body: dict[str, Any], sampled: list[int]) -> tuple[int, float]:
+        """The next token of a request and its log-prob."""
+        params, position = body["sampling_params"], len(sampled)
+        seed, weights = params["sampling_seed"], self.weights_under(body.get("lora_path"))
+        temperature = 1.0 if self.raw_logprobs else params["temperature"] or 1.0
+        token, logprob = token_at(seed, position, weights), logprob_at(seed, position, weights, temperature)
+        self.sampled.add((weights, token, round(logprob, 9)))
+        return token, logprob
 
     def _finish(self, name: str, reason: dict[str, Any]) -> None:
         self._send(self.requests.pop(name), reason)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ID_BYTES = 128
-_DATA_TYPES = {"torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
+_DATA_TYPES = {"torch.uint8": 1, "torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
 _SUM = 0  # ncclRedOp_t
 _LEAST_S = 0.01
 """gloo takes no time at all for no deadline."""
@@ -203,7 +203,6 @@ class NCCLGroup:
             "nccl_unique_id_b64": base64.b64encode(string_at(byref(self._id), _ID_BYTES)).decode(),
             "rank_offset": 1,
             "world_size": self._size,
-            "packed": False,
         }
 
     def join(self) -> None:

@@ -42,7 +42,7 @@ class SenderLost(EngineError):
 class WeightsGone(EngineError):
     """The trainer has gone on: the weights of this version are held by nobody any more, and later ones follow.
 
-    Example: ``the trainer is at version 8: weights of version 7 can be sent no more``
+    Example: ``the trainer is at version 8: weights of version 7 can no longer be sent``
     """
 
 

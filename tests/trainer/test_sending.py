@@ -72,7 +72,7 @@ def test_weights_are_sent_until_the_next_step_begins(tmp_path: Path) -> None:
     trainer = make_trainer(make_folder(tmp_path / "model"))
     old = trainer.weights_to_send()
     trainer.step(make_batch(step=0))
-    with receivers("a") as one, pytest.raises(WeightsGone, match="weights of version 0 can be sent no more"):
+    with receivers("a") as one, pytest.raises(WeightsGone, match="weights of version 0 can no longer be sent"):
         send(old, one, {})
     with receivers("a") as one:
         send(trainer.weights_to_send(), one, {})

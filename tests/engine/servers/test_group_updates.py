@@ -253,7 +253,7 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
         async with asyncio.timeout(_DEADLINE_S):
             while not lease._is_changing:
                 await asyncio.sleep(0.001)
-            with pytest.raises(EngineError, match="weights of version 3 can be sent no more"):
+            with pytest.raises(EngineError, match="weights of version 3 can no longer be sent"):
                 lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
             order.append("given back")
             give_back()
@@ -261,7 +261,7 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
 
     asyncio.run(main())
     assert order == ["given back", "changed"]
-    with pytest.raises(EngineError, match="version 2 can be sent no more"):
+    with pytest.raises(EngineError, match="version 2 can no longer be sent"):
         lease.lend(2, lambda: version, timeout_s=_DEADLINE_S)
     lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)()
 

@@ -23,7 +23,7 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.errors import EngineError
-from rollover.weights.buckets import buckets
+from rollover.weights.buckets import BUCKET_BYTES, buckets
 from rollover.weights.groups import NCCLGroup, TorchGroup, address_towards
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import FullEngine, collect, request
@@ -96,6 +96,9 @@ def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_
             "/resume",
         ]
         assert ("POST", "/finish_weight_update", {}, {"weight_version": label(1)}) in server.log
+        (met,) = (body["init_info"] for _, path, _, body in server.log if path == "/init_weight_transfer_engine")
+        assert met["packed"] is meetings.all[-1].plan.is_flat is True
+        assert met["packed_buffer_size_bytes"] >= BUCKET_BYTES
         chunks = await collect(engine, request("a"))
         assert {c.policy_version for c in chunks} == {1}
         await engine.close()
@@ -195,7 +198,7 @@ def test_an_sglang_server_that_refuses_in_the_middle_is_left_without_a_session_o
             await update(engine, 1, second)
         assert not server.session
         assert posted(server).count("/destroy_weights_update_group") == len(meetings.all) == 3
-        with pytest.raises(EngineError, match="none that are known"):
+        with pytest.raises(EngineError, match="its weights are unknown"):
             await collect(engine, request("a"))
         server.update_error = None
         await update(engine, 1, second)

@@ -4,7 +4,7 @@ What is peculiar to it:
 
 * Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
   hit a block that other weights have computed, whatever a reset of the cache could not free.
-* Over NCCL the weights follow one by one, in the order in which they were announced.
+* Over NCCL each bucket follows its announcement as one tensor of bytes, which vLLM calls packed.
 * A label says what a server was told, a checksum what it has: the SHA-256 of each tensor of each worker. It is compared
   with the folder (``read_back``), and with the other servers: those with the same number formats and the same division
   over workers must agree to the last bit. On a CPU the weights of most matrices are packed away after a load, and have
@@ -31,6 +31,7 @@ from rollover.engine.servers.vllm.answers import Checksums, Models, Success, Wei
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
+from rollover.weights.buckets import BUCKET_BYTES
 from rollover.weights.groups import GroupPlan
 
 _RESET_RETRY_S = 0.05
@@ -147,11 +148,15 @@ class VLLMWeights:
             name=label,
             num_workers=answer.world_size,
             timeout_s=self._config.load_timeout_s,
+            is_flat=True,
         )
+        # It expects the tensors of a call in pieces, each of which ends with the tensor that makes it larger than this:
+        # a bucket is one piece.
+        packing = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES}
 
         def calls(address: Mapping[str, Any]) -> TransferCalls:
             return TransferCalls(
-                meet=("/init_weight_transfer_engine", {"init_info": dict(address)}),
+                meet=("/init_weight_transfer_engine", {"init_info": {**address, **packing}}),
                 begin=("/start_weight_update", None),
                 announce=lambda bucket, _: ("/update_weights", {"update_info": bucket.described("dtype_names")}),
                 finish=("/finish_weight_update", {"weight_version": label}),

@@ -66,7 +66,7 @@ def _sections(cls: type, path: str, described: dict[type, str], around: OnResume
     hints, documents = get_type_hints(cls), _field_docstrings(cls)
     on_resume = {name: said_by(hint) or around for name, hint in get_type_hints(cls, include_extras=True).items()}
     tables: list[tuple[str, type, OnResume]] = []
-    lines = [f"## {_heading(cls, path)}", "", _prose((inspect.getdoc(cls) or "").partition("Example:")[0]), ""]
+    lines = [f"## {_heading(cls, path)}", "", _prose(re.split(r"Examples?:", inspect.getdoc(cls) or "")[0]), ""]
     for field in dataclasses.fields(cls):
         classes, is_list = _tables(hints[field.name])
         if not classes:

@@ -18,8 +18,8 @@ GROUPS = {
     "run": "Runs",
     "rollout": "Scheduling",
     "sim": "Simulation",
+    "workload": "Response lengths",
     "engine": "Engines",
-    "weights": "Weights",
     "types": "Records",
     "errors": "Errors",
 }

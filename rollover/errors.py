@@ -32,7 +32,14 @@ from collections.abc import Iterable, Mapping
 class RolloverError(Exception):
     """A failure whose message tells the user what was wrong, where, and what to do about it.
 
-    Example: ``except RolloverError as error: print(error)`` shows all that a user needs; a traceback would not help.
+    Examples:
+        The message is all that a user needs; a traceback would not help:
+
+        >>> try:
+        ...     load("quickstart", ["--stepz", "5"])
+        ... except RolloverError as error:
+        ...     print(error)
+        command line: --stepz: unknown key; did you mean 'steps'?
     """
 
 
@@ -45,7 +52,11 @@ class DataError(RolloverError, ValueError):
 
 
 class RewardError(DataError):
-    """A response that could not be scored; the message is the reason its sample failed."""
+    """A response that could not be scored; the message is the reason its sample failed.
+
+    Example: ``raise RewardError("the verifier has timed out")`` in ``Scorer.score`` fails this sample, and its tokens
+    count as wasted. Any other error ends the run.
+    """
 
 
 class ModelError(RolloverError, ValueError):
@@ -57,7 +68,11 @@ class RunError(RolloverError, RuntimeError):
 
 
 class EngineError(RolloverError, RuntimeError):
-    """An inference engine that broke its contract."""
+    """An inference engine that broke its contract, or a call to it that failed.
+
+    Example: ``raise EngineError(f"{url} answers {status}")`` in ``Engine.generate`` has the driver open the call again,
+    after its last token.
+    """
 
 
 class EngineTimeout(EngineError, TimeoutError):

@@ -18,7 +18,9 @@ UNBOUNDED = "unbounded"
 class FinishReason(StrEnum):
     """The reason for which a segment ended.
 
-    Example: ``FinishReason("abort")`` is ``FinishReason.ABORT``.
+    Examples:
+        >>> FinishReason("abort") is FinishReason.ABORT
+        True
     """
 
     STOP = "stop"
@@ -32,7 +34,11 @@ class FinishReason(StrEnum):
 class SampleId(NamedTuple):
     """One sample: the number of its group (in order of opening) and its place among the siblings.
 
-    Example: ``str(SampleId(12, 3))`` is ``"g12.3"``, the fourth sample of the thirteenth group.
+    Examples:
+        The fourth sample of the thirteenth group:
+
+        >>> str(SampleId(12, 3))
+        'g12.3'
     """
 
     group: int
@@ -46,7 +52,11 @@ class SampleId(NamedTuple):
 class SamplingParams:
     """Settings by which tokens are drawn. Every field is sent to every engine explicitly.
 
-    Example: ``SamplingParams(max_new_tokens=512, temperature=0.0)`` decodes greedily, for evaluation.
+    Examples:
+        Greedy decoding, for evaluation:
+
+        >>> SamplingParams(max_new_tokens=512, temperature=0.0).top_p
+        1.0
     """
 
     max_new_tokens: int
@@ -76,7 +86,11 @@ class SamplingParams:
 class Prompt:
     """A question for the model, tokenised once and for all.
 
-    Example: ``Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums")``
+    Examples:
+        >>> answer = {"answer": "9"}
+        >>> prompt = Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums", columns=answer)
+        >>> prompt.columns["answer"]
+        '9'
     """
 
     prompt_id: str
@@ -95,8 +109,12 @@ class Segment(NamedTuple):
 
     A tuple like the events (``rollover.rollout.events``), and for the same reason.
 
-    Example: ``Segment(7, (31, 4), (-0.2, -1.1), FinishReason.ABORT, 7, 3.5, 3.6)`` holds two tokens that version 7
-    sampled before the sample was parked.
+    Examples:
+        Two tokens that version 7 sampled before the sample was parked:
+
+        >>> segment = Segment(7, (31, 4), (-0.2, -1.1), FinishReason.ABORT, 7, 3.5, 3.6)
+        >>> segment.policy_version, len(segment.token_ids), segment.finish_reason.value
+        (7, 2, 'abort')
     """
 
     policy_version: int
@@ -150,8 +168,17 @@ MAX_REWARD = 3.4028234663852886e38
 class Trajectory:
     """A prompt and the response so far. Segments tile the response.
 
-    Example: of a trajectory with segments of 300 tokens under version 6 and 40 under version 7, ``num_tokens`` is 340
-    and ``oldest_version`` is 6.
+    Examples:
+        A response that was parked after three tokens and resumed under newer weights:
+
+        >>> prompt = Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums")
+        >>> parked = Segment(6, (7, 3, 9), (-0.1, -0.4, -0.2), FinishReason.ABORT, 6, 0.0, 1.0)
+        >>> resumed = Segment(7, (2,), (-0.3,), FinishReason.STOP, 7, 2.0, 2.5)
+        >>> trajectory = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(parked, resumed), reward=1.0)
+        >>> trajectory.token_ids, trajectory.policy_versions
+        ((7, 3, 9, 2), (6, 6, 6, 7))
+        >>> trajectory.oldest_version, trajectory.num_resumes
+        (6, 1)
     """
 
     sample_id: SampleId
@@ -211,7 +238,12 @@ class Baseline(NamedTuple):
 class Group:
     """The scored siblings of one prompt, ready to train. Failed samples are not among them.
 
-    Example: a group of four samples with rewards 1, 0, 0 and 1 has ``rewards_G == (1.0, 0.0, 0.0, 1.0)``.
+    Examples:
+        >>> prompt = Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums")
+        >>> right = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, reward=1.0)
+        >>> wrong = Trajectory(sample_id=SampleId(0, 1), prompt=prompt, reward=0.0)
+        >>> Group(group_id=0, prompt=prompt, trajectories=(right, wrong)).rewards_G
+        (1.0, 0.0)
     """
 
     group_id: int
@@ -240,7 +272,13 @@ class Group:
 class Batch:
     """The groups that one training step trains.
 
-    Example: with ``rollout_batch_size = 32`` and ``group_size = 8``, ``len(batch.trajectories)`` is 256.
+    Examples:
+        >>> prompt = Prompt(prompt_id="sums/4@0", token_ids=(15, 10, 22), text="1+8", source="sums")
+        >>> segment = Segment(0, (31, 4), (-0.2, -1.1), FinishReason.STOP, 0, 3.5, 3.6)
+        >>> samples = [Trajectory(sample_id=SampleId(0, i), prompt=prompt, segments=(segment,)) for i in range(8)]
+        >>> batch = Batch(step=0, groups=(Group(group_id=0, prompt=prompt, trajectories=tuple(samples)),))
+        >>> len(batch.trajectories), batch.num_tokens
+        (8, 16)
     """
 
     step: int

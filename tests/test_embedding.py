@@ -1,47 +1,71 @@
-"""The page on embedding shows a whole program and what it prints: both are true."""
+"""The page on embedding shows two whole programs and what they print: all of it is true."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollover.errors import EXTRAS
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 
 ROOT = Path(__file__).parent.parent
-MAX_LINES = 60
+MAX_LINES = 75
 
 
-def block(language: str) -> str:
-    """The only block of ``language`` on the page."""
+def blocks(language: str) -> list[str]:
+    """The blocks of ``language`` on the page."""
     page = (ROOT / "docs" / "embedding.md").read_text()
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return str(found)
+    return [str(found) for found in re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
 
 
-def test_the_program_on_the_page_prints_what_the_page_says_and_needs_the_core_alone(tmp_path: Path) -> None:
-    program = block("python")
+PROGRAMS = [*zip(blocks("python"), blocks("text"), strict=True)]
+
+
+@pytest.mark.parametrize("program", [program for program, _ in PROGRAMS], ids=["scheduler", "driver"])
+def test_the_programs_use_the_public_door_alone(program: str) -> None:
     assert len(program.splitlines()) <= MAX_LINES
+    tree = ast.parse(program)
+    modules = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert modules - {*sys.stdlib_module_names} == {"rollover"}
+
+
+@pytest.mark.parametrize(("program", "printed"), PROGRAMS, ids=["scheduler", "driver"])
+def test_the_programs_print_what_the_page_says_and_need_the_core_alone(
+    program: str, printed: str, tmp_path: Path
+) -> None:
+    run(program, tmp_path, printed)
+
+
+def run(program: str, folder: Path, printed: str) -> None:
     modules = [module for extra in EXTRAS.values() for module in extra]
-    (tmp_path / "core.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({modules}))\nimport program\n")
-    (tmp_path / "program.py").write_text(program)
+    (folder / "core.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({modules}))\nimport program\n")
+    (folder / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "core.py"],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == block("text")
+    assert done.stdout == printed
+
+
+def test_the_journal_of_the_first_program_is_one_that_a_run_could_resume(tmp_path: Path) -> None:
+    program, printed = PROGRAMS[0]
+    run(program, tmp_path, printed)
     journal = Journal(tmp_path / "journal.sqlite")
     ledger = Ledger(event for _, event in journal.read())
     journal.close()
     ledger.check()
     assert ledger.next_step == 4
-    assert ledger.parked, "a run that stopped here could go on"
+    assert ledger.parked

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,30 +21,40 @@ PUBLIC = [
     "Chunk",
     "ConsumeBatch",
     "Engine",
+    "EngineError",
+    "EngineStats",
     "FinishReason",
     "GenerateRequest",
     "Group",
     "Journal",
     "Ledger",
     "Limits",
+    "OnFull",
     "Prompt",
+    "ReplicaModel",
+    "RewardError",
     "RolloutDriver",
     "RolloutState",
     "RolloverError",
     "RunConfig",
     "SampleId",
     "SamplingParams",
+    "Scenario",
     "Scheduler",
+    "Scorer",
     "Segment",
+    "Source",
     "StartSample",
-    "Statistics",
     "StopAll",
     "Strategy",
     "Trajectory",
     "View",
-    "WeightTarget",
+    "Workload",
     "__version__",
+    "load",
+    "restart",
     "simulate",
+    "strategy",
     "train",
 ]
 
@@ -104,6 +116,41 @@ def test_rollover_train_leaves_nothing_behind_when_the_run_cannot_begin(experime
     assert not Path("out").exists()
 
 
-def test_every_public_name_has_an_example() -> None:
-    documented = [name for name in rollover.__all__ if name not in ("__version__", "STRATEGIES")]
-    assert [name for name in documented if "Example" not in (getattr(rollover, name).__doc__ or "")] == []
+def documentation(name: str) -> str:
+    """The docstring of a public name, of a table the text that follows it."""
+    if name != "STRATEGIES":
+        return getattr(rollover, name).__doc__ or ""
+    body = ast.parse((ROOT / "rollover" / "rollout" / "strategies" / "__init__.py").read_text()).body
+    place = next(
+        i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name
+    )
+    text = body[place + 1]
+    assert isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    return str(text.value.value)
+
+
+def examples(name: str) -> doctest.DocTest:
+    names = {public: getattr(rollover, public) for public in rollover.__all__} | {"Path": Path}
+    return doctest.DocTestParser().get_doctest(documentation(name), names, name, None, 0)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_examples_of_a_public_name_are_true(name: str) -> None:
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(examples(name), out=told.append)
+    assert not told, "".join(told)
+
+
+ELSEWHERE = {"train": "test_rollover_train_trains_as_the_command_line_does", "__version__": "test_cli"}
+"""Names whose example takes a run or a program, with what checks it."""
+
+
+def test_every_public_name_has_an_example_that_is_checked() -> None:
+    """It is one of its docstring, or one of the programs in ``docs/embedding.md``, which ``test_embedding`` runs."""
+    page = (ROOT / "docs" / "embedding.md").read_text()
+    imported = {
+        name for line in re.findall(r"^from rollover import (.*)$", page, re.MULTILINE) for name in line.split(", ")
+    }
+    with_examples = {name for name in PUBLIC if examples(name).examples}
+    assert {*PUBLIC} - imported - with_examples == {*ELSEWHERE}
+    assert [name for name in PUBLIC if name != "__version__" and "Example" not in documentation(name)] == []

@@ -28,8 +28,14 @@ from rollover.types import FinishReason, SamplingParams
 class GenerateRequest:
     """One generation call: a sample decodes until it ends, reaches its limit or is aborted.
 
-    Example: with ``params.max_new_tokens = 512`` and 300 ``response_ids``, the call continues after the 300th token and
-    decodes at most 212 more.
+    Examples:
+        A sample that has 300 tokens of at most 512 continues after them:
+
+        >>> params = SamplingParams(max_new_tokens=512)
+        >>> request = GenerateRequest(request_id="g7.0#2", sample_key="g7.0", prompt_key="g7", prompt_ids=(15, 10, 22),
+        ...     response_ids=(9,) * 300, params=params, seed=3)
+        >>> request.params.max_new_tokens - len(request.response_ids)
+        212
     """
 
     request_id: str
@@ -40,7 +46,7 @@ class GenerateRequest:
     """The same for all siblings of a prompt; an engine may prefill the prompt once for all of them."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
-    """Tokens decoded in earlier calls; fewer than ``params.max_new_tokens``."""
+    """What has been decoded in earlier calls. Its length is below ``params.max_new_tokens``."""
     params: SamplingParams
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
@@ -57,7 +63,10 @@ class GenerateRequest:
 class Chunk:
     """Newly decoded tokens of one policy version. Never cumulative.
 
-    Example: ``Chunk(token_ids=(31, 4), logprobs=(-0.2, -1.1), policy_version=7, kv_version=7)``
+    Examples:
+        >>> chunk = Chunk(token_ids=(31, 4), logprobs=(-0.2, -1.1), policy_version=7, kv_version=7)
+        >>> chunk.finish_reason is None  # more follows
+        True
     """
 
     token_ids: tuple[int, ...]
@@ -74,15 +83,19 @@ class Chunk:
 
 
 GPU_PREFILL_TOKENS = 150.0
-"""Tokens prefilled in the time of a decode iteration, which reads each weight, two bytes, once. A prefilled token takes
-two operations per weight, and a GPU computes some 300 while it reads a byte, half of that in practice."""
+"""In the time of an iteration, which reads each weight, two bytes, once. A prefilled token takes two operations for
+each, and a GPU computes some 300 while it reads a byte, half of that in practice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """The abilities of an engine beyond the contract. Declared, never faked.
 
-    Example: ``Capabilities(max_running=64, max_context_tokens=8192, in_flight_update=True)``
+    Examples:
+        What is not declared is not expected:
+
+        >>> Capabilities(max_running=64, max_context_tokens=8192, in_flight_update=True).keeps_kv_on_abort
+        False
     """
 
     max_running: int
@@ -96,7 +109,7 @@ class Capabilities:
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
     number_format: str = "float32"
-    """Number format of its weights and arithmetic, by torch's name; the coarser one if they differ."""
+    """Of its weights and arithmetic, by torch's name; the coarser where they differ."""
     is_colocated: bool = False
     """It sleeps while the trainer trains (``Sleeps``): no cache outlives a step, so what a round leaves unfinished is
     prefilled again in the next one."""
@@ -109,9 +122,14 @@ class Capabilities:
 class EngineStats:
     """Counters since the engine started; ``num_running``, ``num_waiting`` and ``kv_bytes`` are of this moment.
 
-    Example:
-        Eight prompts of 576 tokens that begin with the same 512, just prefilled: ``prefilled_tokens=1016`` (575, then
-        63 for each of the others) and ``cached_tokens=3584``.
+    Examples:
+        Eight prompts of 576 tokens that begin with the same 512, just prefilled: 575 tokens, then 63 for each of the
+        others, which found the rest in the cache:
+
+        >>> stats = EngineStats(num_running=8, num_waiting=0, policy_version=3, prefilled_tokens=575 + 7 * 63,
+        ...     cached_tokens=7 * 512)
+        >>> stats.prefilled_tokens + stats.cached_tokens == 8 * 575
+        True
     """
 
     num_running: int
@@ -169,7 +187,7 @@ class Sleeps(Protocol):
     it is given weights: ``pause``, ``load``, ``resume``, as ever.
 
     Example: ``await engine.sleep()``, a step of the trainer, then ``load(7, source)``: what is sampled from now on is
-    of version 7, and every prefix is prefilled again.
+    of version 7, and every prefix is prefilled anew.
     """
 
     async def sleep(self) -> None:

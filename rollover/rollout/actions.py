@@ -17,8 +17,12 @@ class StartSample(NamedTuple):
 
     A tuple, as the events are, because a simulation makes millions.
 
-    Example: ``StartSample(SampleId(3, 0), token_budget=1024)`` starts or resumes the first sample of
-    group 3, which is parked after 1,024 more tokens unless it ends before.
+    Examples:
+        Start or resume the first sample of group 3, to be parked after 1,024 more tokens unless it ends before:
+
+        >>> sample_id, token_budget = StartSample(SampleId(3, 0), token_budget=1024)
+        >>> str(sample_id), token_budget
+        ('g3.0', 1024)
     """
 
     sample_id: SampleId

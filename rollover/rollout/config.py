@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
-from rollover.rollout.strategies import SIMULATED_ONLY, AnyStrategyConfig, AprilConfig
+from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, AnyStrategyConfig, AprilConfig
 from rollover.rollout.strategy import Strategy
-from rollover.settings.schema import ByKind
+from rollover.settings.schema import ByKind, build
+from rollover.settings.toml import Document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +40,53 @@ class RolloutConfig(SharedConfig):
         return self.strategy.build(self, engine)
 
 
+def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
+    """Make a strategy for an engine.
+
+    Args:
+        kind: one of ``STRATEGIES``.
+        settings: options of the strategy and settings that all strategies share, by the names that they have in the
+            tables ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
+
+    Raises:
+        ConfigError: there is no such strategy or setting, or a value that cannot work.
+
+    Examples:
+        >>> engine = Capabilities(max_running=16, max_context_tokens=4096)
+        >>> april = strategy("april", engine, rollout_batch_size=4, group_size=2, over_sampling_batch_size=6)
+        >>> april.batch_size, april.launched_groups, april.max_staleness
+        (4, 6, 4)
+    """
+    own = {f.name for f in fields(STRATEGIES[kind])} if kind in STRATEGIES else {}
+    options = {name: value for name, value in settings.items() if name in own}
+    shared = {name: value for name, value in settings.items() if name not in own}
+    document = Document(name=f"strategy({kind!r})", data={**shared, "strategy": {"kind": kind, **options}})
+    return build(RolloutConfig, document).build_strategy(engine)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits on how long and how often the driver tolerates failures.
 
-    Example: ``Limits(stall_timeout_s=120.0)`` ends a run in which nothing was decoded or scored for two minutes.
+    Examples:
+        A run in which nothing is decoded or scored for two minutes ends:
+
+        >>> Limits(stall_timeout_s=120.0).max_retries
+        3
     """
 
     save_every_tokens: int = 256
+    """A running sample's tokens reach the journal at least this often."""
     stall_timeout_s: float = 600.0
+    """Longest time without a token or a reward."""
     abort_timeout_s: float = 60.0
+    """Longest time that the engine may take to stop calls."""
     max_retries: int = 3
+    """Failures in a row, without a token in between, that a sample survives."""
     max_failed_batches: int = 2
+    """As many batches of samples may fail in a row, and none succeed."""
     max_filtered_batches: int = 32
+    """As many batches of groups may be dropped by the group filter in a row, and none kept."""
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Limits:

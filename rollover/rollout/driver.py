@@ -38,7 +38,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Protocol
 
-from rollover.clock import Clock
+from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import CallDisplaced, EngineError, EngineTimeout, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
@@ -75,6 +75,7 @@ class RolloutDriver:
         await driver.stop()
 
     Args:
+        clock: the machine's, which continues where the journal ends, when left out.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
         shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
         observer: called after each event, with the ledger already moved on.
@@ -92,7 +93,7 @@ class RolloutDriver:
         scorer: Scorer,
         sampling: SamplingParams,
         seed: int,
-        clock: Clock,
+        clock: Clock | None = None,
         state: RolloutState,
         journal: Journal | None = None,
         limits: Limits | None = None,
@@ -103,6 +104,7 @@ class RolloutDriver:
         placement: CallPlacement | None = None,
     ) -> None:
         limits = limits or Limits()
+        clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
         self._scheduler = Scheduler(
             strategy=strategy,

@@ -82,8 +82,18 @@ def _decode_segment(fields: dict[str, Any], blob: bytes) -> Segment:
 class Journal:
     """One writer's handle on the file. Opening an existing file goes on behind its last event.
 
-    Example: after ``journal.append([opened, started])`` in an empty file, ``journal.last_seq`` is 2, and
-    ``RolloutState(event for _, event in journal.read())`` holds one open group with one running sample.
+    Examples:
+        The events of a scheduler are written down and read again:
+
+        >>> journal, events = Journal(Path(":memory:")), []
+        >>> engine = Capabilities(max_running=1, max_context_tokens=64)
+        >>> sync = strategy("sync", engine, rollout_batch_size=1, group_size=2)
+        >>> state = RolloutState()
+        >>> scheduler = Scheduler(strategy=sync, source=None, state=state, max_running=1, emit=events.append)
+        >>> scheduler.published(0, 1.5, pause_s=0.0)
+        >>> journal.append(events)
+        >>> journal.last_seq, journal.last_time_s
+        (1, 1.5)
 
     Raises:
         RunError: the file is not a journal, or of another format version.
@@ -238,6 +248,13 @@ def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
 
 def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> RolloutState:
     """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
+
+    Examples:
+        A run that was stopped before its first batch:
+
+        >>> state = restart(Journal(Path(":memory:")), step=0, redo_round=False)
+        >>> state.ledger.next_step
+        0
 
     Args:
         redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run

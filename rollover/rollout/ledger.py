@@ -55,8 +55,21 @@ _ABORT = FinishReason.ABORT
 class Ledger:
     """Holds the state of all samples and groups. It is changed by ``apply`` alone.
 
-    Example: after ``GroupOpened`` of group 0 with two samples and ``SampleStarted`` of the first, ``open`` holds the
-    group, ``running`` the sample ``g0.0`` and ``waiting`` the sample ``g0.1``.
+    Examples:
+        A group of two samples is opened for an engine that has room for one of them:
+
+        >>> class Sums:
+        ...     def prompt(self, index):
+        ...         return Prompt(prompt_id=f"sums/{index}@0", token_ids=(1, index), text=f"{index}+1", source="sums")
+        >>> engine = Capabilities(max_running=1, max_context_tokens=64)
+        >>> sync = strategy("sync", engine, rollout_batch_size=1, group_size=2)
+        >>> state = RolloutState()
+        >>> scheduler = Scheduler(strategy=sync, source=Sums(), state=state, max_running=1)
+        >>> scheduler.begin_round()
+        >>> _ = list(scheduler.decide(now_s=0.0))
+        >>> ledger = state.ledger
+        >>> [*ledger.open], [*map(str, ledger.running)], [*map(str, ledger.waiting)]
+        ([0], ['g0.0'], ['g0.1'])
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:

@@ -98,14 +98,29 @@ _STOP, _CONSUME = (StopAll(),), (ConsumeBatch(),)
 class Scheduler:
     """Decides about rollouts: it asks the strategy, makes the events and tells its shell what to do.
 
-    Example: one round of a shell::
+    Examples:
+        One step of a loop over it, in which both samples of a group decode two tokens:
 
-        scheduler.begin_round()
-        actions = scheduler.decide(now_s)                      # [StartSample(g0.0, ...), StartSample(g0.1, ...)]
-        scheduler.segment_ended(sample_id, segment, now_s)     # what a generation call decoded
-        scheduler.scored(sample_id, 1.0, now_s)                # and its reward; decide again after each of them,
-        batch = scheduler.consume(now_s)                       # until the actions hold ConsumeBatch()
-        scheduler.published(batch.step + 1, now_s, pause_s=0.0)
+        >>> class Sums:
+        ...     def prompt(self, index):
+        ...         return Prompt(prompt_id=f"sums/{index}@0", token_ids=(1, index), text=f"{index}+1", source="sums")
+        >>> engine = Capabilities(max_running=2, max_context_tokens=64)
+        >>> sync = strategy("sync", engine, rollout_batch_size=1, group_size=2)
+        >>> scheduler = Scheduler(strategy=sync, source=Sums(), state=RolloutState(), max_running=2)
+        >>> scheduler.begin_round()
+        >>> started = list(scheduler.decide(now_s=0.0))
+        >>> [str(action.sample_id) for action in started]
+        ['g0.0', 'g0.1']
+        >>> for action in started:
+        ...     segment = Segment(0, (5, 7), (-0.1, -0.2), FinishReason.STOP, 0, 0.0, 1.0)
+        ...     scheduler.segment_ended(action.sample_id, segment, 1.0)
+        ...     scheduler.scored(action.sample_id, 1.0, 1.0)
+        >>> list(scheduler.decide(now_s=1.0))
+        [ConsumeBatch()]
+        >>> batch = scheduler.consume(1.0)
+        >>> batch.step, batch.num_tokens
+        (0, 4)
+        >>> scheduler.published(1, 2.0, pause_s=0.5)  # the batch is trained, and the engine has the new weights
 
     Args:
         state: the ledger and the statistics; nobody else applies events to them while the scheduler works.
@@ -124,7 +139,7 @@ class Scheduler:
         source: Source,
         state: RolloutState,
         max_running: int,
-        limits: Limits,
+        limits: Limits | None = None,
         placement: SamplePlacement | None = None,
         emit: Callable[[Event], None] = lambda event: None,
         keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
@@ -140,7 +155,7 @@ class Scheduler:
         self._source = source
         self._max_running = max_running
         self._placement = placement
-        self._limits = limits
+        self._limits = limits or Limits()
         self._keep_group = keep_group
         self._shaping = shaping
         self._emit = emit

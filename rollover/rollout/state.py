@@ -16,8 +16,12 @@ from rollover.types import Batch, Group
 class View:
     """The state as a strategy sees it: facts and statistics. It reads them and changes neither.
 
-    Example: two batches of 32 groups each were consumed, and eight more groups are open. ``view.ledger.next_step`` is
-    2, ``view.ledger.num_unconsumed`` is 8, and ``view.statistics.lengths.groups`` holds 64 tuples of lengths.
+    Examples:
+        At the start of a run nothing is open, and no length is known:
+
+        >>> view = RolloutState().view
+        >>> view.ledger.num_unconsumed, view.ledger.next_step, view.statistics.lengths.groups
+        (0, 0, ())
     """
 
     ledger: Ledger
@@ -45,8 +49,14 @@ class View:
 class RolloutState:
     """The ledger and the statistics of a run, moved on together by ``apply``.
 
-    Example: ``RolloutState()`` begins a run, and ``rollover.rollout.journal.restart`` returns the state of a run that
-    is resumed. Folding the events of a journal, ``RolloutState(events)``, gives the state that its writer had.
+    Examples:
+        ``RolloutState()`` begins a run, and ``restart`` returns the state of a run that is resumed. The events of a
+        journal give the state that its writer had:
+
+        >>> journal = Journal(Path(":memory:"))
+        >>> state = RolloutState(event for _, event in journal.read())
+        >>> state.ledger.next_step
+        0
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:

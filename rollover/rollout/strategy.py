@@ -18,7 +18,13 @@ from rollover.types import SampleId
 
 
 class OnFull(Enum):
-    """The choice of what happens to running samples once a batch is full."""
+    """The choice of what happens to running samples once a batch is full.
+
+    Examples:
+        >>> engine = Capabilities(max_running=16, max_context_tokens=4096)
+        >>> strategy("april", engine).on_full is OnFull.PARK
+        True
+    """
 
     WAIT = auto()
     """They run to their end first."""
@@ -34,7 +40,15 @@ class OnFull(Enum):
 class Strategy:
     """A strategy trains first in, first out, under the staleness bound; subclasses say how much and what when.
 
-    Example: ``Sync(batch_size=32, group_size=8, max_staleness=0)`` opens 32 groups of 8 samples and waits for them all.
+    Examples:
+        A strategy of your own, which keeps two batches open and parks what is unfinished:
+
+        >>> class TwoBatches(Strategy):
+        ...     on_full = OnFull.PARK
+        ...     def groups_to_open(self, view):
+        ...         return 2 * self.batch_size - view.ledger.num_unconsumed
+        >>> TwoBatches(batch_size=4, group_size=2, max_staleness=1).groups_to_open(RolloutState().view)
+        8
     """
 
     batch_size: int

@@ -44,8 +44,10 @@ def _stays_undone(before: RunConfig, after: RunConfig) -> str | None:
 class RunConfig:
     """The settings of a whole run.
 
-    Example:
-        ``load("quickstart", ["--steps", "5"]).steps`` is 5.
+    Examples:
+        >>> config = load("quickstart")
+        >>> config.algorithm.name, config.rollout.strategy.kind, config.engine.kind
+        ('grpo', 'april', 'embedded')
     """
 
     model: ModelConfig

@@ -27,6 +27,10 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     says only what differs.
 
     Raises ``ConfigError`` listing every mistake with its line.
+
+    Examples:
+        >>> load("quickstart", ["--steps", "5"]).steps
+        5
     """
     document = _read(find(config), str(config), ())
     loaded = build(RunConfig, document, parse_overrides(overrides))

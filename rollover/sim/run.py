@@ -29,6 +29,7 @@ from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
+from rollover.workload.source import read_lengths
 
 _as_long_as = lru_cache(maxsize=2**16)(range)
 """Stands for so many tokens, and is of no size; one for all segments of a length."""
@@ -58,7 +59,7 @@ class WorkloadSource:
 
 def simulate(
     strategy: Strategy,
-    workload: Workload,
+    workload: Workload | str,
     scenario: Scenario,
     *,
     steps: int,
@@ -68,11 +69,21 @@ def simulate(
 ) -> Simulation:
     """Train ``steps`` batches under virtual time.
 
-    Example: ``simulate(strategy, workload, scenario, steps=60).after(20)`` leaves out the first 20 steps, as a
-    comparison of strategies should.
+    Examples:
+        Trained tokens per second of two strategies on one replica, whose iteration takes 10 ms for few samples and
+        20 ms for 64. A comparison should take more than three steps, and leave out the first of them:
+
+        >>> scenario = Scenario(replicas=(ReplicaModel(c0_s=0.01, b0=64.0),))
+        >>> shared = {"rollout_batch_size": 4, "group_size": 2}
+        >>> sync = simulate(strategy("sync", scenario.capabilities, **shared), "light-8k", scenario, steps=3)
+        >>> april = simulate(strategy("april", scenario.capabilities, **shared), "light-8k", scenario, steps=3)
+        >>> [round(run.after(0).trained_tokens / run.after(0).seconds) for run in (sync, april)]
+        [489, 683]
 
     Args:
-        seed: of latencies and rewards; lengths are the workload's.
+        workload: response lengths, or where they are from: a preset such as ``r1-16k``, a workload file, a file of
+            lengths, or a run directory.
+        seed: of latencies and rewards, and of the lengths of a workload that is given by name.
         observer: called with each event, with the ledger already moved on.
 
     Raises:
@@ -84,6 +95,8 @@ def simulate(
             "the strategy generates while the trainer trains, but with colocated = true replicas and trainer take"
             " turns: choose one that stops for the trainer, or leave colocated out"
         )
+    if isinstance(workload, str):
+        workload = read_lengths(workload).workload(seed)
     state = RolloutState()
     scheduler = Scheduler(
         strategy=strategy,

@@ -24,7 +24,13 @@ def _require(record: object, words: str, holds: Callable[[float], bool], *fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaModel:
     """One engine replica. An iteration decodes one token for each of B running samples in ``c0_s (1 + B / b0)``:
-    weights are read once per iteration, a key-value cache once per sample."""
+    weights are read once per iteration, a key-value cache once per sample.
+
+    Examples:
+        >>> replica = ReplicaModel(c0_s=0.01, b0=64.0)
+        >>> replica.iteration_s(0), replica.iteration_s(64)
+        (0.01, 0.02)
+    """
 
     c0_s: float
     """Time of an iteration as B goes to 0."""
@@ -120,7 +126,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Replicas, trainer and rewards."""
+    """Replicas, trainer and rewards.
+
+    Examples:
+        Two replicas that decode up to 64 samples each:
+
+        >>> scenario = Scenario(replicas=2 * (ReplicaModel(c0_s=0.01, b0=64.0, max_running=64),))
+        >>> scenario.max_running
+        128
+    """
 
     replicas: tuple[ReplicaModel, ...]
     trainer: Latency = NO_TIME

@@ -26,7 +26,14 @@ AnyStrategyConfig = (
 """Options are told apart by ``kind``; the first is used when a config names none."""
 
 STRATEGIES: dict[str, type[StrategyConfig]] = kinds(AnyStrategyConfig)
-"""The classes of options, by kind."""
+"""Strategies that can train: the class of each one's options, by kind.
+
+Examples:
+    >>> sorted(STRATEGIES)[:3]
+    ['april', 'bounded_async', 'concurrency']
+    >>> STRATEGIES["april"](over_sampling_batch_size=48).kind
+    'april'
+"""
 
 SIMULATED_ONLY = {
     kind: f"it is simulated only (rollover simulate --strategies {kind}); to train, use {instead!r}"

@@ -103,8 +103,8 @@ class RolloutDriver:
         lockstep: bool = False,
         placement: CallPlacement | None = None,
     ) -> None:
-        limits = limits or Limits()
-        clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
+        self._limits = limits = limits or Limits()
+        self._clock = clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
         self._scheduler = Scheduler(
             strategy=strategy,
@@ -119,9 +119,7 @@ class RolloutDriver:
         )
         self._engine = engine
         self._scorer = scorer
-        self._clock = clock
         self._journal = journal
-        self._limits = limits
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
         self._name = secrets.token_hex(4)

@@ -46,7 +46,7 @@ class GenerateRequest:
     """The same for all siblings of a prompt; an engine may prefill the prompt once for all of them."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...] = ()
-    """What has been decoded in earlier calls. Its length is below ``params.max_new_tokens``."""
+    """Tokens decoded in earlier calls; fewer than ``params.max_new_tokens``."""
     params: SamplingParams
     seed: int
     """Keys the sampling noise. In an engine declaring ``seeded`` the noise at response position p depends on
@@ -83,8 +83,8 @@ class Chunk:
 
 
 GPU_PREFILL_TOKENS = 150.0
-"""In the time of an iteration, which reads each weight, two bytes, once. A prefilled token takes two operations for
-each, and a GPU computes some 300 while it reads a byte, half of that in practice."""
+"""Tokens prefilled in the time of a decode iteration, which reads each weight, two bytes, once. A prefilled token takes
+two operations per weight, and a GPU computes some 300 while it reads a byte, half of that in practice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Capabilities:
     seeded: bool = False
     """A rollout depends on its seed and the weights alone: not on batching, parking or order."""
     number_format: str = "float32"
-    """Of its weights and arithmetic, by torch's name; the coarser where they differ."""
+    """Number format of its weights and arithmetic, by torch's name; the coarser one if they differ."""
     is_colocated: bool = False
     """It sleeps while the trainer trains (``Sleeps``): no cache outlives a step, so what a round leaves unfinished is
     prefilled again in the next one."""
@@ -187,7 +187,7 @@ class Sleeps(Protocol):
     it is given weights: ``pause``, ``load``, ``resume``, as ever.
 
     Example: ``await engine.sleep()``, a step of the trainer, then ``load(7, source)``: what is sampled from now on is
-    of version 7, and every prefix is prefilled anew.
+    of version 7, and every prefix is prefilled again.
     """
 
     async def sleep(self) -> None:

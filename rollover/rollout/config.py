@@ -84,9 +84,9 @@ class Limits:
     max_retries: int = 3
     """Failures in a row, without a token in between, that a sample survives."""
     max_failed_batches: int = 2
-    """As many batches of samples may fail in a row, and none succeed."""
+    """Batches of samples that may fail in a row without one success."""
     max_filtered_batches: int = 32
-    """As many batches of groups may be dropped by the group filter in a row, and none kept."""
+    """Batches of groups that the group filter may drop in a row without keeping one."""
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> Limits:

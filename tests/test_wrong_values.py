@@ -89,7 +89,7 @@ FILES = [
     ("s.toml", "[engine]\nc0_s = nan", [*SIMULATE, "--scenario", "s.toml"], "s.toml:2: engine.c0_s: this must be a finite number"),
     ("s.toml", "[engine]\nreplicas = 4611686018427387904", [*SIMULATE, "--scenario", "s.toml"], "replicas must be at most 10000"),
     ("l.toml", "preset = 'light-8k'\nsigma = nan", ["simulate", "l.toml"], "l.toml:2: sigma: this must be a finite number"),
-    ("f.jsonl", f'{{"prompt": "a", "length": {BIG}}}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: no response has 1000000000000000000000000000000 tokens; 16777216 at most"),
+    ("f.jsonl", f'{{"prompt": "a", "length": {BIG}}}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length of 1000000000000000000000000000000 is above the maximum of 16777216 tokens"),
     ("f.jsonl", f'{{"prompt": "a", "length": 5, "prompt_tokens": {BIG}}}', ["simulate", "f.jsonl"], "f.jsonl:1: 'prompt_tokens' must be a whole number from 1 to 16777216"),
     ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: maximum recursion depth exceeded"),
     ("f.jsonl", '{"prompt": "a", "length": NaN}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length is a whole number of tokens, got nan"),

@@ -1,7 +1,7 @@
-"""A catalogue of accelerators: the packaged one, and the user's figures over it.
+"""A catalogue of accelerators: the packaged one, overridden by the user's figures.
 
-Every figure keeps its provenance: one that the user gives is the user's, one that the catalogue marks unverified stays
-so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units once its node is known.
+Every figure keeps its provenance: one given by the user counts as the user's, and one that the catalogue marks
+unverified stays so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units once its node is known.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rollover.settings import toml
 from rollover.settings.schema import build
 
 FIGURES = ("bf16_tflops", "hbm_gbps", "hbm_gib", "link_gbps")
-"""Without these a device cannot be planned with."""
+"""Figures that a device needs to be planned with."""
 DOLLAR, RELATIVE = "USD", "L20"
-"""Currencies of the catalogue's prices."""
+"""The currencies of the catalogue's prices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceRange:
-    """A range of prices, since offers differ."""
+    """A range of prices, because offers differ."""
 
     low: float
     high: float
@@ -39,61 +39,61 @@ class EfficiencyEntry:
     """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
 
     train: float | None = None
-    """Part of bf16_tflops that training reaches."""
+    """Fraction of bf16_tflops that training reaches."""
     prefill: float | None = None
-    """Part of bf16_tflops that prefill reaches."""
+    """Fraction of bf16_tflops that prefill reaches."""
     decode: float | None = None
-    """Part of bf16_tflops that decoding reaches where compute bounds it."""
+    """Fraction of bf16_tflops that compute-bound decoding reaches."""
     bandwidth: float | None = None
-    """Part of hbm_gbps that decoding reaches."""
+    """Fraction of hbm_gbps that decoding reaches."""
     link: float | None = None
-    """Part of a link's bandwidth that transfers reach."""
+    """Fraction of a link's bandwidth that transfers reach."""
     memory: float | None = None
-    """Part of hbm_gib that weights, caches and activations may fill."""
+    """Fraction of hbm_gib that weights, caches and activations may fill."""
     step_ms: float | None = None
     """Fixed time of a decoding iteration, ms."""
     link_latency_us: float | None = None
     """Latency of a message between two devices of a node, µs."""
     source: str | None = None
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def __post_init__(self) -> None:
         for key in ("train", "prefill", "decode", "bandwidth", "link", "memory"):
             value = getattr(self, key)
             if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{key} is a part of what the device could do, above 0 and at most 1, got {value}")
+                raise ValueError(f"{key} is a fraction: it must be above 0 and at most 1, got {value}")
         for key in ("step_ms", "link_latency_us"):
             value = getattr(self, key)
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{key} must be zero or more, got {value}")
+                raise ValueError(f"{key} must be at least 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """Table ``[devices.KEY]``: what vendors and price lists say. Unset keys keep what the catalogue knows."""
+    """Table ``[devices.KEY]``: figures from vendors and price lists. Unset keys keep the catalogue's values."""
 
     name: str | None = None
-    """As people call it."""
+    """Human-readable name of the device."""
     bf16_tflops: float | None = None
     """Dense bf16 TFLOP/s."""
     hbm_gbps: float | None = None
     """Memory bandwidth, GB/s."""
     hbm_gib: float | None = None
-    """Memory that its driver reports, GiB: what is marketed less error correction and the driver's own."""
+    """Memory that its driver reports, GiB: the advertised size less error correction and the driver's share."""
     link_gbps: float | None = None
     """Link inside a node, GB/s, both directions together."""
     price_per_hour_usd: float | PriceRange | None = None
-    """Per device; of a range the low end counts."""
+    """Price per device in dollars; of a range, the low end counts."""
     relative_price: float | None = None
-    """Where no dollar price is known; NVIDIA L20 = 1."""
+    """Relative price if no dollar price is known; NVIDIA L20 = 1."""
     source: str | None = None
-    """Where the figures come from."""
+    """Source of the figures."""
     verified: bool | None = None
-    """Every figure was read in a primary source or a public catalogue."""
+    """True if every figure was read in a primary source or a public catalogue."""
     unverified: tuple[str, ...] | None = None
-    """The figures that were not."""
+    """Names of the figures that were not."""
     efficiency: EfficiencyEntry | None = None
-    """Which part of them is reached."""
+    """Fractions of these figures that are reached."""
 
     def __post_init__(self) -> None:
         for key in (*FIGURES, "relative_price", "price_per_hour_usd"):
@@ -102,14 +102,14 @@ class DeviceEntry:
                 raise ValueError(f"{key} must be above zero, got {value}")
         for name in self.unverified or ():
             if name not in FIGURES:
-                raise ValueError(f"unverified: {name!r} is no figure{nearest(name, FIGURES)}")
+                raise ValueError(f"unverified: no figure is called {name!r}{nearest(name, FIGURES)}")
         if self.verified and self.unverified:
             raise ValueError(f"verified cannot be true while unverified names {', '.join(self.unverified)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
-    """A file of devices by key, or several, one over the other; the packaged one has all figures.
+    """A file of devices by key, or several layered over each other; the packaged one has all figures.
 
     Example: ``packaged().find("h100-sxm").bf16_tflops`` is 989.
     """
@@ -125,7 +125,7 @@ class Catalogue:
         return self.devices[key]
 
     def extended(self, more: Catalogue, document: toml.Document) -> Catalogue:
-        """The user's file over this catalogue; ``document`` is what ``more`` was read from."""
+        """The user's file over this catalogue; ``more`` was read from ``document``."""
         devices = dict(self.devices)
         for key, entry in more.devices.items():
             known = devices.get(key)
@@ -135,7 +135,7 @@ class Catalogue:
                 line = document.lines.get(("devices", key))
                 place = f"{document.name}:{line}" if line else document.name
                 raise ConfigError(
-                    f"{place}: devices.{key}: a device that the catalogue does not know needs {', '.join(missing)}"
+                    f"{place}: devices.{key}: a device that is not in the catalogue needs {', '.join(missing)}"
                 )
         return Catalogue(devices=devices, efficiency=_merged(self.efficiency, more.efficiency))
 
@@ -178,7 +178,7 @@ def packaged() -> Catalogue:
 
 
 def read(documents: Sequence[toml.Document]) -> Catalogue:
-    """The packaged catalogue with files of the user's over it, the last one uppermost."""
+    """The packaged catalogue overridden by the user's files; later files take precedence."""
     catalogue = packaged()
     for document in documents:
         catalogue = catalogue.extended(build(Catalogue, document), document)
@@ -190,7 +190,7 @@ def _merged(below: EfficiencyEntry, above: EfficiencyEntry) -> EfficiencyEntry:
 
 
 def _overlaid(known: DeviceEntry, own: DeviceEntry) -> DeviceEntry:
-    """``own`` over ``known``: a figure that the user gives is no longer in doubt, a price takes the place of both."""
+    """``own`` over ``known``: a figure that the user gives counts as verified, and a price replaces both prices."""
     changes = _set_keys(own)
     if own.unverified is None:
         changes["unverified"] = tuple(f for f in known.unverified or () if f not in changes)

@@ -1,4 +1,4 @@
-"""Measured times as efficiencies of the planner's cost model, proved on times that the fit has not seen."""
+"""Measured times as efficiencies of the planner's cost model, checked on times that the fit has not seen."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
 ACCURACY = 0.15
-"""Relative error of predictions that a calibration should keep."""
+"""Relative error of predictions that a calibration should not exceed."""
 _STARTS = ((0.3, 0.3, 1e-4), (0.8, 0.2, 1e-3), (0.1, 0.8, 1e-5), (0.6, 0.6, 1e-2))
 """(bandwidth, decode, step_s)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A time that was measured, and what the calibrated cost model says."""
+    """A measured time, and the calibrated cost model's prediction."""
 
     what: str
     measured_s: float
@@ -51,12 +51,12 @@ class Calibration:
 
     @property
     def worst(self) -> float:
-        """Largest relative error among what was held out."""
+        """Largest relative error among the held-out times."""
         return max(abs(p.error) for p in self.predictions if p.held_out)
 
 
 def fit(measured: Measurements, key: str) -> Calibration:
-    """The device called ``key``. Figures are the best that was seen, so that no efficiency exceeds 1."""
+    """The device called ``key``. Figures are the best ones measured, so that no efficiency exceeds 1."""
     model = parse(measured.model, name=key)
     device = _plain(measured, key, model)
     device = _decoding(device, model, measured)

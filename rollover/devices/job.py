@@ -1,4 +1,4 @@
-"""``rollover calibrate``: measure, fit, say how well it predicts, and write the device down."""
+"""``rollover calibrate``: measure, fit, report how well the fit predicts, and write the device to a file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def calibrate(
     """Measure this machine, or read measurements made elsewhere from ``measured``; write the entry to ``out``.
 
     Raises:
-        DataError: ``measured`` holds no measurements.
-        ModelError: ``model`` is no model folder.
+        DataError: ``measured`` contains no measurements.
+        ModelError: ``model`` is not a model folder.
     """
     console = Console(highlight=False)
     found = _measured(model, device) if measured is None else _read(measured)
@@ -32,11 +32,11 @@ def calibrate(
     verdict = "within" if calibration.worst <= ACCURACY else "NOT within"
     text = f"Held-out times are predicted to {calibration.worst:.0%}, {verdict} {ACCURACY:.0%}"
     if calibration.worst > ACCURACY:
-        text += ": measure again on an idle machine, or with the model that you will use"
+        text += ": measure again on an idle machine, or with the model you will use"
     console.print(f"{text}.", markup=False)
     comment = f"# {found.title}, measured by rollover calibrate; {text[0].lower()}{text[1:]}.\n"
     out.write_text(comment + entry(calibration, key), encoding="utf-8")
-    console.print(f"device {key!r}: {out}; name the file under catalogues in a fleet", markup=False)
+    console.print(f"device {key!r}: {out}; list the file under catalogues in a fleet file", markup=False)
     return calibration
 
 
@@ -44,7 +44,7 @@ def _measured(model: Path | None, device: str) -> Measurements:
     from rollover.devices.measure import measure
 
     if model is not None and not (model / "config.json").is_file():
-        raise ModelError(f"{model}: no model folder: it has no config.json")
+        raise ModelError(f"{model} is not a model folder: it has no config.json")
     return measure(model, device=device)
 
 
@@ -52,9 +52,9 @@ def _read(file: Path) -> Measurements:
     try:
         return Measurements.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{file}: no measurements of rollover.devices.measure: {error}") from None
+        raise DataError(f"{file} was not written by rollover.devices.measure: {error}") from None
 
 
 def _table(calibration: Calibration) -> Table:

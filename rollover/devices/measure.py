@@ -1,7 +1,7 @@
 """Times of this machine: products and copies of tensors, decoding, prefill, training.
 
-Every time is the median of several, after one that is thrown away. Run it on an idle machine: what else runs is
-measured too. Needs torch, transformers, numpy and safetensors only, so that it runs on a bare GPU machine:
+Every time is the median of several, after one that is discarded. Run it on an idle machine: anything else that runs
+distorts the times. It needs only torch, transformers, numpy and safetensors, so that it runs on a bare GPU machine:
 
     python -m rollover.devices.measure measurements.json
 """
@@ -35,10 +35,10 @@ from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Samplin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSizes:
-    """The amount that is measured. Every other point is held out: fitted to nothing, only predicted."""
+    """The points that are measured. Every other one is held out: not fitted, only predicted."""
 
     scratch: ScratchConfig
-    """The model, where none is given: its weights should not fit into a cache."""
+    """The model if none is given; its weights should not fit into a processor cache."""
     batches: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     context_tokens: int = 256
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
@@ -69,7 +69,7 @@ GPU = MeasuredSizes(
 
 
 def measure(model: Path | None = None, *, device: str = "auto", sizes: MeasuredSizes | None = None) -> Measurements:
-    """All of it; ``model`` is a Hugging Face folder, one made for the purpose when left out."""
+    """Measure everything; ``model`` is a Hugging Face folder, by default one made for the purpose."""
     place = pick_device(device)
     sizes = sizes or (CPU if place.type == "cpu" else GPU)
     with tempfile.TemporaryDirectory() as temporary:

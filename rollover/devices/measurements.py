@@ -13,10 +13,10 @@ class Decode:
 
     batch: int
     context: float
-    """Cached tokens of each sample, mean."""
+    """Mean number of cached tokens per sample."""
     seconds: float
     held_out: bool
-    """Predicted, not fitted."""
+    """True if the point is only predicted, not fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +41,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """One machine, one model."""
+    """The measurements of one machine with one model."""
 
     title: str
-    """The device's name, as its driver calls it."""
+    """The device's name, as its driver reports it."""
     model: Mapping[str, Any]
     """The ``config.json`` of the measured model."""
     weight_bytes: float
-    """Per parameter in the engine."""
+    """Bytes per parameter in the engine."""
     kv_bytes: float
-    """Per cached scalar."""
+    """Bytes per cached scalar."""
     memory_bytes: float
     flops: float
     """FLOP/s of the largest product of two matrices, in the engine's number format."""
     copy_bytes_per_s: float
     """Bytes read and written per second by a copy within the device's memory."""
     link_bytes_per_s: float
-    """One way, to another device of this machine, or to the host where there is none."""
+    """The link, one way, to another device of this machine, or to the host if there is none."""
     link_latency_s: float
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]

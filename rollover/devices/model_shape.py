@@ -30,7 +30,7 @@ def parse(config: Mapping[str, Any], *, name: str, file: str = "config.json") ->
         raise ModelError(f"{file}: model_type {family!r} is not supported{nearest(str(family), _FAMILIES)}")
     keys = _Keys(config, file)
     if (config.get("use_sliding_window") or family in ("mistral", "mixtral")) and config.get("sliding_window"):
-        raise ModelError(f"{file}: sliding_window: attention over a window is not supported")
+        raise ModelError(f"{file}: sliding_window: sliding-window attention is not supported")
     attention = _FAMILIES[family](keys)
     return _shape(keys, name, attention, _feed_forward(keys, family))
 
@@ -210,13 +210,13 @@ def _from_hub(model: str) -> Path:
     """The ``config.json`` of a model on the hub."""
     folder = f"{model}: no such folder"
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelError(f"{folder}; give a folder with a config.json, or an id such as Qwen/Qwen3-8B")
+        raise ModelError(f"{folder}; give a folder with a config.json, or a hub id such as Qwen/Qwen3-8B")
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise ModelError(f"{folder}; to look on the hub: pip install huggingface_hub") from None
+        raise ModelError(f"{folder}; to look it up on the hub: pip install huggingface_hub") from None
     try:
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:  # the client's errors share no base, and each says what was wrong
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{folder}, and not to be had from the hub: {reason}") from None
+        raise ModelError(f"{folder}, and the hub does not provide it: {reason}") from None

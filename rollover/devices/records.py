@@ -1,6 +1,6 @@
 """Records of devices, links, models and workloads: frozen, in SI units (bytes, bytes/s, FLOP/s, seconds).
 
-Units are converted once, where files are read: gigabytes, bidirectional link figures and teraFLOP/s do not get past the
+Units are converted once, where files are read: gigabytes, bidirectional link figures and teraFLOP/s occur only in the
 catalogue and the fleet file.
 """
 
@@ -21,33 +21,33 @@ class Link:
     """
 
     bytes_per_s: float
-    """The specified bandwidth, one way; transfers reach the part ``Efficiency.link`` of it."""
+    """The specified bandwidth, one way; transfers reach the fraction ``Efficiency.link`` of it."""
     latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The parts of a device's specified figures that are reached, measured or by default.
+    """The fractions of a device's specified figures that are reached, measured or by default.
 
     Example: ``train=0.45`` trains at 45% of ``flops``.
     """
 
     train: float
-    """Part of ``flops`` that forward and backward passes of training reach."""
+    """Fraction of ``flops`` that forward and backward passes of training reach."""
     prefill: float
-    """Part of ``flops`` that prefill reaches."""
+    """Fraction of ``flops`` that prefill reaches."""
     decode: float
-    """Part of ``flops`` that decoding reaches where compute bounds it."""
+    """Fraction of ``flops`` that compute-bound decoding reaches."""
     bandwidth: float
-    """Part of ``hbm_bytes_per_s`` that decoding reaches."""
+    """Fraction of ``hbm_bytes_per_s`` that decoding reaches."""
     link: float
-    """Part of a link's ``bytes_per_s`` that collectives and weight transfers reach."""
+    """Fraction of a link's ``bytes_per_s`` that collectives and weight transfers reach."""
     memory: float
-    """Part of ``hbm_bytes`` that weights, the KV cache and activations may fill."""
+    """Fraction of ``hbm_bytes`` that weights, the KV cache and activations may fill."""
     step_s: float
     """Seconds of a decoding iteration for launches, sampling and scheduling."""
     source: str
-    """Where these figures come from."""
+    """Source of these figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +58,23 @@ class Device:
     """
 
     name: str
-    """Unique in a fleet: the catalogue's key, with ``@node`` appended where it occurs in differing surroundings."""
+    """Unique name in a fleet: the catalogue's key, with ``@node`` appended if it occurs in different surroundings."""
     title: str
     flops: float
     """Dense bf16 FLOP/s."""
     hbm_bytes_per_s: float
     hbm_bytes: float
     node_size: int
-    """Devices in its node; tensor parallelism stays inside."""
+    """Number of devices in its node; tensor parallelism stays inside."""
     link: Link
-    """Between two devices of its node."""
+    """Link between two devices of its node."""
     network: Link
-    """From its node to other nodes; the node's devices share it."""
+    """Link from its node to other nodes; the node's devices share it."""
     price_per_hour: float | None
-    """In the fleet's currency; ``None`` where unknown."""
+    """Price in the fleet's currency; ``None`` if unknown."""
     efficiency: Efficiency
     unverified: tuple[str, ...] = ()
-    """Figures among the above that rest on second-hand sources."""
+    """Names of the above figures that are not verified in a primary source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +88,23 @@ class ModelShape:
     num_layers: int
     hidden: int
     num_heads: int
-    """Tensor parallelism divides them."""
+    """Number of attention heads, which tensor parallelism divides."""
     query_width: int
     """Heads times head size: 4 x this x context FLOPs per token and layer go into attention."""
     kv_width: int
     """Scalars cached per token and layer."""
     kv_heads: int
-    """Tensor parallelism splits the cache so many ways; beyond that it is repeated."""
+    """Number of ways in which tensor parallelism can split the cache; beyond that it is replicated."""
     ffn_width: int
     """Intermediate activations per token and layer (of the experts that a token visits)."""
     vocab_size: int
     parameters: int
     active_parameters: int
-    """Used for one token."""
+    """Parameters used for one token."""
     embedding_parameters: int
-    """Looked up, not multiplied or read as a whole: the input embedding where it is not the output's too."""
+    """Parameters that are only looked up, not multiplied or read as a whole: the input embedding unless it is tied."""
     expert_parameters: int = 0
-    """In routed experts; the others are read in every step."""
+    """Parameters in routed experts; the others are read in every step."""
     num_experts: int = 0
     experts_per_token: int = 0
 
@@ -123,18 +123,18 @@ class LengthBucket:
     """
 
     share: float
-    """Part of all samples."""
+    """Fraction of all samples."""
     tokens: float
     """Mean response length."""
     max_tokens: int
     group_share: float
-    """Part of all groups whose longest response falls here."""
+    """Fraction of all groups whose longest response falls here."""
     group_tokens: float
     """Mean length of the longest response of those groups."""
     batch_share: float
     """Probability that the longest response of a whole batch falls here."""
     batch_tokens: float
-    """Its mean length then."""
+    """Mean length of that response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +157,12 @@ class WorkloadSpec:
     held_s: float = 0.0
     """Seconds in which a sample keeps its KV cache without decoding: tool calls."""
     pause_s: float = 1.0
-    """Seconds for which engines stand still around a weight update, besides transfer and re-prefill."""
+    """Seconds for which engines pause around a weight update, besides transfer and re-prefill."""
     keeps_kv: bool = False
-    """Whether the KV cache survives a weight update; otherwise running samples are prefilled anew."""
+    """True if the KV cache survives a weight update; otherwise running samples are prefilled again."""
     reference_model: bool = False
     proximal_pass: bool = True
-    """Whether the trainer recomputes log-probabilities before the step."""
+    """True if the trainer recomputes log-probabilities before the step."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     rollout_weight_bytes: float = 2.0
     """Bytes per parameter in the engines: 2 for bf16, 1 for fp8."""

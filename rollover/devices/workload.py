@@ -33,8 +33,8 @@ def load(
     ``settings`` are further fields of ``WorkloadSpec``.
 
     Raises:
-        ConfigError, DataError, RunError: ``name`` stands for nothing, or for something damaged.
-        PlanError: a setting out of range.
+        ConfigError, DataError, RunError: ``name`` refers to nothing, or to something damaged.
+        PlanError: a setting is out of range.
     """
     lengths = read_lengths(name, cap_tokens=cap_tokens).workload(seed)
     return specify(name, lengths, num_groups=num_groups, group_size=group_size, **settings)
@@ -61,7 +61,7 @@ def _check(settings: Mapping[str, Any]) -> None:
             raise PlanError(f"{key} must be at least 1, got {settings[key]}")
     for key in ("reward_s", "held_s", "pause_s"):
         if settings.get(key, 0.0) < 0:
-            raise PlanError(f"{key} must be zero or more seconds, got {settings[key]:g}")
+            raise PlanError(f"{key} must be at least 0 seconds, got {settings[key]:g}")
 
 
 # --- Length buckets ---------------------------------------------------------------------------------------------------

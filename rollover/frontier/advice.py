@@ -12,23 +12,23 @@ from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.settings.toml import dumps
 
 LEAST_LENGTH = 0.95
-"""Least trained length, relative to synchronous rollout's: a setting that trains shorter responses than it admits is
-not recommended, however fast it is."""
+"""Minimum trained length, relative to that of synchronous rollout: a setting that trains shorter responses than it
+admits is not recommended, however fast it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A setting, and what was given up for its lag."""
+    """A recommended setting, and how much gain its lag costs."""
 
     chosen: FrontierPoint
     best: FrontierPoint
-    """The point of highest throughput, whatever its lag."""
+    """The point of highest throughput, regardless of lag."""
     lag_budget: float | None
     """The lag that the user allows; ``None`` recommends the knee."""
 
     @property
     def share(self) -> float:
-        """Part of the best gain over synchronous rollout."""
+        """Fraction of the best gain over synchronous rollout."""
         gained = self.best.gain.mean - 1
         return (self.chosen.gain.mean - 1) / gained if gained > 0 else 1.0
 
@@ -39,10 +39,10 @@ class Advice:
     def sentence(self) -> str:
         gain = self.chosen.gain
         margin = "" if gain.margin is None else f" ± {gain.margin:.2f}"
-        text = f"{label(self.config)} trains {gain.mean:.2f}{margin} times the tokens of synchronous rollout"
+        text = f"{label(self.config)} trains {gain.mean:.2f}{margin} times as many tokens as synchronous rollout"
         text += f" at a lag of {self.chosen.lag:.2f} versions"
         if self.chosen is self.best:
-            return f"{text}; no setting tried is faster."
+            return f"{text}; none of the settings tried is faster."
         lag = f"{self.chosen.lag / self.best.lag:.0%} of the lag" if self.best.lag else "no more lag"
         return (
             f"{text}: {self.share:.0%} of the gain of the fastest setting ({label(self.best.config)},"
@@ -50,7 +50,7 @@ class Advice:
         )
 
     def toml(self) -> str:
-        """The setting as a piece of a run's config, with the least staleness bound that never got in its way."""
+        """The setting as part of a run's config, with the lowest staleness bound that never held it back."""
         config, strategy = self.config, self.config.strategy
         values: dict[str, object] = {
             "rollout_batch_size": config.rollout_batch_size,
@@ -69,7 +69,7 @@ class Advice:
 
 
 def bound(point: FrontierPoint) -> int:
-    """Least ``max_staleness`` that the setting needs and that no simulated token broke."""
+    """The lowest ``max_staleness`` that suffices for the setting and that no simulated token exceeded."""
     if point.config.strategy.on_policy:
         return 0
     return max(point.max_lag, point.config.strategy.staleness_needed(point.config))

@@ -1,4 +1,4 @@
-"""Engine parameters: of a catalogue device and a model's shape, of a benchmark's fit, or in units of themselves."""
+"""Engine parameters: from a catalogue device and a model's shape, from a benchmark's fit, or in relative units."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NODE_SIZE = 8
 
 
 def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel, str]:
-    """No engine in particular: time is counted in iterations over an empty batch, and a batch loads the replicas as in
+    """An unspecified engine: time is counted in iterations over an empty batch, and a batch loads the replicas as in
     APRIL's published experiments."""
     samples = rollout.rollout_batch_size * rollout.group_size
     b0 = samples / PUBLISHED_LOAD / replicas
     note = (
-        f"No engine named: times are in iterations over an empty batch (c0), B0 = {b0:.0f} samples per replica, so that"
+        f"No engine given: times are in iterations over an empty batch (c0), B0 = {b0:.0f} samples per replica, so that"
         f" a batch is {PUBLISHED_LOAD} B0 as in APRIL's experiments; {PREFILL_PER_C0:,.0f} tokens are prefilled per c0."
     )
     return ReplicaModel(c0_s=1.0, b0=b0, prefill_tokens_per_s=PREFILL_PER_C0), note
@@ -40,11 +40,11 @@ def of_device(
     times of one sample and of a batch that fills the cache.
 
     Raises:
-        ConfigError: no such device; or the model and one sample do not fit.
+        ConfigError: there is no such device, or the model and one sample do not fit.
         ModelError: the model's folder cannot be read.
     """
     if not 1 <= tp <= _NODE_SIZE:
-        raise ConfigError(f"--tp must lie between 1 and {_NODE_SIZE}, the devices of a node, got {tp}")
+        raise ConfigError(f"--tp must be between 1 and {_NODE_SIZE}, the number of devices in a node; got {tp}")
     found = catalogue.packaged().surroundings(
         device, name=device, node_size=_NODE_SIZE, network=None, price_per_hour=None
     )
@@ -55,16 +55,16 @@ def of_device(
     engine = replica_costs(shape, workload, found, tp, 1)
     if not engine.fits():
         raise ConfigError(
-            f"{model} and its longest response do not fit on {tp} x {device}; raise --tp, or take a larger device"
+            f"{model} and its longest response do not fit on {tp} x {device}; raise --tp or use a larger device"
         )
     replica = engine_model(engine, pause_s=weight_update_s(shape, workload, found, found.network))
     note = (
         f"Engine: {tp} x {found.title} and {shape.name} by the cost model: c0 {1000 * replica.c0_s:.2f} ms,"
         f" B0 {replica.b0:.0f}, {replica.prefill_tokens_per_s:,.0f} tokens/s of prefill, a cache of"
-        f" {replica.kv_tokens:,.0f} tokens. Measure yours: efficiencies are the catalogue's."
+        f" {replica.kv_tokens:,.0f} tokens. Efficiencies are the catalogue's: measure your own."
     )
     if found.unverified:
-        note += f" Of the device, {', '.join(found.unverified)} rest on second-hand sources."
+        note += f" These figures of the device are unverified: {', '.join(found.unverified)}."
     return replica, note
 
 
@@ -78,15 +78,15 @@ def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
     if path.is_dir():
         results = sorted(path.glob("engine-*.json"), key=lambda f: f.stat().st_mtime)
         if not results:
-            raise DataError(f"{path}: no engine-*.json in it; run benchmarks/engine.py, or name a result file")
+            raise DataError(f"{path} contains no engine-*.json; run benchmarks/engine.py, or give a result file")
         file = results[-1]
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not a benchmark result that can be read: {error}") from None
+        raise DataError(f"{file} is not a readable benchmark result: {error}") from None
     fit = _find(content, "c0_s")
     if fit is None or not all(isinstance(fit.get(key), int | float) and fit[key] > 0 for key in ("c0_s", "B0")):
-        raise DataError(f"{file}: holds no fit of the iteration time (c0_s and B0, both above 0)")
+        raise DataError(f"{file} contains no fit of the iteration time (c0_s and B0, both above 0)")
     replica = ReplicaModel(c0_s=fit["c0_s"], b0=fit["B0"])
     return replica, f"Engine: as measured in {file.name}: c0 {1000 * replica.c0_s:.2f} ms, B0 {replica.b0:.1f}."
 

@@ -14,7 +14,7 @@ from rollover.report.plot import label as escaped
 _COLOURS = ("--blue", "--orange", "--green", "--violet", "--red", "--cyan", "--pink", "--brown", "--yellow", "--soft")
 _CURVE_POINTS = 60
 _MIN_SEEDS = 3
-"""The interval of two seeds says only that two are too few."""
+"""Minimum number of seeds for which an interval is drawn: that of two says only that two are too few."""
 
 
 def colours(study: Study) -> dict[str, str]:
@@ -24,7 +24,7 @@ def colours(study: Study) -> dict[str, str]:
 
 
 def frontier(study: Study) -> Figure:
-    """Gain against lag: a line a strategy, what no schedule exceeds, the closed form, and what to look at."""
+    """Gain against lag: one line per strategy, the ceiling of all schedules, the closed form, and the marked points."""
     data: list[dict[str, Any]] = []
     for strategy, colour in colours(study).items():
         points = sorted(study.of(strategy), key=lambda p: p.lag)
@@ -92,7 +92,7 @@ def sensitivity(study: Study) -> list[tuple[str, Figure]]:
         ("over_sampling_batch_size", "Over-sampling r", "groups in flight over groups of a batch"),
         ("num_running", "Concurrency C", "samples in flight over samples of a batch"),
         ("max_staleness", "Staleness bound S", "versions"),
-        ("lag_target", "Lag target", "versions asked for"),
+        ("lag_target", "Lag target", "versions requested"),
     ):
         strategies = [s for s in study.strategies if (knob := knob_of(s)) is not None and knob.key == key]
         if strategies:

@@ -1,4 +1,4 @@
-"""``rollover simulate``: from what the command line says to a table, a page and a file."""
+"""``rollover simulate``: from the command line's options to a table, a page and a file."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from rollover.workload.source import Lengths, capped, read_lengths
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
 _WARMUP_SHARE = 3
-"""One step in so many is warm-up, when nothing else is said."""
+"""One step in this many is warm-up by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRequest:
-    """Options of ``rollover simulate``; ``None`` where nothing was said.
+    """Options of ``rollover simulate``; ``None`` means not given.
 
     Example: ``StudyRequest(workload="r1-16k", lag_budgets=(0.5, 1.0))``.
     """
 
     workload: str | None = None
     run: Path | None = None
-    """A run to go by: its lengths, its batch, its engine."""
+    """A run that supplies the lengths, the batch and the engine."""
     strategies: tuple[str, ...] = ()
     lag_budgets: tuple[float, ...] = ()
     max_staleness: int | None = None
@@ -60,13 +60,13 @@ class StudyRequest:
 
     def __post_init__(self) -> None:
         if self.run is not None and self.workload is not None:
-            raise ConfigError("--from names a run, whose lengths are used: leave WORKLOAD out")
+            raise ConfigError("--from names a run whose lengths are used: omit WORKLOAD")
         if (self.device is None) != (self.model is None):
-            raise ConfigError("--device and --model belong together: an engine is a model on a device")
+            raise ConfigError("--device needs --model, and --model needs --device: an engine is a model on a device")
         engines = {"--device": self.device, "--engine": self.engine, "--from": self.run}
         named = [option for option, value in engines.items() if value is not None]
         if len(named) > 1:
-            raise ConfigError(f"{' and '.join(named)} both say what the engine is like; name one")
+            raise ConfigError(f"{' and '.join(named)} each describe the engine; give only one")
         if self.tp != 1 and self.device is None:
             raise ConfigError("--tp has no effect without --device and --model")
         if any(budget < 0 for budget in self.lag_budgets):
@@ -74,10 +74,10 @@ class StudyRequest:
 
 
 def simulate(request: StudyRequest) -> None:
-    """Study the strategies, say what was found, and write what was asked for.
+    """Study the strategies, print the results, and write the requested files.
 
     Raises:
-        RolloverError: with what the user can do about it.
+        RolloverError: the message says how to fix it.
     """
     console = Console(highlight=False)
     setup, recorded = _setup(request)
@@ -104,7 +104,7 @@ def simulate(request: StudyRequest) -> None:
 
 
 def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
-    """Combine the options, the scenario file and the run; of two that say the same, the option wins."""
+    """Combine the options, the scenario file and the run; an option overrides the others."""
     file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
     cap = request.cap_tokens or file_cap
     recorded = read_recorded(request.run) if request.run else None
@@ -145,17 +145,17 @@ def _engine(
         replica, note = engine.in_units_of_c0(rollout, replicas)
     is_timed = request.device is not None or request.engine is not None or file.engine.c0_s is not None
     if file.engine.c0_s is not None:
-        note = f"Engine: as {request.scenario} says."
+        note = f"Engine: as described in {request.scenario}."
     return replica, note, "s" if is_timed else "c0"
 
 
 def _checked(found: Study, recorded: Recorded) -> str:
-    """Return how far the model of the run can be trusted."""
+    """Return how accurate the model of the run is."""
     measured = recorded.tokens_per_s(min(found.length.warmup, recorded.num_steps - 1))
     simulated = found.current.mean("tokens_per_s")
     return (
         f"The run trained {measured:,.0f} tokens/s; simulated under its own setting it trains {simulated:,.0f}"
-        f" ({simulated / measured - 1:+.0%}): expect the other figures to be off by as much"
+        f" ({simulated / measured - 1:+.0%}): expect the other figures to be off by a similar amount"
     )
 
 

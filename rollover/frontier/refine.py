@@ -1,9 +1,9 @@
-"""Settings whose measured lag is the lag asked for.
+"""Settings whose measured lag is the requested lag.
 
-What a strategy is set to and the lag that it then has are two things, and a grid of settings jumps over most lags. Of
-the fastest settings within a lag, one strategy's may lie just below it and another's far below: comparing them compares
-grids. So every strategy's setting is turned until its measured lag lies within ``TOLERANCE`` below the lag asked for,
-or nothing lies between the two settings around it.
+A strategy's setting does not determine its lag in advance, and a grid of settings jumps over most lags. Of the fastest
+settings within a lag, one strategy's may lie just below it and another's far below: comparing them would compare grids.
+Every strategy's setting is therefore adjusted until its measured lag is within ``TOLERANCE`` below the requested lag,
+or no setting lies between the two around it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rollover.frontier.sweep import FrontierPoint
 from rollover.rollout.config import RolloutConfig
 
 TOLERANCE = 0.05
-"""Share of the lag asked for by which a measured lag may stay below it."""
+"""Fraction of the requested lag by which a measured lag may stay below it."""
 MOST_ROUNDS = 8
-"""Rounds of refinement at most; each narrows the settings around the lag by a quarter or more."""
+"""Maximum rounds of refinement; each narrows the settings around the lag by a quarter or more."""
 _FARTHEST = 1.5
-"""Factor by which a setting is turned up where none tried has the lag yet."""
+"""Factor by which a setting is raised if none tried has the lag yet."""
 _LEAST_STEP = 0.01
-"""Two settings that differ by a smaller share are alike."""
+"""Relative difference below which two settings count as equal."""
 _LEAST: dict[Literal["groups", "samples", "plain"], float] = {"groups": 1.0, "samples": 0.0, "plain": 0.0}
-"""Where nothing is carried over, by the scale of a knob."""
+"""The value at which nothing is carried over, by the scale of a knob."""
 
 
 def next_setting(points: Sequence[FrontierPoint], setup: Setup, lag: float) -> RolloutConfig | None:

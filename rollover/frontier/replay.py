@@ -1,4 +1,4 @@
-"""A run as a setup: its lengths, its batch shape, and what its journal and metrics say about engine and trainer.
+"""A run as a setup: its lengths, its batch shape, and the engine and trainer as its journal and metrics show them.
 
 The engine is taken as one replica: an iteration's time is fitted to how long each segment took and how many samples
 ran meanwhile. Simulating the run's own strategy then tells how far this model can be trusted.
@@ -31,7 +31,7 @@ from rollover.workload.trace import Trace
 
 _MIN_STEPS = 4
 _NO_B0 = 1e6
-"""Batches, in the largest that occurred, that stand for none at all."""
+"""B0 above this many times the largest batch that occurred counts as infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Recorded:
     notes: tuple[str, ...]
 
     def tokens_per_s(self, warmup: int) -> float:
-        """Measured, of the whole loop, from step ``warmup`` on."""
+        """Measured throughput of the whole loop from step ``warmup`` on."""
         tokens, seconds = zip(*self.step_tokens_per_s[warmup:], strict=True)
         return sum(tokens) / sum(seconds)
 
@@ -59,8 +59,8 @@ def read_recorded(path: Path) -> Recorded:
     """The run in ``path``.
 
     Raises:
-        RunError: it is no run, or too short.
-        DataError: how long iterations take cannot be told from it.
+        RunError: it is not a run, or is too short.
+        DataError: the time of an iteration cannot be determined from it.
     """
     trace = read_run(path)
     config = read_config(path)
@@ -70,7 +70,7 @@ def read_recorded(path: Path) -> Recorded:
     tokens = {s.step: s.num_tokens for s in timeline.steps}
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
-        raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to learn from the run")
+        raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
     num_prompt_tokens = sum(len(e.prompt.token_ids) for e in events if isinstance(e, GroupOpened))
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
@@ -91,7 +91,7 @@ def read_recorded(path: Path) -> Recorded:
         notes=(
             how,
             f"Trainer: {1e6 * trainer.s_per_token:.1f} µs per trained token, rewards {1000 * reward.base_s:.1f} ms"
-            " after a sample's end, means of the run.",
+            " after a sample's end (means over the run).",
         ),
     )
 
@@ -135,9 +135,9 @@ def _replica(
         swap_pause_s=pause_s,
     )
     b0 = f"B0 {found.b0:.1f} samples" if math.isfinite(found.b0) else "grows with no batch that occurred (no B0)"
-    prefill = f"{rate:,.0f} tokens/s of prefill" if math.isfinite(rate) else "prefill too fast to tell"
+    prefill = f"{rate:,.0f} tokens/s of prefill" if math.isfinite(rate) else "immeasurably fast prefill"
     return model, (
-        f"Engine: from {len(timed):,} segments of the run, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
+        f"Engine: fitted to {len(timed):,} segments, an iteration takes c0 {1000 * found.c0_s:.2f} ms and {b0},"
         f" {prefill}; mean error {found.error:.0%}. New weights take {1000 * pause_s:.0f} ms."
     )
 

@@ -20,19 +20,19 @@ from rollover.report.page import Page, finite, header, table, tiles
 from rollover.report.timeline_figure import aligned
 
 _FRONTIER = (
-    "Each point is a setting of a strategy, simulated on the same lengths as all others; a line runs from little"
-    " carried over to much. Up is faster, left is fresher. Nothing lies above the ceiling: there, engines would only"
-    " read caches. Bars are 95% intervals over seeds of the paired ratio."
+    "Each point is a setting of a strategy, simulated on the same lengths as all others; along a line, more and more"
+    " is carried over. Up is faster, left is fresher. Nothing lies above the ceiling, where engines would only read"
+    " caches. Bars are 95% intervals of the paired ratio over seeds."
 )
 _TIMELINES = (
-    "The same steps of each setting, from one round to another, on axes of equal length. Bars are samples coloured"
-    " by the policy version that sampled them, thin lines parked samples, shaded is training; below, the samples"
-    " decoding at each moment."
+    "The same steps of each setting, in whole rounds, on axes of equal length. Bars are samples, coloured by the policy"
+    " version that sampled them; thin lines are parked samples; shaded areas are training. Below: the samples decoding"
+    " at each moment."
 )
-_ACTIVE = "What over-sampling fills is the area missing under a falling curve."
+_ACTIVE = "Over-sampling fills the area missing under a falling curve."
 _SENSITIVITY = (
-    "How much the answer depends on the setting, and on what may be otherwise than assumed. Solid: throughput over"
-    " synchronous rollout under the same change; dotted, on the right: lag."
+    "How much the answer depends on the setting and on the assumptions. Solid: throughput over synchronous rollout"
+    " under the same change; dotted, on the right axis: lag."
 )
 _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "gain": lambda p, _: f"{p.gain.mean:.2f}×" + ("" if p.gain.margin is None else f" ±{p.gain.margin:.2f}"),
@@ -48,14 +48,14 @@ _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "length": lambda p, _: f"{p.mean('trained_length'):.2f}",
     "K": lambda p, _: f"{p.mean('iterations'):,.0f}",
 }
-"""Columns of the table: name, and what it shows of a point under the setup's ceiling."""
+"""Columns of the table: name, and a function of a point and the setup's ceiling."""
 HEAD = ("setting", *_FIGURES)
 FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{unit}", "of ceiling")
-"""Columns a narrow terminal does without, in this order. Gain, lag, waste and length bias always stand together."""
+"""Columns that a narrow terminal omits, in this order. Gain, lag, waste and length bias are always shown together."""
 
 
 def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
-    """One a setting; the columns are ``HEAD``'s."""
+    """One row per setting; the columns are ``HEAD``'s."""
     ceiling = study.setup.ceiling
     return [
         (p, (label(p.config) + _mark(study, p), *(shown(p, ceiling) for shown in _FIGURES.values())))
@@ -70,7 +70,7 @@ def _mark(study: Study, point: FrontierPoint) -> str:
 
 
 def study_table(study: Study, width: int) -> Table:
-    """With as many columns as ``width`` characters hold, and a word on those that are left out."""
+    """The table with as many columns as fit in ``width`` characters, and a note on those that are left out."""
     found = rows(study)
     names = [name.format(unit=study.setup.unit) for name in HEAD]
     widths = [max(map(len, column)) for column in zip(names, *(cells for _, cells in found), strict=True)]
@@ -78,7 +78,7 @@ def study_table(study: Study, width: int) -> Table:
     left_out = [names[place] for place in range(len(HEAD)) if place not in places]
     shown = Table(title=headline(study), title_justify="left", title_style="bold", caption_justify="left")
     if left_out:
-        shown.caption = f"{', '.join(left_out)}: on the page, and on a wider terminal"
+        shown.caption = f"{', '.join(left_out)}: see the page or a wider terminal"
     for place in places:
         shown.add_column(names[place], justify="right" if place else "left", no_wrap=True)
     strategy = None
@@ -106,15 +106,15 @@ def headline(study: Study) -> str:
     seeds = f"{study.num_seeds} seed{'s' * (study.num_seeds > 1)}"
     return (
         f"{study.setup.name}: {r.rollout_batch_size} groups of {r.group_size}, responses of at most"
-        f" {study.setup.cap_tokens:,} tokens; {length.steps} steps, the first {length.warmup} left out, {seeds}"
+        f" {study.setup.cap_tokens:,} tokens; {length.steps} steps, the first {length.warmup} excluded, {seeds}"
     )
 
 
 def legend() -> str:
     return (
-        "gain: trained tokens per time over sync, paired; lag: mean of trained tokens in versions, beside it p95,"
+        "gain: trained tokens per time over sync, paired; lag: mean over trained tokens in versions, followed by p95,"
         " max, and the mean over groups of the oldest token; wasted: of decoded tokens; prefilled: tokens per trained"
-        " token, prompts included; length: trained over admitted mean, 1 is no bias; K: iterations per step"
+        " token, prompts included; length: trained over admitted mean, 1 means no bias; K: iterations per step"
     )
 
 
@@ -124,8 +124,8 @@ def recommendation(advice: Advice) -> str:
 
 
 def rivals(study: Study, advice: Advice) -> str:
-    """State what the other strategies reach at the lag asked for, each by its fastest setting within it; and whose
-    settings jump over it. Empty where no lag was asked for."""
+    """State what the other strategies reach at the requested lag, each with its fastest setting within it, and whose
+    settings jump over it. Empty if no lag was requested."""
     budget = advice.lag_budget
     if budget is None:
         return ""
@@ -138,21 +138,21 @@ def rivals(study: Study, advice: Advice) -> str:
         said.append(
             f"{label(best.config)} {best.gain.mean:.2f} times at {best.lag:.2f}{_gap(study.of(name), best, budget)}"
         )
-    return f"Others within it: {'; '.join(said)}." if said else ""
+    return f"Others within this lag: {'; '.join(said)}." if said else ""
 
 
 def _gap(points: Sequence[FrontierPoint], best: FrontierPoint, lag: float) -> str:
-    """Return why the fastest fair setting of a strategy stays far below ``lag``; nothing where it does not."""
+    """Return why the fastest fair setting of a strategy stays far below ``lag``; empty if it does not."""
     beyond = [p.lag for p in points if p.lag > lag]
     if best.lag >= (1 - TOLERANCE) * lag or not beyond:
         return ""
     if any((1 - TOLERANCE) * lag <= p.lag <= lag for p in points):
         return " (at more lag it trains shorter responses)"
-    return f" (none lies between that and {min(beyond):.2f})"
+    return f" (no setting lies between that and {min(beyond):.2f})"
 
 
 def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
-    """The page; ``extra`` are sentences to stand beside the recommendation."""
+    """The page; ``extra`` are sentences to put in its header."""
     page = Page(f"{study.setup.name} · Rollover simulation")
     page.add(header("Rollover simulation: nothing here was measured", study.setup.name, [headline(study), *extra]))
     page.add(tiles(_key_numbers(study)))
@@ -169,7 +169,7 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
     _timelines(page, study)
     page.section("Samples decoding", _ACTIVE, page.figure("", figures.active(study), ""), layout="column")
     changes = [page.figure(title, changed, "") for title, changed in figures.sensitivity(study)]
-    page.section("What it depends on", _SENSITIVITY, *changes)
+    page.section("Sensitivity", _SENSITIVITY, *changes)
     notes = "".join(f"<li>{escape(note)}</li>" for note in assumptions(study))
     page.add(f'<section><h2>Assumptions</h2><div class="card"><ul>{notes}</ul></div></section>')
     return page.render()
@@ -177,12 +177,12 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
 
 def assumptions(study: Study) -> list[str]:
     scenario = study.setup.scenario
-    kept = "outlive new weights" if scenario.kv_on_update == "keep" else "are computed again after each weight update"
+    kept = "survive weight updates" if scenario.kv_on_update == "keep" else "are recomputed after each weight update"
     found = [*study.setup.notes, f"Caches of unfinished samples {kept}."]
     if scenario.colocated:
         found.append("Replicas and trainer take turns on the same devices.")
     if scenario.trainer.is_zero:
-        found.append("Training takes no time: gains are of the rollout alone. Give [trainer] in a scenario file.")
+        found.append("Training takes no time: gains are of the rollout alone. Set [trainer] in a scenario file.")
     return found
 
 
@@ -192,12 +192,12 @@ def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
     strategy, _, value = label(advice.config).partition(" ")
     value = value.replace("=", " = ") or "on-policy"
     return [
-        ("Recommended", value, "", f"{strategy}; max_staleness = {bound(advice.chosen)} was never in its way"),
+        ("Recommended", value, "", f"{strategy}; max_staleness = {bound(advice.chosen)} never held it back"),
         ("Gain", f"{advice.chosen.gain.mean:.2f}", "× sync", f"{advice.share:.0%} of the fastest setting's gain"),
         ("Lag", f"{advice.chosen.lag:.2f}", "versions", f"{advice.best.lag:.2f} at the fastest setting"),
         ("Ceiling", f"{ceiling:.2f}", "× sync", "engines that only read caches, a trainer that never waits"),
         ("Sync step", f"{theory.sync_iterations:,.0f}", "iterations", "the mean longest response of a batch"),
-        ("Lag times K", f"{theory.kappa:,.0f}", "tokens", "in closed form: what these lengths make lag cost"),
+        ("Lag times K", f"{theory.kappa:,.0f}", "tokens", "in closed form: the price of lag for these lengths"),
     ]
 
 

@@ -1,6 +1,6 @@
 """Decides which settings of a strategy are tried: one key each, from little carried over to much.
 
-A strategy is named as in a config; ``april:sample`` is ``april`` that trains single samples, ``unit = "sample"``.
+A strategy is named as in a config; ``april:sample`` is ``april`` training single samples, ``unit = "sample"``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rollover.sim.strategies import SIMULATED, SimulatedRollout
 DEFAULT_STRATEGIES = ("sync", "oversample", "april", "concurrency", "bounded_async", "rollover")
 _SAMPLE = ":sample"
 _FREE = 64
-"""A staleness bound that holds nothing back: what is measured is what the strategy itself does."""
+"""A staleness bound that holds nothing back, so that the strategy's own behaviour is measured."""
 
 
 def knob_of(name: str) -> Knob | None:
-    """The option that is tried of a strategy, with or without ``:sample``; ``None`` for those that are on-policy."""
+    """The option of a strategy that is varied, with or without ``:sample``; ``None`` for on-policy strategies."""
     return SIMULATED[name.removesuffix(_SAMPLE)].knob
 
 
 def default_strategies(setup: Setup) -> tuple[str, ...]:
-    """Return what is tried where nobody says: all that the scenario can run."""
+    """Return the strategies tried by default: all that the scenario can run."""
     return tuple(name for name in DEFAULT_STRATEGIES if not _is_asleep(name, setup))
 
 
@@ -40,17 +40,17 @@ def _is_asleep(name: str, setup: Setup) -> bool:
 
 
 def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
-    """The strategies to try, ``sync`` first: it is what all are compared with.
+    """The strategies to try, ``sync`` first, since all are compared with it.
 
     Raises:
-        ConfigError: an unknown name, or one that needs what the scenario lacks.
+        ConfigError: a name is unknown, or needs something that the scenario lacks.
     """
     for name in names:
         strategy = name.removesuffix(_SAMPLE)
         if strategy not in SIMULATED:
-            raise ConfigError(f"--strategies: no strategy {name!r}{nearest(strategy, SIMULATED)}")
+            raise ConfigError(f"--strategies: unknown strategy {name!r}{nearest(strategy, SIMULATED)}")
         if SIMULATED[strategy].on_policy and strategy != name:
-            raise ConfigError(f"--strategies: {name!r}: {strategy} waits for whole groups, it trains no single samples")
+            raise ConfigError(f"--strategies: {name!r}: {strategy} cannot train single samples, only whole groups")
         if strategy == "fast_lane" and not setup.scenario.has_fast_lane:
             raise ConfigError(
                 f"--strategies: {name!r} needs a replica for the fast lane: in the scenario file,"
@@ -58,14 +58,14 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
             )
         if _is_asleep(name, setup):
             raise ConfigError(
-                f"--strategies: {name!r} generates while the trainer trains, and replicas and trainer take turns"
-                " (colocated = true): leave one of the two out"
+                f"--strategies: {name!r} generates while the trainer trains, but replicas and trainer take turns"
+                " (colocated = true): remove one of the two"
             )
     return tuple(dict.fromkeys(("sync", *names)))
 
 
 def settings(name: str, setup: Setup) -> list[SimulatedRollout]:
-    """Return what is tried of a strategy; settings that mean the same are tried once."""
+    """Return the settings of a strategy to try; equivalent settings are tried once."""
     knob = knob_of(name)
     if knob is None:
         return [setting(name, setup, None)]
@@ -74,7 +74,7 @@ def settings(name: str, setup: Setup) -> list[SimulatedRollout]:
 
 
 def is_allowed(name: str, setup: Setup, value: float) -> bool:
-    """Return whether the setting is what it says under the setup's staleness bound."""
+    """Return whether the setting keeps its meaning under the setup's staleness bound."""
     config = _turned(name, setup, value)
     needed = max(config.max_staleness or 0, config.strategy.staleness_needed(config))
     return setup.max_staleness is None or needed <= setup.max_staleness

@@ -1,4 +1,4 @@
-"""The setup of a study: lengths, batch shape, engine, trainer and rewards, and where each of them comes from."""
+"""The setup of a study: lengths, batch shape, engine, trainer and rewards, and the origin of each."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_accep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
-    """Section ``[engine]`` of a scenario file; what is unset comes from the device, the benchmark or the run."""
+    """Section ``[engine]`` of a scenario file; unset keys are taken from the device, the benchmark or the run."""
 
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""
     b0: Annotated[float | None, UNBOUNDED] = None
-    """Samples at which an iteration takes twice that."""
+    """Number of samples at which an iteration takes twice as long."""
     prefill_tokens_per_s: Annotated[float | None, UNBOUNDED] = None
     kv_tokens: Annotated[float | None, UNBOUNDED] = None
-    """Room of the key-value cache of a replica."""
+    """Capacity of the key-value cache of a replica, in tokens."""
     max_running: int | None = None
-    """Samples a replica decodes at the same time."""
+    """Number of samples that a replica decodes at the same time."""
     swap_pause_s: float | None = None
-    """Decoding stands still this long for new weights."""
+    """Seconds for which decoding pauses for new weights."""
     draft_tokens: int | None = None
     """Draft tokens for each sample in an iteration (speculative decoding)."""
     draft_acceptance: float | None = None
-    """Chance that a draft token is accepted if those before it were."""
+    """Probability that a draft token is accepted if those before it were."""
     draft_cost: float | None = None
     """Cost of a draft token to an iteration, in samples."""
     replicas: int | None = None
     fast_lane_replicas: int = 0
-    """How many of them take only samples that ask for the fast lane."""
+    """Number of replicas that take only samples that ask for the fast lane."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,41 +72,41 @@ class ScenarioFile:
     """A scenario file. Every key may be left out."""
 
     rollout: SimulatedRollout | None = None
-    """The setting in use now, as in a run's config: its batch shape is simulated, its point is marked."""
+    """The setting currently in use, as in a run's config: its batch shape is simulated and its point is marked."""
     engine: EngineSection = EngineSection()
     trainer: Latency | None = None
-    """Time of a training step, by the response tokens of its batch."""
+    """Time of a training step, as a function of the response tokens of its batch."""
     reward: Latency | None = None
-    """Time of a reward, by the response tokens of its sample."""
+    """Time of a reward, as a function of the response tokens of its sample."""
     kv_on_update: Literal["keep", "recompute"] | None = None
-    """Whether key-value caches outlive new weights; recomputed when absent."""
+    """``keep``: key-value caches survive weight updates. ``recompute``, the default: they are recomputed."""
     colocated: bool | None = None
-    """Whether replicas and trainer take turns on the same devices, which loses caches at each step;
-    ``engine.swap_pause_s`` is then the time that taking turns costs."""
+    """If true, replicas and trainer take turns on the same devices, which loses caches at each step;
+    ``engine.swap_pause_s`` is then the time that a turn costs."""
     accuracy: float | None = None
-    """Chance of reward 1 instead of 0."""
+    """Probability of reward 1 instead of 0."""
     filter_zero_signal: bool | None = None
-    """Whether groups of equal rewards are dropped (dynamic sampling)."""
+    """If true, groups of equal rewards are dropped (dynamic sampling)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything that is simulated but the strategies."""
+    """Everything that is simulated except the strategies."""
 
     name: str
     """Name of the lengths."""
     lengths: Lengths
     rollout: SimulatedRollout
-    """Batch shape, and the setting in use."""
+    """The batch shape, and the setting in use."""
     is_in_use: bool
-    """Whether the user said which setting that is; otherwise only the batch shape counts."""
+    """True if the user specified the setting in use; otherwise only the batch shape counts."""
     scenario: Scenario
     unit: Unit
-    """Unit of times: seconds, or iterations over an empty batch where no engine was named."""
+    """Unit of times: seconds, or iterations over an empty batch if no engine was given."""
     notes: tuple[str, ...] = ()
-    """Where the parameters come from, in sentences."""
+    """Sentences on the origin of the parameters."""
     max_staleness: int | None = None
-    """Bound that all settings are put under; ``None`` for one that holds nothing back."""
+    """Staleness bound of all settings; ``None`` for one that holds nothing back."""
 
     @property
     def cap_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The whole study: every setting, a closer look at the recommended one, what that depends on and what it looks like."""
+"""The whole study: every setting, a closer look at the recommended one, its sensitivity and its timelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollover.workload.law import MAX_TOKENS, LengthLaw
 
 _THEORY_PROMPTS = 4096
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with the name of the current part, the number of its simulations that are done, and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class Study:
     length: Length
     num_seeds: int
     points: tuple[FrontierPoint, ...]
-    """All settings; those of a strategy in order of lag."""
+    """All settings, those of a strategy in order of lag."""
     current: FrontierPoint
-    """The setting in use, or the usual one."""
+    """The setting in use, or the default one."""
     advice: tuple[Advice, ...]
-    """One for each lag budget, or one."""
+    """One recommendation for each lag budget, or a single one."""
     variations: tuple[Variation, ...]
     pictures: tuple[Picture, ...]
     theory: StepModel
@@ -71,7 +71,7 @@ def study(
     """Simulate all of it.
 
     Raises:
-        RunError: a simulation stands still.
+        RunError: a simulation cannot make progress.
     """
     if not setup.is_in_use:
         setup = replace(setup, rollout=setting("april", setup, 2.0))
@@ -116,7 +116,7 @@ def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
 
 
 def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float]) -> list[FrontierPoint]:
-    """``points`` and more around what was asked for: settings of every strategy at those lags, or halfway to the
+    """``points`` and more around the requested lags: settings of every strategy at those lags, or halfway to the
     neighbours of the recommended one."""
     if not lag_budgets:
         near = _between(advise(points).config, points, bench.setup)
@@ -164,11 +164,11 @@ class _Bench:
         """Synchronous outcomes by the setup's identity."""
 
     def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[FrontierPoint]:
-        """The first of the first call must be synchronous."""
+        """Return a point for each of ``configs``; the first of the first call must be synchronous."""
         return self._points(what, [(self.setup, config) for config in configs], self._seeds)
 
     def variations(self, configs: Sequence[RolloutConfig]) -> list[Variation]:
-        """Each of ``configs`` under half and twice of what may be otherwise; one seed."""
+        """Simulate each of ``configs`` with half and twice each assumption, over one seed."""
         setups = list(_varied(self.setup))
         work = [(setup, _moved(config, setup)) for _, _, setup in setups for config in configs]
         names = [(what, value) for what, value, _ in setups for _ in configs]

@@ -1,5 +1,5 @@
-"""Settings simulated over seeds, in this process or in several. All settings of a seed meet the same lengths, so that
-what is compared is paired."""
+"""Settings simulated over seeds, in this process or in several. All settings of a seed use the same lengths, so that
+comparisons are paired."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """The measure of how long a simulation is, in training steps."""
+    """The length of a simulation, in training steps."""
 
     steps: int
     warmup: int
-    """Steps at the beginning that no figure counts."""
+    """Number of initial steps that no figure counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < self.steps:
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Figures of one simulation, warm-up left out; waste is of the whole run.
+    """Figures of one simulation without its warm-up; waste is that of the whole run.
 
     Example: ``tokens_per_s=68.0, lag=0.85, max_lag=2, trained_length=1.0``.
     """
@@ -62,15 +62,15 @@ class TrialResult:
     head_lag: float
     off_policy: float
     iterations: float
-    """Per step: K."""
+    """K: iterations per step."""
     mean_running: float
     step_s: float
     trained_length: float
-    """Mean of trained over mean of admitted responses."""
+    """Mean length of trained responses over that of admitted ones."""
     prefilled: float
     """Tokens prefilled, prompts included, over tokens trained."""
     wasted: Mapping[str, float]
-    """Share of decoded tokens, by cause."""
+    """Wasted share of decoded tokens, by cause."""
 
     @classmethod
     def of(cls, run: Simulation, length: Length) -> TrialResult:
@@ -101,7 +101,7 @@ class MeanOverSeeds:
 
     mean: float
     margin: float | None
-    """Half of its 95% interval; ``None`` for one seed."""
+    """Half the width of its 95% interval; ``None`` for one seed."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanOverSeeds:
@@ -162,7 +162,7 @@ Runner = Callable[[Callable[[Trial], TrialResult], Sequence[Trial]], Iterable[Tr
 
 @contextmanager
 def workers(jobs: int) -> Iterator[Runner]:
-    """``jobs`` processes, or this one alone. What they find does not depend on how many they are."""
+    """Use ``jobs`` processes, or this one alone. The results do not depend on their number."""
     if jobs == 1:
         yield map
         return
@@ -180,7 +180,7 @@ def run_trials(
     """Outcomes in the order of ``trials``.
 
     Raises:
-        RunError: a simulation stands still.
+        RunError: a simulation cannot make progress.
     """
     found = []
     for outcome in runner(partial(run_trial, length=length), trials):

@@ -17,23 +17,23 @@ import numpy as np
 from rollover.workload.law import Floats
 
 _LEAST_EXPLAINED = 0.01
-"""Share of the segments' time that must go into iterations, if iterations are to be timed."""
+"""Fraction of the segments' time that iterations must account for, so that they can be timed."""
 _LOG_B0 = np.linspace(math.log(0.5), math.log(1e5), 80)
-"""Where B0 is searched for, in samples; at its upper end iterations do not slow down at all."""
+"""Logarithms of the values searched for B0, in samples; at the upper end iterations do not slow down at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """One entry a segment, and the number of running samples over time."""
+    """One entry per segment, and the number of running samples over time."""
 
     start_s: Floats
     end_s: Floats
     tokens: Floats
     begins: Floats
-    """1 where a generation call begins, else 0."""
+    """1 for a segment that begins a generation call, else 0."""
     times_s: Floats
     running: Floats
-    """From each of ``times_s`` on."""
+    """Number of running samples from each of ``times_s`` on."""
 
     @classmethod
     def of(
@@ -65,9 +65,9 @@ class Segments:
 class IterationFit:
     c0_s: float
     b0: float
-    """Infinite where iterations do not slow down with the batch."""
+    """Infinite if iterations do not slow down with the batch."""
     start_s: float
-    """Until a call's first token, beside its iterations: its prefill, and that of those that start with it."""
+    """Seconds until a call's first token besides its iterations: its prefill, and that of calls starting with it."""
     error: float
     """Mean relative error of the segments' times, weighted by tokens."""
 

@@ -1,7 +1,7 @@
-"""A decoding replica under virtual time: all running samples advance together, one token an iteration.
+"""A decoding replica under virtual time: all running samples advance together, one token per iteration.
 
-What it keeps true: a call that is not stopped decodes exactly as many tokens as it was asked for; time only moves on;
-the running samples' caches fit into the room there is, unless a single one is larger than all of it.
+Invariants: a call that is not stopped decodes exactly as many tokens as requested; time only moves forward; the running
+samples' caches fit into the capacity, unless a single one exceeds it.
 
 Progress is fluid between events: ``iterations`` grows at the rate of the current batch, and a call that joins takes
 part from the next whole iteration.
@@ -19,7 +19,7 @@ from rollover.sim.scenario import ReplicaModel
 from rollover.types import SampleId
 
 _EPSILON = 1e-6
-"""Iterations; far below one token."""
+"""Tolerance in iterations, far below one token."""
 
 
 @dataclass(slots=True)
@@ -28,25 +28,25 @@ class Call:
 
     sample_id: SampleId
     prompt: int
-    """Number of the prompt, which siblings share."""
+    """Number of the prompt, shared by siblings."""
     prompt_tokens: int
     response_tokens: int
-    """Of the response when the call began."""
+    """Number of response tokens when the call began."""
     num_tokens: int
-    """To decode until it ends."""
+    """Number of tokens to decode until it ends."""
     is_whole: bool
-    """Whether the response ends with it."""
+    """True if the response ends with this call."""
     start_s: float
     policy_version: int
     kv_version: int = 0
     num_prefilled_tokens: int = 0
-    """Response tokens whose cache was computed again."""
+    """Number of response tokens whose cache was recomputed."""
     num_reported: int = 0
-    """Tokens that have left in earlier segments of this call."""
+    """Number of tokens that left in earlier segments of this call."""
     num_decoded: int = 0
-    """Tokens of this call, decoded before ``joined_at``."""
+    """Number of tokens of this call decoded before ``joined_at``."""
     joined_at: int = 0
-    """Iteration at which it began to decode, last."""
+    """Iteration at which it last began to decode."""
     ends_at: int = -1
     """Iteration at which it ends; -1 while it does not decode."""
 
@@ -65,7 +65,7 @@ class Replica:
         self.is_up = True
         self._is_bounded = model.kv_tokens < math.inf
         self._capacity = model.max_running if model.max_running < 2**31 else model.b0
-        """What a sample more or less is measured by when replicas are compared."""
+        """Number of samples by which loads are divided when replicas are compared."""
         self.iterations = 0.0
         self.prefilled_tokens = 0
         self.num_preempted = 0
@@ -76,7 +76,7 @@ class Replica:
         self._now_s = 0.0
         self._stall_s = 0.0
         self._prefilled_at_s = -1.0
-        """When something was prefilled last."""
+        """Time of the last prefill."""
         self._running: dict[SampleId, Call] = {}
         self._queue: deque[Call] = deque()
         """Calls that wait for room."""
@@ -109,7 +109,7 @@ class Replica:
         self._stall_s += seconds
 
     def next_s(self) -> float:
-        """Return when something happens here that somebody must look at."""
+        """Return the time of the next event here that needs attention."""
         if not self._running:
             return math.inf
         ends = self._ends
@@ -126,7 +126,7 @@ class Replica:
         return (self.model.kv_tokens - self._kept_tokens - self._base_tokens) / len(self._running)
 
     def finished(self) -> list[Call]:
-        """Calls that have decoded all they were asked for; they leave. Makes room first where the cache is full."""
+        """Remove and return the calls that have decoded all requested tokens. Makes room first if the cache is full."""
         done: list[Call] = []
         ends = self._ends
         while ends and ends[0][0] <= self.iterations + _EPSILON:

@@ -15,22 +15,22 @@ from rollover.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. Counters are of this step alone."""
+    """One step. Counters cover this step alone."""
 
     step: int
     duration_s: float
-    """From the end of the step before until this one was trained and the new weights were there."""
+    """Time from the end of the previous step until this one was trained and the new weights were available."""
     iterations: float
     """Decoding iterations, mean over replicas."""
     mean_running: float
-    """Running samples, mean over the step, sum over replicas; 0 for a step that took no time."""
+    """Running samples: mean over the step, sum over replicas; 0 for a step that took no time."""
     prefilled_tokens: int
     lags: tuple[tuple[int, int], ...]
     """(lag in versions, trained tokens) pairs."""
     head_lags: tuple[int, ...]
     """Lag of the oldest token of each trained group."""
     lengths: tuple[int, ...]
-    """Of the trained responses."""
+    """Lengths of the trained responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Simulation:
     steps: tuple[StepRecord, ...]
     tokens: Tokens
     admitted_lengths: tuple[int, ...]
-    """Of every sample of every group that was started, in that order."""
+    """Lengths of every sample of every group that was started, in that order."""
 
     def after(self, warmup: int) -> Window:
         """The run from step ``warmup`` on, as far as it is of whole rounds."""
@@ -65,7 +65,7 @@ class Window:
 
     def __init__(self, steps: Sequence[StepRecord]) -> None:
         if not steps:
-            raise ValueError("a window needs at least one step: simulate more steps than the warm-up has")
+            raise ValueError("a window needs at least one step: simulate more steps than the warm-up takes")
         self.steps = steps
         self.seconds = sum(s.duration_s for s in steps)
         lags: Counter[int] = Counter()
@@ -86,7 +86,7 @@ class Window:
 
     @property
     def iterations(self) -> float:
-        """Per step: K."""
+        """K: iterations per step."""
         return statistics.fmean(s.iterations for s in self.steps)
 
     @property
@@ -112,7 +112,7 @@ class Meter:
 
     now_s: float = 0.0
     iterations: float = 0.0
-    """Mean over replicas."""
+    """Iterations, mean over replicas."""
     sample_s: float = 0.0
     """Integral of the number of running samples over time."""
     prefilled_tokens: int = 0

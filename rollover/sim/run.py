@@ -81,19 +81,19 @@ def simulate(
         [489, 683]
 
     Args:
-        workload: response lengths, or where they are from: a preset such as ``r1-16k``, a workload file, a file of
+        workload: response lengths, or their source: a preset such as ``r1-16k``, a workload file, a file of
             lengths, or a run directory.
-        seed: of latencies and rewards, and of the lengths of a workload that is given by name.
-        observer: called with each event, with the ledger already moved on.
+        seed: seed of latencies and rewards, and of the lengths of a workload given by name.
+        observer: called with each event after it has been applied to the ledger.
 
     Raises:
-        ConfigError: the strategy generates while the trainer trains, on devices that the trainer has then.
-        RunError: nothing runs and the batch does not fill up; or the group filter keeps nothing.
+        ConfigError: the strategy generates while the trainer trains, but on devices that the trainer is using.
+        RunError: nothing runs and the batch does not fill up, or the group filter keeps nothing.
     """
     if scenario.colocated and strategy.on_full is OnFull.KEEP:
         raise ConfigError(
             "the strategy generates while the trainer trains, but with colocated = true replicas and trainer take"
-            " turns: choose one that stops for the trainer, or leave colocated out"
+            " turns: choose a strategy that stops for the trainer, or omit colocated"
         )
     if isinstance(workload, str):
         workload = read_lengths(workload).workload(seed)
@@ -130,12 +130,12 @@ class _Run:
         self._batch_is_due = False
         """The scheduler's last word was to consume a batch."""
         self._attempts: dict[tuple[int, int], int] = {}
-        """How often a prompt was discarded and drawn again."""
+        """Number of times that each prompt was discarded and drawn again."""
         self._lengths: dict[int, tuple[int, ...]] = {}
         """Response lengths by group."""
         self._records: list[StepRecord] = []
         self._meter = Meter()
-        """As it stood at the end of the last step."""
+        """The counters at the end of the last step."""
         self._admitted: list[int] = []
 
     def train(self, steps: int) -> Simulation:
@@ -372,8 +372,8 @@ class _Run:
     def _stuck(self) -> str:
         ledger = self._ledger
         return (
-            f"step {ledger.next_step} waits for ever: {len(ledger.ready)} groups are ready, {len(ledger.open)} open,"
-            f" and of their samples {len(ledger.waiting) + len(ledger.parked)} could run but none does"
+            f"step {ledger.next_step} waits forever: {len(ledger.ready)} groups are ready, {len(ledger.open)} are open,"
+            f" and {len(ledger.waiting) + len(ledger.parked)} of their samples could run, but none does"
         )
 
 

@@ -1,5 +1,5 @@
-"""Everything a simulated run happens in, apart from the strategy and the lengths: models of what takes time, which are
-a decoding replica and latencies of training and scoring, and failures."""
+"""The environment of a simulated run, apart from the strategy and the lengths: a model of a decoding replica, latencies
+of training and scoring, and failures."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ class ReplicaModel:
     """
 
     c0_s: float
-    """Time of an iteration as B goes to 0."""
+    """Time of an iteration as B approaches 0."""
     b0: float
-    """Batch at which an iteration takes twice that."""
+    """Batch size at which an iteration takes twice as long."""
     prefill_tokens_per_s: float = math.inf
-    """Decoding stands still while prompts and lost caches are computed."""
+    """Prefill rate; decoding pauses while prompts and lost caches are computed."""
     prefill_call_s: float = 0.0
-    """What that takes beside its tokens, once for all that are prefilled at the same moment."""
+    """Fixed seconds of a prefill, once for all samples that are prefilled at the same moment."""
     call_s: float = 0.0
-    """What sending a sample to the engine takes, once for each call."""
+    """Seconds to send a sample to the engine, once per call."""
     kv_tokens: float = math.inf
-    """Room of the key-value cache. When it is full, parked caches go first, then the youngest sample waits."""
+    """Capacity of the key-value cache. If full, parked caches are evicted first; then the youngest sample waits."""
     max_running: int = 2**31
-    """Samples decoded at the same time."""
+    """Maximum number of samples decoded at the same time."""
     swap_pause_s: float = 0.0
-    """Decoding stands still this long for new weights."""
+    """Seconds for which decoding pauses for new weights."""
     fast_lane: bool = False
-    """Takes only samples that ask for the fast lane."""
+    """True if it takes only samples that ask for the fast lane."""
     draft_tokens: int = 0
-    """Draft tokens of each sample in an iteration, at most (speculative decoding); 0 for none."""
+    """Maximum draft tokens per sample in an iteration (speculative decoding); 0 for none."""
     draft_rows: int = 2**31
-    """Samples and draft tokens of an iteration, at most."""
+    """Maximum number of samples and draft tokens in an iteration."""
     draft_acceptance: float = 0.5
-    """Chance that a draft token is accepted if those before it were."""
+    """Probability that a draft token is accepted if those before it were."""
     draft_cost: float = 1.0
-    """What a draft token costs an iteration, in samples: 1 where arithmetic is what takes the time, less where memory
-    is, since a draft token reads no cache of its own."""
+    """Cost of a draft token in an iteration, in samples: 1 if arithmetic limits the speed, less if memory does, because
+    a draft token reads no cache of its own."""
 
     def __post_init__(self) -> None:
         _require(self, "be above 0", lambda x: x > 0, "c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running")
@@ -80,8 +80,8 @@ class ReplicaModel:
 
     @property
     def most_tokens_per_s(self) -> float:
-        """Return what no batch exceeds: one so large that only caches are read, or as large as leaves rows for
-        draft tokens."""
+        """Return the rate that no batch exceeds: that of a batch so large that only caches are read, or that just
+        leaves rows for draft tokens."""
         batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
         return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
 
@@ -111,7 +111,7 @@ NO_TIME = Latency()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A replica that is gone for a while. What it decoded is kept, what it cached is lost."""
+    """A temporary loss of a replica. Decoded tokens are kept; its cache is lost."""
 
     replica: int
     at_s: float
@@ -138,31 +138,31 @@ class Scenario:
 
     replicas: tuple[ReplicaModel, ...]
     trainer: Latency = NO_TIME
-    """Of a step, by the response tokens of its batch."""
+    """Time of a training step, as a function of the response tokens of its batch."""
     reward: Latency = NO_TIME
-    """Of a sample, by its response tokens."""
+    """Time of a sample's reward, as a function of its response tokens."""
     kv_on_update: Literal["keep", "recompute"] = "recompute"
-    """Whether caches outlive new weights."""
+    """``keep``: caches survive weight updates. ``recompute``: they are recomputed."""
     colocated: bool = False
-    """Replicas and trainer take turns on the same devices: no cache outlives a step. ``swap_pause_s`` is then the time
-    that giving memory back and taking it again costs, beside that of new weights."""
+    """If true, replicas and trainer take turns on the same devices, and no cache survives a step. ``swap_pause_s`` then
+    includes the time of releasing memory and acquiring it again."""
     accuracy: float = 0.5
-    """Chance of reward 1 instead of 0, the same for all samples."""
+    """Probability of reward 1 instead of 0, the same for all samples."""
     filter_zero_signal: bool = False
-    """Whether groups of equal rewards are dropped (dynamic sampling)."""
+    """If true, groups of equal rewards are dropped (dynamic sampling)."""
     failures: tuple[Failure, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.replicas:
-            raise ValueError("replicas must name at least one")
+            raise ValueError("there must be at least one replica")
         if all(r.fast_lane for r in self.replicas):
-            raise ValueError("replicas: at least one must take samples that do not ask for the fast lane")
+            raise ValueError("at least one replica must be outside the fast lane")
         if self.colocated:
             check_colocated(self.kv_on_update)
         _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
         for failure in self.failures:
             if not 0 <= failure.replica < len(self.replicas):
-                raise ValueError(f"failures name replica {failure.replica}, there are {len(self.replicas)}")
+                raise ValueError(f"a failure names replica {failure.replica}, but there are only {len(self.replicas)}")
 
     @property
     def max_running(self) -> int:

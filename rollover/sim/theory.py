@@ -1,4 +1,4 @@
-"""Computes what a step costs and how old its tokens are, in closed form. ``docs/theory.md`` derives it.
+"""Computes the cost of a step and the age of its tokens in closed form. ``docs/theory.md`` derives it.
 
 A decode iteration over B samples takes ``c0 (1 + B / B0)``, and the batch sizes of a step's iterations add up to the
 tokens it decodes. In a steady state without waste those are the X tokens it trains, so that
@@ -24,10 +24,10 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """One training step: what it decodes, on what, and how its lengths are spread."""
+    """One training step: its batch, its engine and the spread of its lengths."""
 
     batch_size: int
-    """N: groups a step trains."""
+    """N: number of groups that a step trains."""
     group_size: int
     """G: samples per group."""
     mean_tokens: float

@@ -7,7 +7,7 @@ from typing import Protocol
 
 class Workload(Protocol):
     """Response lengths as a pure function of (seed, prompt, sample, attempt): every strategy that is simulated on a
-    workload meets the same lengths, in whatever order it asks for them.
+    workload sees the same lengths, in any order of requests.
 
     Examples:
         One response in eight is ten times as long as the others, so a synchronous step takes 1,000 iterations:

@@ -1,9 +1,9 @@
-"""Traces from files: JSONL or Parquet, one row a sample (``length``) or one row a prompt (``lengths``).
+"""Traces from files: JSONL or Parquet, one row per sample (``length``) or one row per prompt (``lengths``).
 
     {"prompt": "algebra-17", "length": 5120}
     {"prompt": "algebra-17", "lengths": [5120, 6002, 16384], "prompt_tokens": 212, "finished": [true, true, false]}
 
-``prompt_tokens`` and ``finished`` may be left out. A complaint names file and row.
+``prompt_tokens`` and ``finished`` may be omitted. Error messages name the file and the row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:
     """The trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap.
 
     Raises:
-        DataError: the file cannot be read, or one of its rows is not what it should be.
+        DataError: the file cannot be read, or one of its rows is invalid.
     """
     rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
     prompts: dict[str, TracePrompt] = {}
@@ -46,9 +46,9 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 if line.strip():
                     yield f"{file}:{number}", _parsed(f"{file}:{number}", line)
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text (byte {error.start})") from None
+        raise DataError(f"{file} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _parsed(place: str, line: str) -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     number += 1
                     yield f"{file}, row {number}", {key: value for key, value in row.items() if value is not None}
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a Parquet file that can be read: {error}") from None
+        raise DataError(f"{file} is not a readable Parquet file: {error}") from None
 
 
 def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> TracePrompt:
@@ -86,7 +86,7 @@ def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> Trace
     if not isinstance(lengths, list) or not lengths:
         raise DataError(f"{place}: 'lengths' must be a list of at least one whole number, got {lengths!r}")
     if "prompt" not in row and "length" in row:
-        raise DataError(f"{place}: a sample's row needs 'prompt', so that siblings find each other")
+        raise DataError(f"{place}: a sample's row needs 'prompt', so that siblings can be grouped")
     for length in lengths:
         _check_length(place, length, cap_tokens)
     finished = row.get("finished", [True] * len(lengths))
@@ -108,11 +108,11 @@ def _prompt(place: str, row: Mapping[str, Any], cap_tokens: int | None) -> Trace
 
 def _check_length(place: str, length: object, cap_tokens: int | None) -> None:
     if type(length) is not int:
-        raise DataError(f"{place}: a length is a whole number of tokens, got {length!r}")
+        raise DataError(f"{place}: a length must be a whole number of tokens, got {length!r}")
     if length < 1:
-        raise DataError(f"{place}: a response has at least 1 token, got {length}")
+        raise DataError(f"{place}: a response must have at least 1 token, got {length}")
     if length > MAX_TOKENS:
-        raise DataError(f"{place}: no response has {length!r:.60} tokens; {MAX_TOKENS} at most")
+        raise DataError(f"{place}: a length of {length!r:.60} is above the maximum of {MAX_TOKENS} tokens")
     if cap_tokens is not None and length > cap_tokens:
         raise DataError(f"{place}: a response of {length} tokens is longer than the cap of {cap_tokens}")
 

@@ -23,9 +23,9 @@ from rollover.workload.trace import EmpiricalLaw, Trace
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(20)
 _LOG_WEIGHTS = np.log(_WEIGHTS / math.sqrt(2 * math.pi))
 _MIN_FINISHED = 20
-"""Fewer samples that ended by themselves say nothing about a distribution."""
+"""Minimum number of samples that ended by themselves; fewer say nothing about a distribution."""
 _MIN_TAIL = 100
-"""Samples between the 90th percentile and the cap that a Pareto tail is fitted to."""
+"""Minimum number of samples between the 90th percentile and the cap for a Pareto tail to be fitted."""
 _RESAMPLES = 40
 _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
 """Bounds of the search."""
@@ -33,13 +33,13 @@ _LOG_SIGMA, _LOGIT_ICC, _LOGIT_Q = (-6.0, 1.6), (-9.0, 9.0), (-14.0, 7.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A law, how sure its parameters are, and how far the trace is from it."""
+    """A law, the standard errors of its parameters, and its distance from the trace."""
 
     law: LengthLaw
     standard_errors: dict[str, float]
-    """By parameter; the median's is relative."""
+    """Standard errors by parameter; the median's is relative."""
     ks: float
-    """Kolmogorov-Smirnov distance between the trace and the law, the mass at the cap included."""
+    """Kolmogorov-Smirnov distance between the trace and the law, including the mass at the cap."""
     ks_expected: float
     """Mean of that distance for traces of this shape drawn from the law itself."""
     ks_p95: float

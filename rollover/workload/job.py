@@ -11,7 +11,7 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
     """Fit the length law to the run or file ``source``; the workload file goes to ``out``, or to the terminal.
 
     Raises:
-        DataError: the lengths cannot be used, or are too few.
+        DataError: the lengths are unusable or too few.
         RunError: ``source`` is a directory, but not that of a run.
     """
     from rollover.report.page import write_page

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 NORMAL = NormalDist()
 TAIL_FROM = 0.9
-"""Share of samples below a Pareto tail."""
+"""Fraction of samples below a Pareto tail."""
 TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
 MAX_TOKENS = 2**24
-"""No prompt and no response is longer: what is above is mistyped, and simulations and tables of it have no end."""
+"""Maximum length of a prompt or response; a larger one is taken for a typing error, and would never finish."""
 _RANGES = {
     "icc": (0, 1),
     "loop_probability": (0, 1),
@@ -55,21 +55,21 @@ class LengthLaw:
     sigma: float
     """Standard deviation of the log length; 0.99 makes the 99th percentile ten times the median."""
     icc: float
-    """Share of ``sigma`` squared that siblings have in common (intraclass correlation)."""
+    """Fraction of ``sigma`` squared that siblings have in common (intraclass correlation)."""
     loop_probability: float
-    """Share of responses that never end by themselves."""
+    """Fraction of responses that never end by themselves."""
     cap_tokens: int
     """Longest response: ``max_new_tokens`` of the run."""
     min_tokens: int = 1
     """Shortest response."""
     loop_difficulty: float = 0.0
-    """How much likelier long-answer prompts loop: the probability is proportional to exp(``loop_difficulty`` z_p)."""
+    """Excess loops of long-answer prompts: the probability is proportional to exp(``loop_difficulty`` z_p)."""
     tail_exponent: float | None = None
-    """Exponent of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal when absent."""
+    """Exponent of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal by default."""
     drift_per_1k_prompts: float = 0.0
     """Change of the log median over 1,000 prompts drawn: 0.01 lengthens responses by one percent."""
     num_prompts: int | None = None
-    """Prompts in the dataset; drawing more starts another epoch. No prompt repeats when absent."""
+    """Number of prompts in the dataset; drawing more starts another epoch. If absent, no prompt repeats."""
     epoch_correlation: float = 0.9
     """Correlation of a prompt's effect from one epoch to the next."""
     prompt_tokens: int = 150
@@ -79,10 +79,10 @@ class LengthLaw:
         if not (self.median_tokens >= 1 and math.isfinite(self.median_tokens)):
             raise ValueError(f"median_tokens must be at least 1, got {self.median_tokens}")
         if not 0 <= self.sigma <= 5:
-            raise ValueError(f"sigma must lie in [0, 5] (it is a spread of log lengths), got {self.sigma}")
+            raise ValueError(f"sigma must be in [0, 5] (it is the spread of log lengths), got {self.sigma}")
         for key, (low, high) in _RANGES.items():
             if not low <= (value := getattr(self, key)) <= high:
-                raise ValueError(f"{key} must lie in [{low}, {high}], got {value}")
+                raise ValueError(f"{key} must be in [{low}, {high}], got {value}")
         for key in ("cap_tokens", "min_tokens", "prompt_tokens", "num_prompts"):
             if (number := getattr(self, key)) is not None and number < 1:
                 raise ValueError(f"{key} must be at least 1, got {number}")

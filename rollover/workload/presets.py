@@ -1,5 +1,5 @@
-"""Workloads by name. Their parameters are assumptions in the range that published runs suggest: nobody has published
-fitted length tables. Fit your own with ``rollover workload fit``."""
+"""Workloads by name. Their parameters are assumptions in the range that published runs suggest; no fitted length tables
+have been published. Fit your own with ``rollover workload fit``."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ PRESETS: dict[str, LengthLaw] = {
     ),
 }
 ALIASES = {"math-16k": "r1-16k"}
-"""Names of what a workload is for, to the preset that stands for it."""
+"""Names of purposes, each with the preset that it stands for."""

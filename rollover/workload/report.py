@@ -25,14 +25,14 @@ _LABELS = {
 }
 _POINTS = 160
 _DENSITY = (
-    "How long the responses are, on a logarithmic axis. The last bar holds what was cut at the cap: loops, and the part"
-    " of the tail beyond it."
+    "Response lengths on a logarithmic axis. The last bar holds the responses cut at the cap: loops, and the part of"
+    " the tail beyond it."
 )
 _TAIL = (
     "The share of responses longer than x, both axes logarithmic. A lognormal tail bends down; a Pareto tail is a"
-    " straight line. What lies to the right decides how long a synchronous step waits."
+    " straight line. The right end decides how long a synchronous step waits."
 )
-_SURE = "Maximum likelihood, cut samples as lower bounds, siblings as correlated; standard errors from its curvature."
+_SURE = "Maximum likelihood; cut samples are lower bounds, siblings correlated; standard errors from its curvature."
 
 
 def law_toml(law: LengthLaw, comments: tuple[str, ...] = ()) -> str:
@@ -42,12 +42,12 @@ def law_toml(law: LengthLaw, comments: tuple[str, ...] = ()) -> str:
 
 
 def verdict(fit: Fit) -> str:
-    """Return how good the law is, in a sentence."""
-    compared = f"KS distance {fit.ks:.3f}; traces drawn from the law itself have {fit.ks_expected:.3f}, 95% of them"
+    """Return a sentence on how well the law fits."""
+    compared = f"KS distance {fit.ks:.3f}; traces drawn from the law itself average {fit.ks_expected:.3f}, 95% of them"
     compared += f" below {fit.ks_p95:.3f}"
     if fit.follows:
         return f"{compared}: the law explains this trace"
-    return f"{compared}: the law is an approximation here; simulate on the trace itself where it matters"
+    return f"{compared}: the law is an approximation here; use the trace itself for simulations where it matters"
 
 
 def described(trace: Trace) -> str:
@@ -112,7 +112,7 @@ def render_fit(trace: Trace, fit: Fit) -> str:
                     "Siblings alike",
                     f"{law.icc:.2f}",
                     "icc",
-                    "share of the spread that a prompt's samples have in common",
+                    "share of the spread common to a prompt's samples",
                 ),
                 ("KS distance", f"{fit.ks:.3f}", "", f"by chance {fit.ks_expected:.3f}, 95% below {fit.ks_p95:.3f}"),
             ]

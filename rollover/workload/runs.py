@@ -1,4 +1,4 @@
-"""The trace that a run leaves in its journal: every sample it ever decoded, also those cut off or thrown away."""
+"""The trace in a run's journal: every sample it ever decoded, including those cut off or discarded."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ def read_run(path: Path) -> Trace:
     """The trace of the run in ``path``, capped at its ``max_new_tokens``.
 
     Raises:
-        RunError: it is no run directory, or its journal cannot be read.
+        RunError: it is not a run directory, or its journal cannot be read.
         DataError: nothing has been decoded in it yet.
     """
     config = read_config(path)
     if not (path / JOURNAL).is_file():
         variants = [str(path / name) for name in config.get("variants") or () if (path / name / JOURNAL).is_file()]
         if variants:
-            raise RunError(f"{path} compares variants; name one of them: {', '.join(variants)}")
-        raise DataError(f"{path}: an empty trace; the run has not decoded anything yet")
+            raise RunError(f"{path} is a comparison; give one of its runs: {', '.join(variants)}")
+        raise DataError(f"{path}: the trace is empty; the run has not decoded anything yet")
     try:
         cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))
     except (KeyError, TypeError, ValueError):
-        raise RunError(
-            f"{path / 'config.json'} does not say rollout.max_new_tokens: is it the config of a run?"
-        ) from None
+        raise RunError(f"{path / 'config.json'} lacks rollout.max_new_tokens: is it the config of a run?") from None
     return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt(read_timeline(path).samples))
 
 

@@ -14,7 +14,7 @@ from rollover.workload.runs import is_run, read_run
 from rollover.workload.trace import Trace
 
 Lengths = LengthLaw | Trace
-"""Both make a ``Workload`` of a seed, and both can be sent to another process."""
+"""Either makes a ``Workload`` from a seed, and can be sent to another process."""
 
 
 def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
@@ -22,8 +22,8 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
     ``.parquet`` are recorded lengths, anything else is a preset. ``cap_tokens`` shortens what is longer.
 
     Raises:
-        ConfigError: no such preset or file, or a workload file with a mistake in it.
-        DataError: lengths that cannot be.
+        ConfigError: there is no such preset or file, or the workload file contains a mistake.
+        DataError: a length is impossible.
         RunError: the directory is not that of a run.
     """
     _check_cap(cap_tokens)
@@ -47,7 +47,7 @@ def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
     """
     path = Path(name)
     if not is_run(path) and (path.suffix not in FORMATS or path.is_dir()):
-        what = "is neither a run directory nor" if path.exists() else "does not exist; name a run directory or"
+        what = "is neither a run directory nor" if path.exists() else "does not exist; give a run directory or"
         raise DataError(f"{name} {what} a file of lengths ({', '.join(FORMATS)})")
     found = read_lengths(name, cap_tokens=cap_tokens)
     assert isinstance(found, Trace)
@@ -58,7 +58,7 @@ def preset(name: str) -> LengthLaw:
     found = PRESETS.get(ALIASES.get(name, name))
     if found is None:
         raise ConfigError(
-            f"no workload {name!r}: it is no preset{nearest(name, [*PRESETS, *ALIASES])}"
+            f"unknown workload {name!r}: it is not a preset{nearest(name, [*PRESETS, *ALIASES])}"
             " (nor a run directory, a .toml workload, or .jsonl or .parquet lengths)"
         )
     return found
@@ -89,4 +89,4 @@ def capped(lengths: Lengths, cap_tokens: int | None) -> Lengths:
 
 def _check_cap(cap_tokens: int | None) -> None:
     if cap_tokens is not None and cap_tokens > MAX_TOKENS:
-        raise ConfigError(f"a cap of {cap_tokens} tokens is above the longest that can be, {MAX_TOKENS} tokens")
+        raise ConfigError(f"a cap of {cap_tokens} tokens is above the maximum of {MAX_TOKENS} tokens")

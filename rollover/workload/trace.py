@@ -24,14 +24,14 @@ _ORDER, _COMPLETE, _AGAIN = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracePrompt:
-    """One prompt and what was recorded of its samples."""
+    """One prompt and the recorded lengths of its samples."""
 
     prompt_id: str
     prompt_tokens: int
     lengths: tuple[int, ...]
     """Response lengths in the order of sampling, in tokens."""
     unfinished: frozenset[int] = frozenset()
-    """Places in ``lengths`` of samples that were cut off: they would have become longer."""
+    """Indices in ``lengths`` of samples that were cut off: they would have become longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,12 @@ class Trace:
 
     name: str
     cap_tokens: int
-    """Longest response possible."""
+    """Length of the longest possible response."""
     prompts: tuple[TracePrompt, ...]
 
     def __post_init__(self) -> None:
         if not self.num_samples:
-            raise DataError(f"{self.name}: an empty trace; it must hold at least one response length")
+            raise DataError(f"{self.name}: the trace is empty; it must contain at least one response length")
         for prompt in self.prompts:
             for length in prompt.lengths:
                 if not 1 <= length <= self.cap_tokens:
@@ -85,7 +85,7 @@ class Trace:
         """The same responses, cut at ``cap_tokens``.
 
         Raises:
-            ConfigError: the cap is above the recorded one: nobody knows how long the responses would have become.
+            ConfigError: the cap is above the recorded one; how long the responses would have become is unknown.
         """
         if cap_tokens > self.cap_tokens:
             raise ConfigError(

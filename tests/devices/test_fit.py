@@ -124,4 +124,4 @@ def test_the_command_fits_measurements_made_elsewhere(tmp_path: Path, capsys: py
     assert cli.main(["calibrate", "--from", str(tmp_path / "m.json"), "--out", str(out)]) == 2
     assert "m.json: no measurements" in capsys.readouterr().err
     assert cli.main(["calibrate", "--model", str(tmp_path / "no"), "--out", str(out)]) == 2
-    assert "no model folder" in capsys.readouterr().err
+    assert "is not a model folder" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_a_folder_and_a_file_are_the_same_model(tmp_path: Path) -> None:
         ({"hidden_size": -1}, "hidden_size must be a whole number above zero, got -1"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number above zero, got None"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
-        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window: attention over a window"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window: sliding-window attention"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_is_wrong_with_a_config_is_named(change: dict[str, Any], message: s
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"nowhere: no such folder; give a folder with a config\.json, or an id such as"
+        ModelError, match=r"nowhere: no such folder; give a folder with a config\.json, or a hub id such as"
     ):
         model.load("nowhere")
     with pytest.raises(ModelError, match=r"has no config\.json; is it a Hugging Face model folder"):

@@ -48,7 +48,7 @@ def test_a_setting_that_trains_short_responses_is_never_recommended() -> None:
 def test_where_nothing_is_faster_than_sync_it_stays() -> None:
     advice = advise([SYNC, point(0.9, 0.3)])
     assert advice.chosen is SYNC
-    assert "no setting tried is faster" in advice.sentence()
+    assert "none of the settings tried is faster" in advice.sentence()
     assert tomllib.loads(advice.toml())["rollout"]["strategy"] == "sync"
 
 

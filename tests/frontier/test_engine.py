@@ -50,7 +50,7 @@ def test_a_device_and_a_model_are_a_replica(model: str) -> None:
 def test_devices_and_models_that_cannot_be_are_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="unknown device 'h100-smx'; did you mean 'h100-sxm'"):
         of_device("h100-smx", model, LENGTHS, RolloutConfig(), tp=1)
-    with pytest.raises(ConfigError, match="--tp must lie between 1 and 8"):
+    with pytest.raises(ConfigError, match="--tp must be between 1 and 8"):
         of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=16)
     (Path(model) / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 3600}))
     with pytest.raises(ConfigError, match="do not fit on 1 x h100-sxm; raise --tp"):
@@ -72,10 +72,14 @@ def test_the_newest_benchmark_of_a_folder_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not a benchmark result"), ("{}", "holds no fit"), ('{"c0_s": 1.0, "B0": -3.0}', "holds no fit")],
+    [
+        ("{", "not a readable benchmark result"),
+        ("{}", "contains no fit"),
+        ('{"c0_s": 1.0, "B0": -3.0}', "contains no fit"),
+    ],
 )
 def test_results_without_a_fit_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    with pytest.raises(DataError, match=r"no engine-\*.json in it"):
+    with pytest.raises(DataError, match=r"no engine-\*.json"):
         of_benchmark(tmp_path)
     (tmp_path / "engine-x.json").write_text(content)
     with pytest.raises(DataError, match=message):
@@ -86,4 +90,4 @@ def test_without_an_engine_a_batch_loads_the_replicas_as_published() -> None:
     replica, note = in_units_of_c0(RolloutConfig(rollout_batch_size=32, group_size=8), 2)
     assert 2 * replica.b0 * 2.4 == pytest.approx(256)
     assert replica.c0_s == 1
-    assert "No engine named" in note
+    assert "No engine given" in note

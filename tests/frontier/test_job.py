@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_workload_becomes_a_table_a_page_a_file_and_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "tiny.toml", *QUICK, "--lag", "0.2,9", "--out", "a.html", "--json", "a.json"]) == 0
     said = capsys.readouterr().out
-    assert "No engine named: times are in iterations over an empty batch" in said
+    assert "No engine given: times are in iterations over an empty batch" in said
     assert "For a lag of at most 0.2:" in said.replace("\n", " ")
     assert Path("a.html").read_text().startswith("<!DOCTYPE html>")
     advice = json.loads(Path("a.json").read_text())["advice"]
@@ -56,13 +56,13 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["r1-16"], "no workload 'r1-16': it is no preset; did you mean 'r1-16k'"),
+        (["r1-16"], "unknown workload 'r1-16': it is not a preset; did you mean 'r1-16k'"),
         (["tiny.toml", "--strategies", "aprill"], "no strategy 'aprill'; did you mean 'april'"),
-        (["tiny.toml", "--from", "runs/x"], "--from names a run, whose lengths are used: leave WORKLOAD out"),
+        (["tiny.toml", "--from", "runs/x"], "--from names a run whose lengths are used: omit WORKLOAD"),
         (["--from", "."], "not a run directory"),
-        (["tiny.toml", "--device", "h100-sxm"], "--device and --model belong together"),
+        (["tiny.toml", "--device", "h100-sxm"], "--device needs --model"),
         (["tiny.toml", "--tp", "2"], "--tp has no effect without --device"),
-        (["tiny.toml", "--engine", "."], "no engine-*.json in it"),
+        (["tiny.toml", "--engine", "."], "no engine-*.json"),
         (["tiny.toml", "--engine", ".", "--device", "a", "--model", "b"], "--device and --engine both say"),
         (["tiny.toml", "--lag", "1,x"], "is not a comma-separated list of numbers"),
         (["tiny.toml", "--lag", "-1"], "--lag must be at least 0 versions, got -1"),
@@ -70,7 +70,7 @@ def test_a_scenario_file_says_engine_and_current_setting(capsys: pytest.CaptureF
         (["tiny.toml", "--steps", "5", "--warmup", "5"], "--warmup must be at least 0 and below --steps (5)"),
         (["tiny.toml", "--out", "no/where.html"], "the folder 'no' does not exist"),
         (["tiny.toml", "--scenario", "gone.toml"], "gone.toml: no such file"),
-        (["bad.jsonl"], "bad.jsonl:1: a response has at least 1 token, got -1"),
+        (["bad.jsonl"], "bad.jsonl:1: a response must have at least 1 token, got -1"),
     ],
 )
 def test_mistakes_end_in_one_message_and_exit_code_2(

@@ -108,13 +108,13 @@ def test_the_settings_that_a_lag_is_recommended_from_have_that_lag(asked: Study)
 def test_a_recommendation_says_what_the_others_reach_and_who_jumps_over_the_lag(asked: Study) -> None:
     said = rivals(asked, asked.advice[0])
     winner = asked.advice[0].config.strategy.kind
-    assert said.startswith("Others within it: ")
+    assert said.startswith("Others within this lag: ")
     for name in {"april", "concurrency", "bounded_async", "rollover"} - {winner}:
         assert f"{name} " in said
     assert f"{winner} " not in said and " sync " not in said
     lags = [p.lag for p in asked.of("bounded_async")]
     if max(lag for lag in lags if lag <= 1.0) < 1 - TOLERANCE:
-        assert f"(none lies between that and {min(lag for lag in lags if lag > 1.0):.2f})" in said
+        assert f"(no setting lies between that and {min(lag for lag in lags if lag > 1.0):.2f})" in said
     assert rivals(asked, replace(asked.advice[0], lag_budget=None)) == ""
 
 
@@ -126,5 +126,5 @@ def test_a_gap_that_short_responses_leave_is_not_called_a_jump() -> None:
 
     near, biased, beyond = made(0.5, 0.4), made(1.0, 0.98), made(2.0, 2.1)
     assert _gap([near, biased, beyond], near, 1.0) == " (at more lag it trains shorter responses)"
-    assert _gap([near, beyond], near, 1.0) == " (none lies between that and 2.10)"
+    assert _gap([near, beyond], near, 1.0) == " (no setting lies between that and 2.10)"
     assert _gap([near, biased, beyond], biased, 1.0) == "" == _gap([near], near, 1.0)

@@ -109,5 +109,5 @@ def test_runs_too_short_to_learn_from_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run directory"):
         read_recorded(tmp_path)
     (run / "journal.sqlite").unlink()
-    with pytest.raises(DataError, match="an empty trace"):
+    with pytest.raises(DataError, match="the trace is empty"):
         read_recorded(run)

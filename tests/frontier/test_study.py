@@ -124,7 +124,7 @@ def test_the_table_shows_whole_columns_of_every_setting(found: Study, width: int
         for place in map(HEAD.index, ("gain", "lag", "wasted", "length")):
             assert f" {cells[place]} " in line, point
     assert "…" not in printed
-    assert ("on a wider terminal" in printed) == (width < 200)
+    assert ("a wider terminal" in printed) == (width < 200)
     assert all(name.format(unit=found.setup.unit) in printed for name in HEAD), "what is left out is named"
 
 

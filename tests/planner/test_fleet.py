@@ -185,7 +185,7 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
         (
             "[[nodes]]\ndevice",
             "[devices.l4.efficiency]\ntrain = 1.5\n[[nodes]]\ndevice",
-            "fleet.toml:9: devices.l4.efficiency.train is a part of what the device could do",
+            "fleet.toml:9: devices.l4.efficiency.train is a fraction: it must be above 0",
         ),
     ],
 )

@@ -55,15 +55,15 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ('{"prompt": "a", "length": -3}', ":2: a response has at least 1 token, got -3"),
-    ('{"prompt": "a", "length": 0}', ":2: a response has at least 1 token, got 0"),
+    ('{"prompt": "a", "length": -3}', ":2: a response must have at least 1 token, got -3"),
+    ('{"prompt": "a", "length": 0}', ":2: a response must have at least 1 token, got 0"),
     ('{"prompt": "a", "length": 21}', ":2: a response of 21 tokens is longer than the cap of 20"),
-    ('{"prompt": "a", "length": 2.5}', ":2: a length is a whole number of tokens, got 2.5"),
-    ('{"prompt": "a", "length": true}', ":2: a length is a whole number of tokens, got True"),
+    ('{"prompt": "a", "length": 2.5}', ":2: a length must be a whole number of tokens, got 2.5"),
+    ('{"prompt": "a", "length": true}', ":2: a length must be a whole number of tokens, got True"),
     ('{"prompt": "a", "lenght": 3}', ":2: unknown column 'lenght'; did you mean 'length'?"),
     ('{"prompt": "a"}', ":2: a row has either 'length', of one sample, or 'lengths'"),
     ('{"prompt": "a", "length": 3, "lengths": [3]}', ":2: a row has either 'length', of one sample, or 'lengths'"),
-    ('{"length": 3}', ":2: a sample's row needs 'prompt', so that siblings find each other"),
+    ('{"length": 3}', ":2: a sample's row needs 'prompt', so that siblings can be grouped"),
     ('{"prompt": "a", "lengths": []}', ":2: 'lengths' must be a list of at least one whole number, got []"),
     ('{"lengths": [1, 2], "finished": [true]}', ":2: 'finished' must be true or false for each of 2 lengths"),
     ('{"lengths": [1], "prompt_tokens": 0}', ":2: 'prompt_tokens' must be a whole number from 1 to 16777216, got 0"),
@@ -83,15 +83,15 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, message: st
 
 def test_a_mistake_in_parquet_is_named_with_its_row(tmp_path: Path) -> None:
     file = written(tmp_path / "t.parquet", [{"prompt": "a", "length": 3}, {"prompt": "a", "length": 0}])
-    with pytest.raises(DataError, match=r"t.parquet, row 2: a response has at least 1 token, got 0"):
+    with pytest.raises(DataError, match=r"t.parquet, row 2: a response must have at least 1 token, got 0"):
         read_file(file)
 
 
 def test_files_that_are_not_what_their_name_says_are_refused(tmp_path: Path) -> None:
     for name, content, message in (
-        ("t.parquet", b"not parquet", "not a Parquet file"),
+        ("t.parquet", b"not parquet", "not a readable Parquet file"),
         ("t.jsonl", b"\xff\xfe\x00", "not UTF-8 text"),
-        ("e.jsonl", b"\n\n", "an empty trace"),
+        ("e.jsonl", b"\n\n", "the trace is empty"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):

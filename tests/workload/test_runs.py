@@ -78,14 +78,14 @@ def test_what_was_thrown_away_counts_and_a_prompt_drawn_again_is_the_same_prompt
 def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"not a run directory: it holds no config.json"):
         read_run(tmp_path)
-    with pytest.raises(DataError, match="an empty trace"):
+    with pytest.raises(DataError, match="the trace is empty"):
         read_run(run_of(tmp_path / "fresh"))
     both = run_of(tmp_path / "both", config={"variants": {"x": {}, "y": {}}})
     (both / "journal.sqlite").unlink()
     with pytest.raises(DataError, match="has not decoded anything yet"):
         read_run(both)
     run_of(both / "y", opened(0, "a"))
-    with pytest.raises(RunError, match=rf"compares variants; name one of them: {both / 'y'}$"):
+    with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'y'}$"):
         read_run(both)
-    with pytest.raises(RunError, match=r"does not say rollout.max_new_tokens"):
+    with pytest.raises(RunError, match=r"lacks rollout.max_new_tokens"):
         read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}}))

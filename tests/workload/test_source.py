@@ -42,9 +42,9 @@ def test_a_file_may_change_a_preset() -> None:
     ("text", "message"),
     [
         ('preset = "heavy-32k"\nsigmaa = 1.3\n', "mine.toml:2: sigmaa: unknown key; did you mean 'sigma'?"),
-        ('preset = "heavy"\n', "mine.toml:1: preset: no workload 'heavy'"),
+        ('preset = "heavy"\n', "mine.toml:1: preset: unknown workload 'heavy'"),
         ("preset = 3\n", "mine.toml:1: preset: expected the name of a preset, got 3"),
-        ('preset = "r1-16k"\nicc = 7.0\n', "mine.toml:2: icc must lie in [0, 1], got 7.0"),
+        ('preset = "r1-16k"\nicc = 7.0\n', "mine.toml:2: icc must be in [0, 1], got 7.0"),
         (
             f'preset = "r1-16k"\ncap_tokens = {2**62}\n',
             f"mine.toml:2: cap_tokens must be at most 16777216, got {2**62}",
@@ -61,7 +61,7 @@ def test_a_mistake_in_a_workload_file_is_named_with_its_line(text: str, message:
 
 
 def test_what_cannot_be_found_gets_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="no workload 'r1-16': it is no preset; did you mean 'r1-16k'"):
+    with pytest.raises(ConfigError, match="unknown workload 'r1-16': it is not a preset; did you mean 'r1-16k'"):
         read_lengths("r1-16")
     with pytest.raises(ConfigError, match=r"gone.toml: no such file"):
         read_lengths("gone.toml")
@@ -97,7 +97,7 @@ def test_fitting_writes_a_workload_that_can_be_read_and_a_page(capsys: pytest.Ca
     ("arguments", "message"),
     [
         (["gone.jsonl"], "gone.jsonl: cannot be read"),
-        (["bad.jsonl"], "bad.jsonl:1: a response has at least 1 token, got -4"),
+        (["bad.jsonl"], "bad.jsonl:1: a response must have at least 1 token, got -4"),
         (["good.jsonl", "--cap", "7"], "good.jsonl:1: a response of 8 tokens is longer than the cap of 7"),
         (["good.jsonl", "--out", "no/where.toml"], "the folder 'no' does not exist"),
         (["good.jsonl", "--caps", "7"], "no such option"),
@@ -116,7 +116,7 @@ def test_mistakes_end_in_one_message_and_exit_code_2(
 @pytest.mark.parametrize("name", ["r1-16k", "lengths.jsonl"])
 def test_a_cap_that_no_response_can_reach_is_refused(name: str) -> None:
     Path("lengths.jsonl").write_text('{"prompt": "a", "length": 512}\n')
-    message = "a cap of 16777217 tokens is above the longest that can be, 16777216 tokens"
+    message = "a cap of 16777217 tokens is above the maximum of 16777216 tokens"
     with pytest.raises(ConfigError, match=message):
         read_lengths(name, cap_tokens=2**24 + 1)
     assert read_lengths(name, cap_tokens=2**24).cap_tokens == 2**24

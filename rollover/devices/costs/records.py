@@ -1,4 +1,4 @@
-"""Kinds of replica and training plans: what the cost model makes for the planner. Frozen, in SI units."""
+"""Kinds of replica and training plans: the cost model's results for the planner. Frozen, in SI units."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class ReplicaKind:
     tp: int
     pp: int
     batch_cap: int
-    """Samples decoded at once, as far as the KV cache has room for them."""
+    """Maximum number of samples decoded at once, if the KV cache has room for them."""
     rates: tuple[float, ...]
     """Samples per second of a replica that decodes this bucket only."""
     latencies_s: tuple[float, ...]
     """Seconds from admission to reward, mean of the bucket."""
     group_latencies_s: tuple[float, ...]
-    """The same for the longest sample of a group."""
+    """The same, for the longest sample of a group."""
     batch_latencies_s: tuple[float, ...]
-    """The same for the longest sample of a batch."""
+    """The same, for the longest sample of a batch."""
     max_latencies_s: tuple[float, ...]
-    """The same for the longest sample of the bucket."""
+    """The same, for the longest sample of the bucket."""
     kv_bytes: float
-    """Room for the KV cache."""
+    """Capacity of the KV cache."""
     kv_byte_s: tuple[float, ...]
     """KV cache of a sample, integrated over its time in the engine."""
     updates_s: tuple[float, ...]
-    """Seconds lost to each weight update while all that runs is of one bucket: pause, load and re-prefill."""
+    """Seconds lost to each weight update if only this bucket is running: pause, load and re-prefill."""
 
     @property
     def num_devices(self) -> int:
@@ -42,7 +42,7 @@ class ReplicaKind:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """The fields that tell the kind from others, whatever links it uses."""
+        """The fields that distinguish the kind from others, regardless of the links it uses."""
         return self.device, self.tp, self.pp, self.batch_cap
 
 
@@ -58,11 +58,11 @@ class TrainingPart:
     tp: int
     pp: int
     sharded: bool
-    """Whether weights, gradients and optimizer state are divided over ``dp`` too."""
+    """True if weights, gradients and optimizer state are sharded over ``dp`` as well."""
     recompute: bool
-    """Whether activations are computed again in the backward pass instead of kept."""
+    """True if activations are recomputed in the backward pass instead of kept."""
     share: float
-    """Part of every batch that it trains."""
+    """Fraction of every batch that it trains."""
 
     @property
     def num_devices(self) -> int:
@@ -93,7 +93,7 @@ class TrainingPlan:
 
     @property
     def shape(self) -> tuple[TrainingPart, ...]:
-        """Its parts, whatever their shares."""
+        """Its parts, regardless of their shares."""
         return tuple(replace(part, share=1.0) for part in self.parts)
 
     def count(self, device: str) -> int:
@@ -109,16 +109,16 @@ class PartCost:
     """
 
     part: TrainingPart
-    """The part as it trains alone."""
+    """The part when it trains alone."""
     batch_s: float
-    """Seconds of a whole batch: compute, tensor-parallel traffic, gathered weights."""
+    """Seconds for a whole batch: compute, tensor-parallel traffic, gathered weights."""
     fixed_s: float
-    """Seconds at any share: filling the pipeline, reducing gradients, the optimizer."""
+    """Seconds regardless of the share: filling the pipeline, reducing gradients, the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """All training plans over two device types: any of the first parts beside any of the second.
+    """All training plans over two device types: any of the first parts with any of the second.
 
     They are too many to list: ``rollover.planner.mixtures`` lists those that may be optimal.
     """

@@ -24,11 +24,11 @@ class ReplicaCosts:
     tp: int
     pp: int
     stage_link: Link
-    """Joins its pipeline stages."""
+    """Link that joins its pipeline stages."""
 
     @property
     def kv_room(self) -> float:
-        """Bytes left for the KV cache; below zero where not even the weights fit."""
+        """Bytes left for the KV cache; below zero if not even the weights fit."""
         device = self.device
         weights = self.workload.rollout_weight_bytes * self.model.parameters
         return self.tp * self.pp * device.efficiency.memory * device.hbm_bytes - weights

@@ -13,14 +13,14 @@ from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, Trai
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 
 LOGIT_CHUNK_TOKENS = 1024
-"""Logits are computed and differentiated in pieces of so many tokens."""
+"""Number of tokens in a piece for which logits are computed and differentiated."""
 _OPTIMIZER_BYTES = {"adamw": 12, "adamw8bit": 6, "sgd": 4}
-"""Per parameter, beside bf16 weights and gradients: fp32 master weights and two moments of 4 or 1 bytes, or none."""
+"""Bytes per parameter besides bf16 weights and gradients: fp32 master weights and two moments of 4, 1 or 0 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCosts:
-    """Time and memory of data-parallel pipelines on one device type, whatever their share of the batch."""
+    """Time and memory of data-parallel pipelines on one device type, regardless of their share of the batch."""
 
     device: Device
     model: ModelShape
@@ -29,7 +29,7 @@ class TrainerCosts:
     ring_link: Link
     """The narrowest link between nodes whose gradients are reduced."""
     stage_link: Link
-    """Joins its pipeline stages."""
+    """Link that joins its pipeline stages."""
 
     @property
     def micro_tokens(self) -> float:

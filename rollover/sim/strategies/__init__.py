@@ -25,8 +25,8 @@ AnySimulatedConfig = (
     | ProbeConfig
     | FastLaneConfig
 )
-"""Told apart by ``kind``. One that is not in ``AnyStrategyConfig`` has a row in ``SIMULATED_ONLY`` too, which says what
-to train with instead."""
+"""Distinguished by ``kind``. One that is not in ``AnyStrategyConfig`` also has a row in ``SIMULATED_ONLY``, which names
+the strategy to train with instead."""
 
 SIMULATED: dict[str, type[StrategyConfig]] = kinds(AnySimulatedConfig)
 """By kind."""

@@ -27,7 +27,7 @@ class FastLane(Concurrency):
     """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane."""
 
     fast_lane: int
-    """Samples in the fast lane at most."""
+    """Maximum number of samples in the fast lane."""
 
     def wants_fast_lane(self, view: View, sample_id: SampleId) -> bool:
         """Return whether fewer than ``fast_lane`` unfinished samples are older."""
@@ -48,7 +48,7 @@ class FastLaneConfig(NumRunning):
 
     kind: Literal["fast_lane"] = "fast_lane"
     fast_lane_samples: int | None = None
-    """Oldest samples that run on the lightly loaded replica; when absent, an eighth of a batch's."""
+    """Number of oldest samples that run on the lightly loaded replica; by default an eighth of a batch's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

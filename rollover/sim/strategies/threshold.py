@@ -25,7 +25,7 @@ class Threshold(BoundedAsync):
     """``num_running`` samples decode while the quota lasts; generation goes on while the trainer trains."""
 
     threshold: float
-    """Groups opened ahead, in batches."""
+    """Number of groups opened ahead, in batches."""
 
     def groups_to_open(self, view: View) -> int:
         batches = view.ledger.policy_version + 1 + self.threshold - view.ledger.next_step

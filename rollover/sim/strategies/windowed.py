@@ -25,7 +25,7 @@ class Windowed(BoundedAsync):
     first in line to run, or it is ready and can be taken; once all groups are ready, so can all be."""
 
     window: int
-    """Groups from the head that may be trained."""
+    """Number of groups, counted from the head, that may be trained."""
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
         within = self._within_window(view)
@@ -55,7 +55,7 @@ class WindowedConfig(NumRunning):
 
     kind: Literal["windowed"] = "windowed"
     window_groups: int | None = None
-    """How many groups, counted from the oldest, may be trained; `rollout_batch_size` when absent."""
+    """Number of groups, counted from the oldest, that may be trained; by default `rollout_batch_size`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -82,7 +82,7 @@ DATASETS = [
     ('{"prompt": "a=", "answer": "a"}\n{"prompt"', "data.jsonl, line 2: not valid JSON"),
     ('{"prompt": "a=", "answer": "a"}\n\n[1]\n', "data.jsonl, line 3: expected a JSON object, got list"),
     ('{"prompt": "a=", "answer": "a"}\n{"answer": "a"}\n', "data.jsonl, line 2: column 'prompt' is missing; the columns are answer;"),
-    ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; mend the row or change reward.function"),
+    ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; fix the row or change reward.function"),
     ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, input, messages is there; the columns are text, answer; set prompt_column"),
     ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' could both be meant; set prompt_column"),
     ('{"prompt": 3, "answer": "a"}\n', "data.jsonl, line 1: a prompt is text or a list of messages"),
@@ -109,7 +109,7 @@ def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
     [
         (["--tasks.train.0.reward.function", "letter_reward:shar"], "no function 'shar' in letter_reward; did you mean 'share'?"),
         (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or lie in"),
-        (["--tasks.train.0.reward.function", "program:share"], "the module 'program' ends the program when it is imported (exit code 3); put what it does as a program under: if __name__"),
+        (["--tasks.train.0.reward.function", "program:share"], "the module 'program' ends the program when it is imported (exit code 3); move script code under `if __name__"),
         (["--tasks.train.0.reward.function", "unfinished:share"], "cannot import 'unfinished' (SyntaxError: "),
         (["--tasks.train.0.reward.function", "letter_reward:share"], "is not async and would block the run; set reward.workers to 1 or more"),
         (["--tasks.train.0.reward.function", "letter_reward"], "reward.function must read 'module:function', got 'letter_reward'"),

@@ -1,1 +1,1 @@
-"""A Ray cluster that exists already, as the place of the trainer's ranks and of engine servers."""
+"""An existing Ray cluster that hosts the trainer's ranks and engine servers."""

@@ -40,17 +40,17 @@ class HostCalls:
         try:
             return self.ray.get(answer, timeout=limit_s)
         except self.ray.exceptions.GetTimeoutError as error:
-            message = f"the host of {self._name(rank)} did not answer for {limit_s:g} s in {doing}"
+            message = f"the host of {self._name(rank)} did not answer within {limit_s:g} s during {doing}"
             raise RankLost(message) from error
         except self.ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if is_full(cause):
                 raise ResourceError(
-                    f"the disk of the node of {self._name(rank)} is full in {doing}: make room in its temporary folder"
+                    f"the disk of the node of {self._name(rank)} is full during {doing}: free its temporary folder"
                 ) from error
-            raise RankLost(f"the host of {self._name(rank)} failed in {doing}: {_last_line(cause)}") from error
+            raise RankLost(f"the host of {self._name(rank)} failed during {doing}: {_last_line(cause)}") from error
         except self.ray.exceptions.RayError as error:
-            raise RankLost(f"{self._name(rank)} was lost with its host in {doing}: {lost(error)}") from error
+            raise RankLost(f"{self._name(rank)} was lost with its host during {doing}: {lost(error)}") from error
 
     def ordered(self, doing: str, calls: Iterable[tuple[int, Any]], *, ahead: int) -> Iterator[Any]:
         """Yield the answers to ``calls``, which are made at most ``ahead`` before they are needed."""

@@ -18,22 +18,22 @@ def _check_resources(key: str, resources: Mapping[str, float]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGroup:
-    """Engine servers of one form, where not all servers are alike.
+    """Engine servers of one form, for clusters whose servers differ.
 
     Example: ``EngineGroup(count=2, max_running=256, resources={"h100": 1.0})`` is two servers on nodes that have the
     resource ``h100``, each of which decodes 256 samples at a time.
     """
 
     count: int = 1
-    """Servers of this form."""
+    """Number of servers of this form."""
     devices: int | None = None
-    """GPUs of each server; when left out, what the engine's arguments say (tensor times pipeline parallel size)."""
+    """GPUs of each server; by default the number in the engine's arguments (tensor times pipeline parallel size)."""
     max_running: int | None = None
-    """Samples decoded at the same time by each server; `engine.max_running` when left out."""
+    """Maximum number of samples that each server decodes at the same time; `engine.max_running` by default."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom resources that the node of each server must have, beside `cluster.engine_resources`."""
+    """Custom resources that the node of each server must have, in addition to `cluster.engine_resources`."""
     args: tuple[str, ...] = ()
-    """Arguments of the server program beside those of the engine."""
+    """Arguments of the server program in addition to those of the engine."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -46,7 +46,7 @@ class EngineGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """A Ray cluster that exists already. Needs `rollover[ray]`, of the same version on every node.
+    """An existing Ray cluster. Needs `rollover[ray]`, of the same version on every node.
 
     Example: ``ClusterConfig(address="10.0.0.1:6379", trainer_resources={"h100": 1.0})`` puts the ranks of the trainer
     on nodes that have the resource ``h100``.
@@ -56,18 +56,18 @@ class ClusterConfig:
     """`auto` is the cluster that `RAY_ADDRESS` names, or else the one that this machine belongs to; or `HOST:PORT` of
     its head. The process of the run must be on a node of the cluster."""
     trainer_resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom resources that the node of each rank of the trainer must have, and of which the rank takes so much:
-    `{ h100 = 1 }`. Beside them a rank takes a GPU, or one CPU when it trains there."""
+    """Custom resources, with amounts, that each rank of the trainer takes of its node: `{ h100 = 1 }`. In addition, a
+    rank takes a GPU, or one CPU if it trains on CPUs."""
     engines: int | tuple[EngineGroup, ...] = 0
-    """Servers of `engine.kind` to start on the cluster, each with as many GPUs as the engine's arguments say; or a list
-    of tables where servers differ. 0 leaves the engine where the process of the run is."""
+    """Number of servers of `engine.kind` to start on the cluster, each with as many GPUs as the engine's arguments say;
+    or a list of tables if servers differ. 0 leaves the engine with the process of the run."""
     engine_resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom resources that the node of each engine server must have, and of which the server takes so much."""
+    """Custom resources, with amounts, that each engine server takes of its node."""
     placement_timeout_s: float = 60.0
-    """Longest wait for the cluster to answer, for room on its nodes while others use them, and for a node to replace
-    one that was lost. A run that asks for more than the nodes have when it begins is refused at once."""
+    """Maximum wait for the cluster to answer, for room on nodes that others are using, and for a node to replace a lost
+    one. A run that needs more than the nodes have when it begins is refused at once."""
     engine_lease_s: float = 600.0
-    """How long engine servers stay when the process of the run has died and no resumed run has taken them over."""
+    """Seconds for which engine servers stay after the run's process has died, if no resumed run takes them over."""
 
     @property
     def num_engines(self) -> int:
@@ -77,8 +77,8 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.address.startswith("ray://"):
             raise ValueError(
-                f"cluster.address {self.address!r} is one of Ray Client, through which ranks cannot be led: start the"
-                " run on a node of the cluster, with cluster.address = 'auto' or HOST:PORT of the head"
+                f"cluster.address {self.address!r} belongs to Ray Client, which cannot be used to control ranks: start"
+                " the run on a node of the cluster, with cluster.address = 'auto' or HOST:PORT of the head"
             )
         match = _ADDRESS.fullmatch(self.address)
         if self.address != "auto" and (match is None or not 1 <= int(match["port"]) <= 65535):

@@ -16,7 +16,7 @@ from rollover.cluster.config import ClusterConfig
 from rollover.errors import ConfigError, require
 
 NAMESPACE = "rollover"
-"""Where the names of detached actors are looked up."""
+"""Ray namespace in which the names of detached actors are looked up."""
 
 _FIND = """
 import sys

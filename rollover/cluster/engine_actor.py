@@ -23,7 +23,7 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.launch import ServerProcess, free_port
 
 _MAX_LOG_BYTES = 1 << 18
-"""Of the server's log, in one answer."""
+"""Maximum number of bytes of the server's log in one answer."""
 _LEASES_CHECKED_S = 1.0
 
 
@@ -35,7 +35,7 @@ class Look:
     """
 
     fingerprint: str
-    """Of what was started; empty where nothing was."""
+    """Fingerprint of the started server; empty if none was started."""
     url: str
     key: str
     """The API key that it was started with."""
@@ -43,7 +43,7 @@ class Look:
     story: str
     """The end of its log, for a message."""
     log: bytes
-    """Its log from where the caller stood, or a part of it."""
+    """Its log from the caller's position on, or a part of it."""
 
     def __repr__(self) -> str:
         return f"Look(url={self.url!r}, exited={self.exited})"  # the key is nobody's business

@@ -34,9 +34,9 @@ class EngineForm:
     resources: Mapping[str, float]
     """Custom resources of its node."""
     max_running: int
-    """Samples that it decodes at the same time."""
+    """Maximum number of samples that it decodes at the same time."""
     args: tuple[str, ...]
-    """All its ``launch_args``."""
+    """Its complete ``launch_args``."""
 
     def bundle(self, device: str) -> dict[str, float]:
         """Return what it takes of a node, where ``device`` is ``GPU`` or ``CPU``."""

@@ -41,9 +41,9 @@ NAMESPACE = "rollover"
 """Ray's namespace of all keepers."""
 _POLL_S = 0.5
 _PROCESS_S = 120.0
-"""Longest wait for the process of a keeper to start, which imports Rollover."""
+"""Maximum wait for the process of a keeper, which imports Rollover, to start."""
 _ANSWER_S = 30.0
-"""Longest wait for a keeper to do something small."""
+"""Maximum wait for a small task of a keeper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +55,14 @@ class EngineTerms:
     """
 
     prefix: str
-    """Of the names of keepers and places, which tells this run's from those of others."""
+    """Prefix of the names of keepers and places, which distinguishes this run's from those of others."""
     lease_s: float
     placement_timeout_s: float
     logs: Path
     must_see: Mapping[str, bytes]
-    """Files by path that every server's node must see, with this content."""
+    """Files, by path, that every server's node must see with this content."""
     remedy: str
-    """What to change when a node does not see one."""
+    """Advice for the user if a node does not see one."""
 
 
 class ClusterServer:
@@ -238,7 +238,7 @@ class ClusterServer:
             self.client.move(look.url, look.key or None)
             await self._health()
         except (EngineError, ValueError) as e:  # the latter: it has just ended
-            logger.warning("%s of an earlier process of this run is started anew: %s", self._name, e)
+            logger.warning("%s of an earlier process of this run is restarted: %s", self._name, e)
             return False
         logger.warning("%s of an earlier process of this run is taken over", self._name)
         self._tasks.start(self._look_on())

@@ -17,11 +17,11 @@ from rollover.cluster.calls import HostCalls
 from rollover.cluster.host import HostFacts, sampled_digest
 
 PART_BYTES = 16 * 2**20
-"""Small, so that a small object store holds those that are on the way."""
+"""Size of a part; small, so that a small object store holds the parts in transit."""
 _AHEAD = 4
-"""Parts on the way at a time."""
+"""Maximum number of parts in transit."""
 _OTHER_FORMATS = frozenset((".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite"))
-"""Endings of weights that the trainer does not read."""
+"""File name endings of weights that the trainer does not read."""
 
 
 def listed(folder: Path) -> list[str]:

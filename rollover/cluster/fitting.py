@@ -12,7 +12,7 @@ Resources = Mapping[str, float]
 _ROUNDING = 1e-6
 """Ray counts resources in ten-thousandths."""
 _UNNAMED = ("node:", "object_store_memory", "memory", "accelerator_type:")
-"""Beginnings of resources that Ray gives every node by itself."""
+"""Prefixes of resources that Ray gives every node by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ def fits(resources: Resources, node: Resources) -> bool:
 def refusal(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> str | None:
     """Say why something can never be placed on these nodes; ``None`` where all of it can.
 
-    Example: ``"engine-0 needs GPU 2, h20 1 on one node, and no node of the cluster has as much; its nodes have: CPU 8,
-    GPU 1"``.
+    Example: ``"engine-0 needs GPU 2, h20 1 on one node, but no node of the cluster has that much; its nodes have: CPU
+    8, GPU 1"``.
     """
     failed = unplaced(wanted, nodes)
     if not failed:
@@ -62,7 +62,7 @@ def refusal(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> str | None:
     for each in failed:
         if not any(fits(each.resources, node) for node in nodes):
             return (
-                f"{each.name} needs {written(each.resources)} on one node, and no node of the cluster has as much;"
+                f"{each.name} needs {written(each.resources)} on one node, but no node of the cluster has that much;"
                 f" its nodes have: {has}"
             )
     names = ", ".join(each.name for each in failed)

@@ -28,7 +28,7 @@ from rollover.trainer.staging import Staging
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""Of each file, so many bytes at so many places are compared between two machines."""
+"""Size of each of the ``_SAMPLES`` samples of a file that are compared between two machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class HostFacts:
 
     node_id: str
     address: str
-    """Of the node."""
+    """Address of the node."""
     staging: Path
-    """The folder for all that is laid down on the node for this rank."""
+    """The folder for all files stored on the node for this rank."""
     folder: Path
     """The folder of the rank, in ``staging``."""
     port: int
@@ -53,17 +53,17 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """Says what has become of a rank.
+    """The state of a rank.
 
     Example: ``HostReport(progress=812, message=None, fate=None, is_stopped=False)`` while it computes.
     """
 
     progress: int
-    """How much it has done."""
+    """The amount of work it has done."""
     message: bytes | None
     """Its answer, pickled."""
     fate: str | None
-    """How it has ended."""
+    """A description of its end; ``None`` while it runs."""
     is_stopped: bool
 
 

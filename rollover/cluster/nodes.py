@@ -47,9 +47,9 @@ class NodeDemand:
     """
 
     what: str
-    """Who asks, for messages."""
+    """The part of the run that needs them, for messages."""
     keys: str
-    """The settings that say so."""
+    """The settings that determine it."""
     bundle: Mapping[str, float]
     count: int
 

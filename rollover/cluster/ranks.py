@@ -30,14 +30,14 @@ from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
 from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
 
 _REPORT_S = 1.0
-"""A host holds back a report for so long when there is no answer yet."""
+"""Seconds for which a host holds back a report if there is no answer yet."""
 _ACTOR_S = 60.0
-"""Longest wait for an actor to start, which takes a few seconds."""
+"""Maximum wait for an actor to start, which takes a few seconds."""
 _END_S = 15.0
-"""Longest wait for hosts to end their ranks; those that do not are ended by Ray."""
+"""Maximum wait for hosts to end their ranks; Ray ends those that do not."""
 _SPARE_BYTES = 2**28
 _VALUES_OF_STATE = 5
-"""A rank writes weights and two moments in float32 for a checkpoint, beside two versions of weights at most."""
+"""Float32 values per parameter that a rank writes: a checkpoint's weights and two moments, and up to two versions."""
 
 
 def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
@@ -116,7 +116,7 @@ class _Hosted:
     ending: str = ""
     has_stopped: bool = False
     report: Any = None
-    """That of the host which is awaited."""
+    """The pending report of its host."""
 
     def fate(self) -> str:
         return self.ending
@@ -138,7 +138,7 @@ class ClusterRanks(LedRanks):
     """
 
     whereabouts: str
-    """Where the ranks are and how they get their files, for the user."""
+    """A description for the user of where the ranks are and how they get their files."""
 
     def __init__(self, ray: Any, group: Any, demand: NodeDemand, task: RankTask, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)

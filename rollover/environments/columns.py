@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rollover.errors import DataError
 
 REPLY = "answer"
-"""What a reward function calls the reply where it is the reference."""
+"""Name under which a reward function receives the reply if it is the reference."""
 
 Messages = list[dict[str, Any]]
 
@@ -51,12 +51,12 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
         return Conversation(messages, None)
     *prompt, last = messages
     if not prompt:
-        raise DataError(f"{where}: the messages are an assistant's turn alone, so nothing is asked; mend the row")
+        raise DataError(f"{where}: the messages hold only an assistant's turn, so there is no prompt; fix the row")
     text = _text(last["content"])
     if not text:
         raise DataError(
             f"{where}: the messages end with an assistant's turn that has no text to learn from or compare with; "
-            "mend the row, or delete that turn"
+            "fix the row, or delete that turn"
         )
     return Conversation(prompt, text)
 

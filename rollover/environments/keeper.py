@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import NoReturn
 
 _SIGNALLED = 128
-"""Added to the number of the signal that killed the work, as shells do."""
+"""Added to the number of the signal that killed the work, like shells do."""
 _CLEARING_S = 5.0
-"""A process that is not gone so long after SIGKILL hangs in the kernel and is left to it."""
+"""Seconds after SIGKILL for which a process is waited for; one that remains hangs in the kernel."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -24,7 +24,7 @@ from rollover.errors import DataError, RewardError
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
-"""The keeper of a process clears up within this time, or is killed itself."""
+"""Seconds within which the keeper of a process must clean up before it is killed itself."""
 _LINE_LIMIT_BYTES = 2**20
 
 
@@ -180,6 +180,4 @@ class _Worker:
 
 
 def _garbled() -> RewardError:
-    return RewardError(
-        "something else than replies came from the reward process; does the function write to its sockets?"
-    )
+    return RewardError("the reward process sent something other than replies; does the function write to its sockets?")

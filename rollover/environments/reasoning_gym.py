@@ -114,5 +114,5 @@ def _create(name: str, config: dict[str, Any], seed: int) -> Any:
         return reasoning_gym.create_dataset(name, **config, seed=seed, size=CHUNK)
     except Exception as error:  # validation is by assert, and constructors raise what they like
         raise DataError(
-            f"reasoning-gym dataset {name!r} refuses its config {config}: {error or type(error).__name__}"
+            f"reasoning-gym dataset {name!r} rejects its config {config}: {error or type(error).__name__}"
         ) from error

@@ -35,9 +35,9 @@ class ScorerStats:
     num_retried: int = 0
     num_failed: int = 0
     num_late: int = 0
-    """Checks against a known answer that were late, so that the response counts as wrong; among ``num_scored``."""
+    """Number of late checks against a known answer, whose response counts as wrong; included in ``num_scored``."""
     busy_s: float = 0.0
-    """Time trajectories spent being scored, summed over them, waiting for a free process included."""
+    """Time that trajectories spent being scored, summed over them, including waits for a free process."""
 
 
 class RewardScorer:

@@ -14,7 +14,7 @@ from rollover.environments.rewards.base import Reward, RewardSample
 from rollover.errors import DataError, RewardError
 
 _LONGEST_REASON = 400
-"""Characters of a message of the user's code that are passed on."""
+"""Maximum number of characters of a message of the user's code that are passed on."""
 
 Failure = Literal["raised", "refused", "misshapen"]
 

@@ -48,8 +48,8 @@ def _check_import(module_name: str, folder: str) -> None:
             code = keeper.wait(_IMPORT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise DataError(
-                f"reward function: importing the module {module_name!r} has not ended after {_IMPORT_TIMEOUT_S:g} s; "
-                "put what it does as a program under: if __name__ == '__main__'"
+                f"reward function: importing {module_name!r} took more than {_IMPORT_TIMEOUT_S:g} s; "
+                "move script code under `if __name__ == '__main__':`"
             ) from None
         finally:
             assert keeper.stdin is not None
@@ -60,7 +60,7 @@ def _check_import(module_name: str, folder: str) -> None:
     if code != _CAME_BACK:
         raise DataError(
             f"reward function: the process that imports the module {module_name!r} {describe_exit(code)}; "
-            "put what it does as a program under: if __name__ == '__main__'"
+            "move script code under `if __name__ == '__main__':`"
         )
 
 
@@ -74,14 +74,14 @@ def load_function(path: str) -> Callable[..., Any]:
     except SystemExit as error:
         raise DataError(
             f"reward function {path}: the module {module_name!r} ends the program when it is imported "
-            f"(exit code {error.code}); put what it does as a program under: if __name__ == '__main__'"
+            f"(exit code {error.code}); move script code under `if __name__ == '__main__':`"
         ) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may raise anything on import
-        where = "" if _was_found(module_name, error) else f"; it must be installed or lie in {os.getcwd()}"
+        where = "" if _was_found(module_name, error) else f"; it must be installed or be in {os.getcwd()}"
         raise DataError(
-            f"reward function {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; mend it'}"
+            f"reward function {path}: cannot import {module_name!r} ({_one_line(error)}){where or '; fix it'}"
         ) from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):

@@ -124,8 +124,8 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """Write the side-by-side page of two or more runs to ``out``; the first run is the baseline.
 
     Raises:
-        ValueError: fewer than two runs.
-        RunError: one of them is no run directory, or a file of it is damaged.
+        ValueError: there are fewer than two runs.
+        RunError: one of them is not a run directory, or one of its files is damaged.
     """
     if len(run_dirs) < 2:
         raise ValueError(f"a comparison needs at least two runs, got {len(run_dirs)}")

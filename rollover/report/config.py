@@ -1,4 +1,4 @@
-"""Settings that decide where the numbers of a run go."""
+"""Settings for the destinations of a run's metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["auto", "bars", "plain", "off"]
-"""How progress is shown."""
+"""The display of progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +20,11 @@ class LoggingConfig:
     trackio: str | None = None
     """Trackio project to log to; needs ``pip install 'rollover[trackio]'``."""
     run_name: str | None = None
-    """Name of the run at W&B and Trackio; the run directory's name when not given."""
+    """Name of the run at W&B and Trackio; by default the run directory's name."""
     progress: Mode = "auto"
     """``auto`` draws bars on a terminal and prints plain lines elsewhere."""
     plain_every_steps: int = 10
-    """Plain progress: training steps between two lines, each with the means since the one before. The last step always
+    """Training steps per line of plain progress; each line shows the means since the previous one. The last step always
     prints."""
 
     def __post_init__(self) -> None:
@@ -32,4 +32,4 @@ class LoggingConfig:
             raise ValueError(f"logging.plain_every_steps must be at least 1, got {self.plain_every_steps}")
         for key, project in (("wandb", self.wandb), ("trackio", self.trackio)):
             if project is not None and not project.strip():
-                raise ValueError(f"logging.{key} must name a project, got {project!r}; leave it out to switch it off")
+                raise ValueError(f"logging.{key} must name a project, got {project!r}; omit it to switch it off")

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 MAX_POINTS = 150
-"""Points of a curve; the steps of a longer run are drawn in stretches."""
+"""Maximum number of points of a curve; the steps of a longer run are drawn in stretches."""
 _LOW, _HIGH = 0.1, 0.9
 """Quantiles between which a band lies."""
 

@@ -86,7 +86,7 @@ class StepWindow:
     start_s: float
     end_s: float
     num_resumes: int
-    """Parked samples that went on inside it."""
+    """Number of parked samples that were resumed inside it."""
 
 
 def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[StepWindow, ...]:

@@ -1,4 +1,4 @@
-"""Who decoded what, and when: a lane for each member of a swarm, or each server of a pool, coloured by policy version.
+"""The samples of each engine over time: a lane for each member of a swarm or server, coloured by policy version.
 
 Inside a lane its samples are stacked as thin bars, so that a lane is as full as its member was busy. A mark is a change
 of weights: how long the member had decoded nothing before it is in its text.
@@ -21,9 +21,9 @@ from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.report.timeline_figure import thinned, training_bands
 
 MAX_MEMBERS = 40
-"""Lanes of a picture; of more members those that decoded most."""
+"""Maximum number of lanes in a picture; of more members, those that decoded most are drawn."""
 _LANE = 0.86
-"""Part of a lane that its bars fill."""
+"""Fraction of a lane that its bars fill."""
 
 
 @dataclass(frozen=True, slots=True)

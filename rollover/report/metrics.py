@@ -1,7 +1,7 @@
 """``metrics.jsonl``: one line per step, evaluation and warm-up step.
 
-What it keeps true: every line on disk is complete or is the last one, so a crash costs at most the line being
-written; and after a resume the newer history replaces the older from the step it goes back to.
+Invariants: every line on disk is complete or is the last one, so a crash costs at most the line being written; after a
+resume, the newer history replaces the older one from the step at which the run resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MetricRow:
     step: int
     """Training step (``step``, ``eval``) or warm-up step (``warmup``), counted from 0."""
     time_s: float
-    """Run clock when the row was written."""
+    """Time on the run's clock when the row was written."""
     values: Mapping[str, float]
     """Slash-separated names; NaN where the measurement was not a finite number."""
 
@@ -148,7 +148,7 @@ def _decode(line: bytes, where: str) -> MetricRow:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut what a crash left of its last line, so that the next row does not grow out of it."""
+    """Remove an incomplete last line left by a crash, so that the next row is not appended to it."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

@@ -1,7 +1,7 @@
 """Live progress on the terminal, and plain lines where there is none: means over the steps since the last line.
 
-What it keeps true: it is called as often as the caller likes and draws at most ``_REFRESH_HZ`` times a second,
-so it never costs a noticeable share of the run. It only shows; nothing depends on it.
+It may be called at any rate and draws at most ``_REFRESH_HZ`` times a second, so its cost is negligible. It only
+displays; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Progress:
         self._update("train", done, self.total_steps, text, draw=True)
 
     def resumed(self, step: int) -> None:
-        """The run goes on from ``step``."""
+        """The run resumes at ``step``."""
         self._recent = []
         self._update("train", step, self.total_steps, f"resumed at step {step}", draw=True)
         if self._mode == "plain":
@@ -106,11 +106,11 @@ class Progress:
         self.message(f"eval at step {step}  " + "  ".join(_eval_parts(metrics)))
 
     def result(self, text: str) -> None:
-        """A line that answers what was asked for, taken literally; it is shown in every mode."""
+        """A line that answers a request, printed literally; it is shown in every mode."""
         self._print(text)
 
     def message(self, text: str) -> None:
-        """A line above the bars, taken literally."""
+        """A line above the bars, printed literally."""
         if self._mode != "off":
             self._print(text)
 

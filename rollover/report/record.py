@@ -1,4 +1,4 @@
-"""A run directory, read: everything the reports are made of."""
+"""The contents of a run directory, from which the reports are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run as its directory tells it. Secrets in the config are blanked."""
+    """One run as recorded in its directory. Secrets in the config are blanked."""
 
     name: str
     config: Mapping[str, Any]
@@ -34,7 +34,7 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read a finished, running or interrupted run; whatever has not been written yet is empty.
 
     Raises:
-        RunError: it is no run directory, or one of its files is damaged.
+        RunError: it is not a run directory, or one of its files is damaged.
     """
     config = read_config(run_dir)
     meta = config.pop("meta", None)
@@ -51,7 +51,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The resolved config, with what ran it and where under ``meta``.
+    """The resolved config, with version, seed and machine under ``meta``.
 
     Raises:
         RunError: there is none, or it cannot be read.
@@ -62,7 +62,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{run_dir} is not a run directory: it holds no config.json") from None
+        raise RunError(f"{run_dir} is not a run directory: it contains no config.json") from None
     except (OSError, ValueError) as e:
         raise RunError(f"{path} cannot be read: {e}") from e
     return config

@@ -15,10 +15,10 @@ from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED, Speed
 
 _MAX_BARS = 120
-"""Steps drawn one by one; longer runs are drawn as means over downsampling."""
+"""Maximum number of steps drawn individually; longer runs are drawn as means over stretches of steps."""
 
 _MAX_MARKED = 60
-"""Evaluations that are marked one by one, with their standard errors."""
+"""Maximum number of evaluations marked individually, with their standard errors."""
 
 
 def origin_s(record: RunRecord) -> float:

@@ -1,4 +1,4 @@
-"""The report of one run: ``report.html`` beside its metrics, for a person to look at and pass on."""
+"""The report of one run: ``report.html`` next to its metrics, to read and to share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_report(run_dir: Path) -> Path:
     """Write ``run_dir/report.html`` from what the directory holds so far, and return its path.
 
     Raises:
-        RunError: it is no run directory, or one of its files is damaged.
+        RunError: it is not a run directory, or one of its files is damaged.
     """
     return write_page(run_dir / FILE_NAME, render_report(read_run(run_dir)))
 
@@ -58,7 +58,7 @@ def render_report(record: RunRecord) -> str:
     _tokens(page, record, summary)
     _time(page, record)
     _health(page, record)
-    page.add("<section><h2>Everything in numbers</h2>")
+    page.add("<section><h2>All numbers</h2>")
     page.add(f'<div class="card">{table(summary_rows(summary))}</div>')
     page.add(details("Resolved configuration", preformatted(record.config)))
     page.add("</section>")
@@ -66,7 +66,7 @@ def render_report(record: RunRecord) -> str:
 
 
 _FOR_RESUMES = ("datasets", "identity")
-"""Facts that a resumed run is checked by, and that tell a reader nothing."""
+"""Facts that are used to check a resumed run and mean nothing to a reader."""
 
 
 def run_facts(record: RunRecord, summary: RunSummary) -> list[str]:
@@ -97,7 +97,7 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
             "Wasted by the rollout",
             f"{s.fraction(s.wasted_by_rollout):.1%}",
             "of tokens",
-            f"{s.fraction(s.without_gradient):.1%} were in a batch and had no gradient",
+            f"{s.fraction(s.without_gradient):.1%} were in a batch but had no gradient",
         ),
         (
             "Resumes",
@@ -178,7 +178,7 @@ def _lag(page: Page, record: RunRecord) -> None:
 def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
     fate = fate_bar(_fates(record.timeline, summary))
     cards = [
-        f'<div class="card"><h3>Where {summary.decoded_tokens:,} decoded tokens went</h3>{fate}</div>',
+        f'<div class="card"><h3>Where the {summary.decoded_tokens:,} decoded tokens went</h3>{fate}</div>',
         page.figure("Response lengths", run_figures.lengths(record), "No sample has been decoded yet."),
     ]
     if summary.wasted_tokens:

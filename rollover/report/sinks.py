@@ -1,4 +1,4 @@
-"""The places metrics go besides the file: TensorBoard, Weights & Biases, Trackio.
+"""The destinations of metrics besides the file: TensorBoard, Weights & Biases, Trackio.
 
 Training and evaluation keep their metric names; warm-up rows get the prefix ``warmup/``, because their steps
 count something else.

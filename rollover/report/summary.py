@@ -1,7 +1,7 @@
 """The closing numbers of a run, and their table for the terminal.
 
 Throughput never stands alone: lag, waste and re-prefilled tokens are beside it. Tokens, lag and waste come
-from the journal, times and memory from the metrics; what a run has not measured is ``None`` and shows as a
+from the journal, times and memory from the metrics; values that a run has not measured are ``None`` and appear as a
 dash.
 """
 
@@ -35,7 +35,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTokens:
-    """Draft tokens of the engine and how many were accepted, evaluations included."""
+    """Draft tokens of the engine and the number accepted, including evaluations."""
 
     accepted_fraction: float
     """Share of the draft tokens."""
@@ -59,20 +59,20 @@ class RunSummary:
     """Mean reward of the first and of the last tenth of the steps."""
     decoded_tokens: int
     trained_tokens: int
-    """Those that had a gradient."""
+    """Decoded tokens that had a gradient."""
     live_tokens: int
-    """Decoded, neither trained nor wasted: parked or ready."""
+    """Decoded tokens that are neither trained nor wasted: parked or ready."""
     wasted_tokens: Mapping[WasteCause, int]
     """By cause."""
     reprefilled_tokens: int
     rollout_tokens_per_s: float | None
     trained_tokens_per_s: float | None
-    """Both as ``throughput`` defines them."""
+    """Both speeds as defined in ``throughput``."""
     lag: LagSummary | None
     draft_tokens: DraftTokens | None
-    """``None`` where the engine makes none."""
+    """``None`` if the engine makes none."""
     resumes_per_sample: float | None
-    """Over trained samples."""
+    """Mean over trained samples."""
     generated: LengthSummary | None
     trained: LengthSummary | None
     length_drift: float | None
@@ -88,7 +88,7 @@ class RunSummary:
 
     @property
     def without_gradient(self) -> Mapping[WasteCause, int]:
-        """Tokens that were in a batch, and that the loss made nothing of."""
+        """Tokens that were in a batch but contributed nothing to the loss."""
         return {cause: n for cause, n in self.wasted_tokens.items() if not cause.is_by_rollout}
 
     def fraction(self, tokens: Mapping[WasteCause, int]) -> float:

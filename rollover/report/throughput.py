@@ -1,4 +1,4 @@
-"""Measures how fast a run trains and decodes: one definition each, whatever stretch of steps it is taken over.
+"""Measures how fast a run trains and decodes: one definition each, for any stretch of steps.
 
 * **Trained tokens/s** are trained tokens over wall-clock of the whole loop: rollout, rewards, training, publishing and
   what lies between them. Warm-up and evaluations are no part of it.
@@ -21,11 +21,11 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A speed as the metrics of a step hold it."""
+    """A speed as recorded in the metrics of a step."""
 
     name: str
     seconds: tuple[str, ...]
-    """Where the seconds that it is over stand: under the first of these names that the step has."""
+    """Names of the metric that holds its seconds: the first of these that the step has."""
 
     def parts(self, step: Values) -> tuple[float, float] | None:
         """Tokens and seconds of one step; ``None`` where they were not measured."""

@@ -43,7 +43,7 @@ class DecodedSpan:
     num_tokens: int
     finish_reason: FinishReason | None
     engine: str = ""
-    """The member that decoded it, where a run has several engines."""
+    """The member that decoded it, if the run has several engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class SampleTrace:
     gaps: tuple[Gap, ...] = ()
     reward: float | None = None
     trained_step: int | None = None
-    """Step whose batch holds it; ``None`` while there is none or when it was wasted."""
+    """Step whose batch contains it; ``None`` while there is none or if it was wasted."""
     waste: WasteCause | None = None
 
     @property

@@ -138,7 +138,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
         FinishReason.STOP: "finished",
         FinishReason.LENGTH: "ran into its limit",
     }
-    end = ends[span.finish_reason] if span.finish_reason is not None else "went on under new weights"
+    end = ends[span.finish_reason] if span.finish_reason is not None else "continued under new weights"
     fate = "not trained yet"
     if sample.waste is not None:
         fate = f"wasted: {sample.waste}"

@@ -38,7 +38,7 @@ ANSWER_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnSettings:
-    """Says what is known of a source's columns before its first row is read.
+    """Holds what is known about a source's columns before its first row is read.
 
     Example: ``ColumnSettings(source="gsm8k", answer="solution", needs_answer=True)`` leaves the prompt to be found.
     """
@@ -48,13 +48,13 @@ class ColumnSettings:
     prompt: str | None = None
     answer: str | None = None
     keep: tuple[str, ...] | None = None
-    """Columns that travel; ``None``: all."""
+    """Columns that travel with the prompt; ``None`` means all."""
     needs_answer: bool = False
     """The reward compares with a reference answer."""
     needed: tuple[str, ...] = ()
-    """Columns that the reward function cannot do without."""
+    """Columns that the reward function requires."""
     whole: bool = False
-    """Every column travels as it is, that of the prompt too."""
+    """Every column travels unchanged, including that of the prompt."""
 
 
 class ColumnMap:
@@ -70,7 +70,7 @@ class ColumnMap:
         self.prompt = settings.prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
         """The path of the prompt."""
         self.replies = ends_with_reply(_require(first, self.prompt, key=self._prompt_key, where=where))
-        """Whether the messages of the first row end with an assistant's turn."""
+        """True if the messages of the first row end with an assistant's turn."""
         self.answer = settings.answer
         """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of the
         prompt when it is the reply in there."""
@@ -103,7 +103,7 @@ class ColumnMap:
         if reply is None and self.answer == self.prompt:
             raise DataError(
                 f"{where}: the messages do not end with an assistant's turn, which is the reference answer of this"
-                f" source; mend the row or set {self._answer_key}"
+                f" source; fix the row or set {self._answer_key}"
             )
         return prompt
 
@@ -133,7 +133,7 @@ def find_column(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, 
     present = [name for name in candidates if has_value(row, name)]
     if len(present) > 1:
         raise DataError(
-            f"{where}: columns {present[0]!r} and {present[1]!r} could both be meant; set {key} to one of them"
+            f"{where}: columns {present[0]!r} and {present[1]!r} are both candidates; set {key} to one of them"
         )
     return present[0] if present else None
 
@@ -145,7 +145,7 @@ def _choose(row: Mapping[str, Any], candidates: Sequence[str], *, key: str, wher
             if is_there(row, name):
                 raise _lacking(row, name, "null", key=key, where=where)
         raise DataError(
-            f"{where}: none of the columns {', '.join(candidates)} is there; "
+            f"{where}: none of the columns {', '.join(candidates)} exists; "
             f"the columns are {', '.join(row) or 'none'}; set {key}"
         )
     return found
@@ -159,7 +159,7 @@ def _require(row: Mapping[str, Any], path: str, *, key: str, where: str) -> Any:
 
 def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: str) -> DataError:
     return DataError(
-        f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; mend the row or change {key}"
+        f"{where}: column {path!r} is {state}; the columns are {', '.join(row) or 'none'}; fix the row or change {key}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Says which prompts a run asks, and how they are written out."""
+"""Decides which prompts a run uses, and how they are written out."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TasksConfig:
     train: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Sources of the training mixture."""
     eval: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
-    """Sources that measure; their prompts are named ``eval/<name>``."""
+    """Sources for evaluation; their prompts are named ``eval/<name>``."""
     chat_template: Literal["auto", "on", "off"] = "auto"
-    """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text as it stands.
-    ``auto``: the template when the tokenizer has one."""
+    """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text, unchanged. ``auto``: the
+    template if the tokenizer has one."""
     system_prompt: str | None = None
-    """Put before the messages that do not bring a system message; needs a chat template."""
+    """System message for prompts that do not have their own; needs a chat template."""
     prompt_suffix: str = ""
     """Appended to the question (or to the last user message), inside the template."""
     max_prompt_tokens: int = 1024
@@ -39,15 +39,15 @@ class TasksConfig:
     long_prompts: Annotated[Literal["skip", "error"], OnResume(_stays_skipping, "may change to `skip` on resume")] = (
         "skip"
     )
-    """Longer prompts are left out, or stop the run at once."""
+    """Longer prompts are skipped, or stop the run at once."""
     keep_eval_out: bool = True
-    """Leave prompts out of training (and warm-up) that are also evaluation prompts, so that accuracy is measured on
-    what was never shown. Compared by their text."""
+    """Exclude evaluation prompts from training (and warm-up), so that accuracy is measured on unseen ones. Their text
+    is compared."""
     eval_seed: int = 0
-    """Draws the generated evaluation items; not the run's seed, so that runs of several seeds are measured
-    on the same ones."""
+    """Seed of the generated evaluation items. It is independent of the run's seed, so that runs of several seeds are
+    measured on the same items."""
     shuffle: bool = True
-    """New order of the rows in every epoch; otherwise file order."""
+    """If true, the rows are shuffled anew in every epoch; otherwise they keep the file's order."""
 
     def __post_init__(self) -> None:
         for role, sources in (("train", self.train), ("eval", self.eval)):
@@ -55,7 +55,7 @@ class TasksConfig:
             if double := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
         if self.chat_template == "off" and self.system_prompt is not None:
-            raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': leave one of them out")
+            raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': remove one of them")
         if self.max_prompt_tokens < 1:
             raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.eval_seed < 0:

@@ -61,8 +61,8 @@ class DataFile:
             return
         if self._read_content() != self.content:
             raise DataError(
-                f"{self.path} has changed while it was read, so its rows are no longer those that were counted; put the"
-                " right file back"
+                f"{self.path} changed while it was being read, so its rows are no longer those that were counted;"
+                " restore the right file"
             )
         self._stamp = stamp
 

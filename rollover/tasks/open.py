@@ -79,9 +79,9 @@ class SourceFacts(NamedTuple):
     """Says what is known of a source that was opened and not yet read."""
 
     num_rows: int | None
-    """``None``: without end, or not known without a download."""
+    """Number of rows; ``None`` if endless, or unknown without a download."""
     reply: str = ""
-    """The use of the turn that ends the messages, where it is an assistant's."""
+    """The use of the turn that ends the messages, if it is an assistant's."""
 
 
 def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *, teaches: bool = False) -> SourceFacts:

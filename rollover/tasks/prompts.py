@@ -33,7 +33,7 @@ class PromptEncoder:
         if not has_template and config.chat_template == "on":
             raise DataError("tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'")
         if not has_template and config.system_prompt is not None:
-            raise DataError("tasks.system_prompt needs a tokenizer with a chat template; leave it out")
+            raise DataError("tasks.system_prompt needs a tokenizer with a chat template; omit it")
         self._tokenizer = tokenizer
         self._config = config
         self._templated = has_template and config.chat_template != "off"
@@ -95,5 +95,5 @@ class PromptEncoder:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise jinja's errors, and their own on roles they refuse
-            raise DataError(f"{where}: the chat template refuses these messages: {error}") from error
+            raise DataError(f"{where}: the chat template rejects these messages: {error}") from error
         return str(text)

@@ -29,13 +29,13 @@ def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | Non
 
 
 def _same(source: SourceSettings, before: Fingerprint | None, name: str) -> Fingerprint | None:
-    mend = f"put the one that the run began with back, give its new path on --resume, or start a new run ({name})"
+    mend = f"restore the original dataset, give its new path on --resume, or start a new run ({name})"
     try:
         now = source.fingerprint()
     except DataError as error:
         if before is None:
             raise
-        raise DataError(f"a dataset of this run is gone: {str(error).partition(';')[0]}; {mend}") from None
+        raise DataError(f"a dataset of this run is missing: {str(error).partition(';')[0]}; {mend}") from None
     if before is None or now is None or (before["size"], before["sha256"]) == (now["size"], now["sha256"]):
         return before or now
     change = f"{before['size']} {before['unit']} then, {now['size']} now"

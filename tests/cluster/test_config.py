@@ -59,7 +59,7 @@ def test_a_number_of_engines_and_the_command_line_are_understood(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"address": "ray://10.0.0.1:10001"}, "is one of Ray Client, through which ranks cannot be led"),
+        ({"address": "ray://10.0.0.1:10001"}, "belongs to Ray Client, which cannot be used to control ranks"),
         ({"address": "10.0.0.1"}, r"must be 'auto' or HOST:PORT, got '10\.0\.0\.1'"),
         ({"address": "10.0.0.1:99999"}, "must be 'auto' or HOST:PORT"),
         ({"engines": -1}, "engines must be at least 0, got -1"),

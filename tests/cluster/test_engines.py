@@ -198,7 +198,7 @@ def test_what_can_never_be_placed_is_said_at_once(cluster: Any, folder: Path) ->
     for config, message in (
         (
             ClusterConfig(engines=1, engine_resources={"h20": 1.0}),
-            r"engine-0 needs CPU 1, h20 1 on one node, and no node",
+            r"engine-0 needs CPU 1, h20 1 on one node, but no node",
         ),
         (ClusterConfig(engines=(EngineGroup(devices=9),)), r"engine-0 needs CPU 9 on one node"),
         (

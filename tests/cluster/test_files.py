@@ -173,13 +173,15 @@ def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
 
 def test_a_full_disk_on_a_node_and_a_host_that_fails_or_is_silent_are_told_apart(tmp_path: Path) -> None:
     asked = calls(RankHost(), RankHost())
-    with pytest.raises(ResourceError, match="the disk of the node of rank 1 of 2 is full in step 3: make room"):
+    with pytest.raises(
+        ResourceError, match="the disk of the node of rank 1 of 2 is full during step 3: free its temporary folder"
+    ):
         asked.one("step 3", 1, RayTaskError(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(RankLost, match=r"the host of rank 0 of 2 failed in step 3: .*No such file"):
+    with pytest.raises(RankLost, match=r"the host of rank 0 of 2 failed during step 3: .*No such file"):
         asked.one("step 3", 0, Method((tmp_path / "gone").read_bytes).remote())
-    with pytest.raises(RankLost, match="the host of rank 1 of 2 did not answer for 7 s in step 3"):
+    with pytest.raises(RankLost, match="the host of rank 1 of 2 did not answer within 7 s during step 3"):
         asked.one("step 3", 1, GetTimeoutError())
-    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host in step 3: that node is gone$"):
+    with pytest.raises(RankLost, match=r"^rank 0 of 2 was lost with its host during step 3: that node is gone$"):
         asked.one("step 3", 0, RayError("The actor died because its node has died."))
     assert lost(RayError("first\nThe last line.")) == "The last line."
 

@@ -124,7 +124,7 @@ def test_a_late_function_is_ended_with_all_that_came_of_it(name: str, marked: Ca
         ("kills_its_parent", "kill 1", "the reward process was killed (SIGKILL)"),
         ("closes_what_it_does_not_know", "close 1", "the reward process died (exit code "),
         ("forges_a_reply", "forge 1", "the reward process answered request 99 when asked "),
-        ("forges_a_reply", "garble 1", "something else than replies came from the reward process"),
+        ("forges_a_reply", "garble 1", "the reward process sent something other than replies"),
         ("exits", "exit 1", "SystemExit: 3 (hostile.py, line "),
         ("raises_a_book", "1", "ValueError: zzz"),
     ],

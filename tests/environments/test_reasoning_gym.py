@@ -72,8 +72,8 @@ def test_verifiers_judge_an_entry_from_the_journal_like_the_original(name: str) 
         ("chain_sums", {}, "no dataset 'chain_sums'; did you mean 'chain_sum'?"),
         ("chain_sum", {"max_term": 3}, "no parameter 'max_term'; did you mean 'max_terms'?"),
         ("chain_sum", {"zzz": 3}, "known: allow_negation, max_digits, max_terms, min_digits, min_terms"),
-        ("chain_sum", {"min_terms": 0}, "refuses its config {'min_terms': 0}: min_terms must be positive"),
-        ("chain_sum", {"min_terms": "a"}, "refuses its config {'min_terms': 'a'}"),
+        ("chain_sum", {"min_terms": 0}, "rejects its config {'min_terms': 0}: min_terms must be positive"),
+        ("chain_sum", {"min_terms": "a"}, "rejects its config {'min_terms': 'a'}"),
     ],
 )
 def test_a_wrong_dataset_or_config_is_told_with_its_mend(name: str, config: Any, message: str) -> None:

@@ -13,9 +13,9 @@ from rollover.settings.schema import kinds
     [
         ("function", {"function": "m.f"}, "'module:function', got 'm.f'"),
         ("function", {"function": "m:f", "params": {"prompts": []}}, "reward.params.prompts cannot be set"),
-        ("verifier", {"extract": "pattern"}, "set both or none"),
-        ("exact", {"answer_pattern": "x"}, "set both or none"),
-        ("exact", {"extract": "pattern", "answer_pattern": "("}, "no regular expression"),
+        ("verifier", {"extract": "pattern"}, "set both or neither"),
+        ("exact", {"answer_pattern": "x"}, "set both or neither"),
+        ("exact", {"extract": "pattern", "answer_pattern": "("}, "not a regular expression"),
         ("verifier", {"timeout_s": 0.0}, "reward.timeout_s must be above 0 and finite, got 0.0"),
         ("exact", {"timeout_s": float("nan")}, "reward.timeout_s must be above 0 and finite, got nan"),
         ("math_verify", {"timeout_s": float("inf")}, "reward.timeout_s must be above 0 and finite, got inf"),

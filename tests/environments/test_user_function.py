@@ -19,10 +19,10 @@ WRITE_PID = "import os\nopen('pid', 'w').write(str(os.getpid()))\n"
 @pytest.mark.parametrize(
     ("module", "code", "message"),
     [
-        ("leaves", "import os\nos._exit(0)\n", "imports the module 'leaves' died (exit code 0); put what it does"),
-        ("leaves_with_a_code", "import os\nos._exit(5)\n", "'leaves_with_a_code' died (exit code 5); put what"),
+        ("leaves", "import os\nos._exit(0)\n", "imports the module 'leaves' died (exit code 0); move script code"),
+        ("leaves_with_a_code", "import os\nos._exit(5)\n", "'leaves_with_a_code' died (exit code 5); move script"),
         ("kills_itself", "import os\nos.kill(os.getpid(), 9)\n", "'kills_itself' was killed (SIGKILL); was it out of"),
-        ("hangs", WRITE_PID + "while True: pass\n", "the module 'hangs' has not ended after 1 s; put what it does"),
+        ("hangs", WRITE_PID + "while True: pass\n", "importing 'hangs' took more than 1 s; move script code"),
     ],
 )
 def test_a_module_that_does_not_come_back_from_its_import_is_told_and_ends_nothing_else(

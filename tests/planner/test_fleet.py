@@ -166,7 +166,7 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
             "",
             "fleet.toml:5: nodes.0: its connection to other nodes is missing",
         ),
-        ('"l40s"', '"h100-sxm"', "fleet.toml:13: nodes.1: there is another node called 'h100-sxm"),
+        ('"l40s"', '"h100-sxm"', "fleet.toml:13: nodes.1: another node is called 'h100-sxm"),
         (
             "[[nodes]]\ndevice",
             "[[links]]\nbetween = ['a', 'l40s']\ngbit_s = 1\n[[nodes]]\ndevice",
@@ -175,7 +175,7 @@ def test_links_join_nodes_or_all_nodes_of_an_entry() -> None:
         (
             "[[nodes]]\ndevice",
             "[devices.new]\nhbm_gib = 8\n[[nodes]]\ndevice",
-            "fleet.toml:8: devices.new: a device that the catalogue does not know needs bf16_tflops, hbm_gbps, link_gbps",
+            "fleet.toml:8: devices.new: a device that is not in the catalogue needs bf16_tflops, hbm_gbps, link_gbps",
         ),
         (
             "[[nodes]]\ndevice",

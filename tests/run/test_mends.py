@@ -132,7 +132,8 @@ def test_a_model_and_a_dataset_that_were_moved_are_named_anew(begun: Say) -> Non
     Path("model").unlink()
     Path("letters.jsonl").rename("elsewhere/letters.jsonl")
     assert (
-        "a dataset of this run is gone" in (told := begun.refused(*RESUMED)) and "give its new path on --resume" in told
+        "a dataset of this run is missing" in (told := begun.refused(*RESUMED))
+        and "give its new path on --resume" in told
     )
     told = begun.refused(*RESUMED, "--tasks.train.0.path", "elsewhere/letters.jsonl")
     assert "model 'model' is not a folder here" in told and "or give a local folder (--model.path)" in told

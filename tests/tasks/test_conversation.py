@@ -112,7 +112,7 @@ def test_evaluation_prompts_do_not_show_the_reply_either(tmp_path: Path) -> None
     ("row", "message"),
     [
         ({"messages": ASKED}, "line 2: the messages do not end with an assistant's turn, which is the reference"),
-        ({"messages": [REPLY]}, "line 2: the messages are an assistant's turn alone, so nothing is asked"),
+        ({"messages": [REPLY]}, "line 2: the messages hold only an assistant's turn, so there is no prompt"),
         ({"messages": [*ASKED, {**REPLY, "content": None}]}, "line 2: the messages end with an assistant's turn that"),
         ({"messages": [*ASKED, {**REPLY, "content": [{"type": "image"}]}]}, "that has no text to learn from"),
     ],
@@ -128,7 +128,7 @@ def test_a_row_whose_reply_cannot_be_used_is_named_with_its_line(
 
 
 def test_rows_of_system_and_user_alone_still_need_an_answer_column(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none of the columns answer, label.* is there; .* set answer_column"):
+    with pytest.raises(DataError, match=r"none of the columns answer, label.* exists; .* set answer_column"):
         opened(config(tmp_path / "a.jsonl", {"messages": ASKED}))
 
 

@@ -67,10 +67,7 @@ def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, 
         same_datasets(tasks, before)
     text = str(caught.value)
     assert str(file) in text and "\n" not in text
-    assert (
-        f"put the one that the run began with back, give its new path on --resume, or start a new run ({role}/sums)"
-        in text
-    )
+    assert f"restore the original dataset, give its new path on --resume, or start a new run ({role}/sums)" in text
 
 
 def test_a_source_without_a_record_is_recorded_and_a_generated_one_needs_none(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_many_prompts_are_encoded_like_one_by_one() -> None:
             [*MESSAGES, {"role": "assistant", "content": "yo"}],
             "prompt_suffix needs a last message of plain text by the user",
         ),
-        ("{{ raise_exception('roles') }}", TasksConfig(), "hi", "line 3: the chat template refuses"),
+        ("{{ raise_exception('roles') }}", TasksConfig(), "hi", "line 3: the chat template rejects"),
     ],
 )
 def test_a_prompt_that_cannot_be_written_out_is_told(

@@ -248,14 +248,14 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [*sums(2), {"question": "1+1"}],
             {},
-            "line 3: column 'answer' is missing; the columns are question; mend the row or change answer_",
+            "line 3: column 'answer' is missing; the columns are question; fix the row or change answer_",
         ),
         ([*sums(1), '{"question": "1+1", "answer": NaN}'], {}, "line 2: column 'answer' is null"),
         ([*sums(1), {"question": None, "answer": "1"}], {}, "line 2: column 'question' is null"),
         (
             [{"question": None, "answer": "3"}],
             {},
-            "line 1: column 'question' is null; the columns are question, answer; mend the row or change prompt_column",
+            "line 1: column 'question' is null; the columns are question, answer; fix the row or change prompt_column",
         ),
         ([{"question": "1", "answer": None}], {}, "line 1: column 'answer' is null; the columns are question, answer;"),
         (
@@ -327,7 +327,7 @@ def test_a_character_written_in_two_halves_is_text(tmp_path: Path) -> None:
 def test_text_of_a_parquet_file_that_is_none_is_told_with_its_row(tmp_path: Path) -> None:
     broken = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     pq.write_table(pa.table({"question": ["1"], "answer": broken}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet, row 0: 'utf-8' codec can't decode .*; mend the row"):
+    with pytest.raises(DataError, match=r"a.parquet, row 0: 'utf-8' codec can't decode .*; fix the row"):
         opened(ParquetConfig(name="p", path=str(tmp_path / "a.parquet"), reward=EXACT))
 
 

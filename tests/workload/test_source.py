@@ -65,9 +65,9 @@ def test_what_cannot_be_found_gets_the_nearest_name() -> None:
         read_lengths("r1-16")
     with pytest.raises(ConfigError, match=r"gone.toml: no such file"):
         read_lengths("gone.toml")
-    with pytest.raises(RunError, match=r"holds no config.json"):
+    with pytest.raises(RunError, match=r"contains no config.json"):
         read_lengths(".")
-    with pytest.raises(DataError, match="gone does not exist; name a run directory or a file of lengths"):
+    with pytest.raises(DataError, match="gone does not exist; give a run directory or a file of lengths"):
         read_trace("gone")
 
 
@@ -96,7 +96,7 @@ def test_fitting_writes_a_workload_that_can_be_read_and_a_page(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gone.jsonl"], "gone.jsonl: cannot be read"),
+        (["gone.jsonl"], "gone.jsonl cannot be read"),
         (["bad.jsonl"], "bad.jsonl:1: a response must have at least 1 token, got -4"),
         (["good.jsonl", "--cap", "7"], "good.jsonl:1: a response of 8 tokens is longer than the cap of 7"),
         (["good.jsonl", "--out", "no/where.toml"], "the folder 'no' does not exist"),

@@ -18,7 +18,7 @@ RewardConfig = (
     | MathVerifyConfig
     | FunctionConfig
 )
-"""Told apart by ``kind``; the first is meant where it is left out."""
+"""Distinguished by ``kind``; the first is the default."""
 
 __all__ = ["ExactConfig", "FunctionConfig", "MathVerifyConfig", "RewardConfig", "VerifierConfig", "spec_from_json"]
 

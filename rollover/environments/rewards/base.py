@@ -19,23 +19,23 @@ class RewardSettings(ABC):
     """
 
     needs_answer: ClassVar[bool] = False
-    """Each row must hold a reference answer."""
+    """True if each row must contain a reference answer."""
     needs_verifier: ClassVar[bool] = False
-    """The source must bring a verifier of its own, as reasoning-gym's datasets do."""
+    """True if the source must have its own verifier, as reasoning-gym's datasets do."""
     late_scores_zero: ClassVar[bool] = True
-    """A response that cannot be judged by the deadline scores 0. ``False``: its sample fails."""
+    """If true, a response that cannot be judged by the deadline scores 0; otherwise its sample fails."""
 
     kind: str
     timeout_s: Changeable[float] = 10.0
-    """Seconds one scoring may take; then its process is killed, with all it has started. When the last retry is late
-    too, a ``function`` has failed its sample, and every other kind scores 0: a response that cannot be judged is not
-    right, and leaving it out would favour easy ones."""
+    """Seconds that one scoring may take; then its process is killed, with everything it has started. If the last retry
+    is late too, a ``function`` fails its sample, and every other kind scores 0: a response that cannot be judged is not
+    right, and excluding it would favour easy ones."""
     workers: Changeable[int] = 2
-    """Processes that score; the sources share one pool, as large as the largest number asked for. 0 scores on
-    the event loop: right for verifiers of a few microseconds, which then must not hang. A ``function`` has to be
+    """Number of processes that score; the sources share one pool, as large as the largest number requested. 0 scores
+    on the event loop, which suits verifiers that take a few microseconds and cannot hang. A ``function`` must be
     ``async`` for that."""
     retries: Changeable[int] = 1
-    """How often a scoring that raised or timed out is tried again before its sample counts as failed."""
+    """Number of times that a scoring that raised or timed out is retried before its sample counts as failed."""
     pass_score: Changeable[float] = 1.0
     """A response with at least this reward counts as solved in pass@k."""
 
@@ -86,7 +86,7 @@ class RewardSpec:
     answer_column: str | None = None
     """Path of the reference answer; that of the prompt where the reply that ends its messages is the reference."""
     columns: tuple[str, ...] = ()
-    """Columns that travel with the prompts, for the check of a function's signature."""
+    """Columns that travel with the prompts, used to check a function's signature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class RewardSample:
     """The prompt as the model saw it."""
     columns: Mapping[str, Any]
     completion: str
-    """Decoded, without special tokens."""
+    """The decoded response, without special tokens."""
     completion_ids: tuple[int, ...]
 
     @classmethod

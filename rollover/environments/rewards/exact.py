@@ -22,7 +22,7 @@ class ExactConfig(ExtractionSettings):
     kind: Literal["exact"] = "exact"
     """``"exact"`` chooses this reward."""
     reference_extract: ReferenceExtraction = "whole"
-    """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
+    """Location of the reference answer in the answer column: ``hashes`` suits worked solutions that end in
     ``#### 72``."""
 
     def build(self, spec: RewardSpec) -> ExactReward:

@@ -19,7 +19,7 @@ class ExtractionSettings(RewardSettings):
     """Holds the settings of rewards that look for the answer within the response."""
 
     extract: Extraction = "tag"
-    """Where in the response the answer stands. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
+    """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
     the line after the last ``####``. ``last_line``: the last line that is not empty. ``whole``: everything.
     ``pattern``: the last match of ``answer_pattern``. A response without an answer scores as an empty one."""
     answer_pattern: str | None = None
@@ -28,13 +28,13 @@ class ExtractionSettings(RewardSettings):
     def __post_init__(self) -> None:
         RewardSettings.__post_init__(self)
         if (self.extract == "pattern") != (self.answer_pattern is not None):
-            raise ValueError("reward.answer_pattern and reward.extract = 'pattern' go together: set both or none")
+            raise ValueError("reward.answer_pattern and reward.extract = 'pattern' go together: set both or neither")
         if self.answer_pattern is not None:
             try:
                 re.compile(self.answer_pattern)
             except re.error as error:
                 raise ValueError(
-                    f"reward.answer_pattern {self.answer_pattern!r} is no regular expression: {error}"
+                    f"reward.answer_pattern {self.answer_pattern!r} is not a regular expression: {error}"
                 ) from None
 
     def answer(self, completion: str) -> str | None:

@@ -40,15 +40,15 @@ class FunctionConfig(RewardSettings):
     where the prompt column holds text; where it holds messages, ``prompts[0]`` is a list of messages and
     ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments for ``function``. They come before columns of the same name, and what every function
-    is given comes before both."""
+    """Additional keyword arguments for ``function``. They take precedence over columns of the same name; the
+    arguments that every function receives take precedence over both."""
 
     def __post_init__(self) -> None:
         RewardSettings.__post_init__(self)
         if not re.fullmatch(r"[\w.]+:\w+", self.function):
             raise ValueError(f"reward.function must read 'module:function', got {self.function!r}")
         if given := sorted({*ALWAYS_GIVEN} & self.params.keys()):
-            raise ValueError(f"reward.params.{given[0]} cannot be set: it is what every reward function is given")
+            raise ValueError(f"reward.params.{given[0]} cannot be set: every reward function receives it")
 
     @property
     def label(self) -> str:

@@ -23,7 +23,7 @@ class MathVerifyConfig(RewardSettings):
     kind: Literal["math_verify"] = "math_verify"
     """``"math_verify"`` chooses this reward, which finds the answer in the response itself."""
     reference_extract: ReferenceExtraction = "whole"
-    """Where in the answer column the reference answer stands: ``hashes`` suits worked solutions that end in
+    """Location of the reference answer in the answer column: ``hashes`` suits worked solutions that end in
     ``#### 72``."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class MathVerifyReward:
     def _reference(self, text: str) -> list[Any]:
         reference = self._parse(_as_latex(text))
         if not reference:
-            raise RewardError(f"the reference answer {text[:80]!r} is no mathematics; use reward kind 'exact'")
+            raise RewardError(f"the reference answer {text[:80]!r} is not mathematics; use reward kind 'exact'")
         return reference
 
     def _parse(self, text: str) -> list[Any]:

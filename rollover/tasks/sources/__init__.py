@@ -13,6 +13,6 @@ SourceConfig = (
     | ParquetConfig
     | HubConfig
 )
-"""Told apart by ``kind``."""
+"""Distinguished by ``kind``."""
 
 __all__ = ["HubConfig", "JsonlConfig", "ParquetConfig", "ReasoningGymConfig", "SourceConfig"]

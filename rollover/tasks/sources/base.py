@@ -29,13 +29,13 @@ class SourceSettings(ABC):
 
     kind: str
     name: str
-    """Names the source in prompt ids and metrics."""
+    """Name of the source in prompt ids and metrics."""
     limit: int | None = None
-    """Use the first so many rows only. Unset: all; a reasoning-gym source then never repeats an item."""
+    """Number of rows to use, from the first one. Unset: all; a reasoning-gym source then never repeats an item."""
     weight: float = 1.0
-    """Share in the training mixture, relative to the other sources; without meaning in evaluation."""
+    """Share in the training mixture, relative to the other sources; ignored in evaluation."""
     reward: Annotated[RewardConfig, ByKind()] = field(default_factory=VerifierConfig)
-    """How responses are scored."""
+    """The reward that scores responses."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -90,15 +90,15 @@ class DatasetSettings(SourceSettings):
     """Holds the settings of sources whose rows come from a dataset that the user names."""
 
     path: Changeable[str]
-    """File (jsonl, parquet); hub id or folder (hf)."""
+    """Path of the file (jsonl, parquet), or hub id or folder (hf)."""
     prompt_column: str | None = None
-    """Column of the prompt, text or messages; dots go into structures. Unset: the one column among ``prompt,
-    question, input, messages``. An assistant's turn that ends the messages is no part of the prompt: it is what
-    supervised fine-tuning teaches, and the reference answer where there is no answer column."""
+    """Column of the prompt, text or messages; dots address fields of structures. Unset: the one column among ``prompt,
+    question, input, messages``. An assistant's turn that ends the messages is not part of the prompt: supervised
+    fine-tuning teaches it, and it is the reference answer if there is no answer column."""
     answer_column: str | None = None
     """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,
     reward_model.ground_truth, reward_spec.ground_truth``, or else the assistant's turn that ends the messages, which
-    reward functions get as ``answer``. The name of the prompt column asks for that turn also where there are others."""
+    reward functions get as ``answer``. The name of the prompt column selects that turn even if there are others."""
     keep_columns: tuple[str, ...] | None = None
     """Columns that travel with the prompt (to the reward function and into the journal). Unset: all."""
 
@@ -141,7 +141,7 @@ class DatasetSettings(SourceSettings):
 
     def _not_empty(self, rows: DatasetRows) -> DatasetRows:
         if rows.num_rows == 0:
-            raise DataError(f"source {self.name!r}: {self.path} holds no rows")
+            raise DataError(f"source {self.name!r}: {self.path} contains no rows")
         return rows
 
 

@@ -59,7 +59,7 @@ class HubRows:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(
                 f"dataset {path!r} (subset {subset!r}, split {split!r}) cannot be loaded: {reason}; check "
-                "the name, or without a network give the path of a folder written by save_to_disk"
+                "the name or, without a network, give the path of a folder written by save_to_disk"
             ) from None
 
     @property

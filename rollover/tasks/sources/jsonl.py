@@ -19,7 +19,7 @@ from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import FileSettings
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Where the JSON text has one, alone or in a pair, the value is worth a closer look."""
+"""A surrogate in JSON text, alone or in a pair, whose value needs a closer look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,13 @@ class JsonlRows:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # broken, of more digits than Python reads, or nested too deep
-            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); mend or delete the line") from None
+            raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); fix or delete the line") from None
         if not isinstance(value, dict):
             raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")
         if _SURROGATE.search(line) and (half := _half_a_character(value)):
             raise DataError(
-                f"{self._path}, line {number}: {half!r} is one half of a character (a lone surrogate) and no text;"
-                " mend or delete the line"
+                f"{self._path}, line {number}: {half!r} is half a character (a lone surrogate), not text;"
+                " fix or delete the line"
             )
         return value
 

@@ -47,7 +47,7 @@ class ParquetRows:
         try:
             return dict(self._table.slice(row, 1).to_pylist()[0])
         except ValueError as error:  # text that is not UTF-8, a date that Python does not know
-            raise DataError(f"{self.where(row)}: {error}; mend the row") from None
+            raise DataError(f"{self.where(row)}: {error}; fix the row") from None
 
     def where(self, row: int) -> str:
         return f"{self._path}, row {row}"

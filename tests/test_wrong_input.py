@@ -78,13 +78,13 @@ def test_settings_that_cannot_work_are_refused(refused: Say, argv: list[str], me
 
 
 DATASETS = [
-    ("", "source 'letters': data.jsonl holds no rows"),
+    ("", "source 'letters': data.jsonl contains no rows"),
     ('{"prompt": "a=", "answer": "a"}\n{"prompt"', "data.jsonl, line 2: not valid JSON"),
     ('{"prompt": "a=", "answer": "a"}\n\n[1]\n', "data.jsonl, line 3: expected a JSON object, got list"),
     ('{"prompt": "a=", "answer": "a"}\n{"answer": "a"}\n', "data.jsonl, line 2: column 'prompt' is missing; the columns are answer;"),
     ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; fix the row or change reward.function"),
-    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, input, messages is there; the columns are text, answer; set prompt_column"),
-    ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' could both be meant; set prompt_column"),
+    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, input, messages exists; the columns are text, answer; set prompt_column"),
+    ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' are both candidates; set prompt_column"),
     ('{"prompt": 3, "answer": "a"}\n', "data.jsonl, line 1: a prompt is text or a list of messages"),
     ('{"prompt": "", "answer": "a"}\n', "data.jsonl, line 1: the prompt is empty"),
     ("\x00\x01PAR1", "data.jsonl, line 1: not valid JSON"),
@@ -306,7 +306,7 @@ def test_a_run_is_not_resumed_over_another_dataset_and_goes_on_when_the_right_on
     Path(file).write_bytes(right.splitlines(keepends=True)[0])
     assert f"{file} has changed since the run began ({len(right)} bytes then, " in refused_resume(refused, Path("out"))
     Path(file).unlink()
-    assert f"a dataset of this run is gone: source '{file[:-6]}': no file {file}" in refused_resume(
+    assert f"a dataset of this run is missing: source '{file[:-6]}': no file {file}" in refused_resume(
         refused, Path("out")
     )
     Path(file).write_bytes(right)

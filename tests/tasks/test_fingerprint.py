@@ -52,7 +52,7 @@ def test_the_same_files_are_the_same_also_when_they_were_written_again(tmp_path:
     [
         (lambda text: text + '{"question": "9", "answer": "9"}\n', r"changed since the run began \(\d+ bytes then, \d+ now"),
         (lambda text: text.replace("3+1", "3+2"), r"changed since the run began \(\d+ bytes as before, with other content"),
-        (None, r"a dataset of this run is gone: source 'sums': no file .*a.jsonl"),
+        (None, r"a dataset of this run is missing: source 'sums': no file .*a.jsonl"),
     ],
 )  # fmt: skip
 def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, change: Any, message: str) -> None:
@@ -126,7 +126,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed_before_a_wrong_row_is_g
     jsonl(path, 5)
     assert opened[2] == rows(5)[2], "written again as it was"
     path.write_text(path.read_text().replace("0+1", "9+1"))
-    with pytest.raises(DataError, match=r"a.jsonl has changed while it was read"):
+    with pytest.raises(DataError, match=r"a.jsonl changed while it was being read"):
         opened[2]
     path.unlink()
     with pytest.raises(DataError, match=r"a.jsonl cannot be read: No such file or directory"):

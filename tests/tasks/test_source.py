@@ -213,15 +213,15 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "fields", "message"),
     [
-        ([], {}, "a.jsonl holds no rows"),
+        ([], {}, "a.jsonl contains no rows"),
         (
             ['{"question": "1", "answer": 1' + "0" * 5000 + "}"],
             {},
             "a.jsonl, line 1: not valid JSON (Exceeds the limit",
         ),
         (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
-        ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is one half of a char"),
-        ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is one half of a character"),
+        ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
+        ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is half a character"),
         (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),
         ([*sums(1), "", "[1]"], {}, "a.jsonl, line 3: expected a JSON object, got list"),
         (
@@ -233,17 +233,17 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [{"question": "1+1", "result": "2"}],
             {},
-            "is there; the columns are question, result; set answer_column of source 'file'",
+            "exists; the columns are question, result; set answer_column of source 'file'",
         ),
         (
             [{"question": "1", "prompt": "2", "answer": "3"}],
             {},
-            "columns 'prompt' and 'question' could both be meant; set prompt_column of source 'file' to one",
+            "columns 'prompt' and 'question' are both candidates; set prompt_column of source 'file' to one",
         ),
         (
             [{"question": "1", "label": "2", "answer": "3"}],
             {},
-            "columns 'answer' and 'label' could both be meant; set answer_column of source 'file' to one",
+            "columns 'answer' and 'label' are both candidates; set answer_column of source 'file' to one",
         ),
         (
             [*sums(2), {"question": "1+1"}],

@@ -178,7 +178,7 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
         (["train", "run.toml", "--resume", "x"], "error: --resume reads the config of its run and writes to its directory; leave out CONFIG"),
         (["train", "--resume", "x", "--run-dir", "y"], "error: --resume reads the config of its run and writes to its directory; leave out --run-dir"),
         (["eval"], "error: Missing argument 'CONFIG|RUN'."),
-        (["report", "gone"], "error: gone is not a run directory: it holds no config.json"),
+        (["report", "gone"], "error: gone is not a run directory: it contains no config.json"),
     ],
 )  # fmt: skip
 def test_a_refused_command_line_says_why_in_its_first_line(

@@ -55,7 +55,7 @@ from rollover.types import Batch, Trajectory, WasteCause
 T = TypeVar("T")
 
 _LOOK_S = 5.0
-"""How often a waiting host looks whether the feed's thread is alive."""
+"""Seconds between a waiting host's checks that the feed's thread is alive."""
 
 
 class ScoredByHost:
@@ -83,7 +83,7 @@ class FeedParts:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
     keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True
-    """Whether a group with these rewards is worth training; only a scorer that knows rewards can say."""
+    """True if a group with these rewards is worth training; only a scorer that knows rewards can tell."""
 
 
 OpenParts = Callable[[], AbstractAsyncContextManager[FeedParts]]
@@ -157,7 +157,7 @@ class Feed:
         self._ended: Future[None] = Future()
         """Done when the thread is."""
         self._last_answer_s = time.monotonic()
-        """When the event loop was last seen to turn."""
+        """Time at which the event loop was last seen to run."""
         self._thread = threading.Thread(target=self._serve, name="rollover-feed", daemon=True)
         self._thread.start()
         try:

@@ -31,7 +31,7 @@ class HostedConfig:
     """
 
     seed: int = 0
-    """Of prompts and sampling noise; the host's."""
+    """Seed of prompts and sampling noise; the host's."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 
@@ -60,7 +60,7 @@ class Given(NamedTuple):
 
 
 Asked = str | Path | Mapping[str, Any] | None
-"""How users say what they want: a strategy's name, a TOML file, or tables ``rollout`` and ``engine`` as in one."""
+"""The forms of a user's settings: a strategy's name, a TOML file, or tables ``rollout`` and ``engine`` as in one."""
 
 
 def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> HostedConfig:

@@ -25,7 +25,7 @@ class MilesDataSource(plugin.DataSource):
 
 
 DataSource = MilesDataSource
-"""As users of miles name it."""
+"""The name that users of miles give."""
 
 
 class RolloutFn:

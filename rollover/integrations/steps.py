@@ -27,7 +27,7 @@ class _AskedStep:
     handed_out_s: float | None = None
     aside_s: float = 0.0
     num_tokens: int = 0
-    """Of its batch."""
+    """Number of tokens of its batch."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class AskedSteps:
         self._overlaps_training = overlaps_training
         self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
-        """Of the batches that were handed out and are not known to be trained."""
+        """Untrained tokens of the batches that were handed out and are not known to be trained."""
         self._telling = threading.Lock()
         """A host may save a checkpoint, and so say what is trained, while another thread of it rolls out."""
 

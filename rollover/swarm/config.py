@@ -75,11 +75,11 @@ class SwarmConfig(EngineConfig):
     lease_s: Changeable[float] = 15.0
     """A worker that was not heard of for so long has lost its calls, which others go on with."""
     abort_timeout_s: Changeable[float] = 10.0
-    """How long a worker may take to hand over stopped calls."""
+    """Seconds that a worker may take to hand over stopped calls."""
     update_timeout_s: Changeable[float] = 600.0
     """Longest that writing a publication may take."""
     logprob_tolerance: Changeable[float | None] = None
-    """As for servers: largest mean difference, in nats, between the log-probs that a worker reports and the trainer's.
+    """Largest mean difference, as for servers, in nats, between the log-probs that a worker reports and the trainer's.
     Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002
     where both are float32, 0.1 where one is in half precision."""
     reexecute: Changeable[float] = 0.02

@@ -227,7 +227,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [{"text": "1+1", "answer": "2"}],
             {},
-            "line 1: none of the columns prompt, question, input, messages is there; "
+            "line 1: none of the columns prompt, question, input, messages exists; "
             "the columns are text, answer; set prompt_column of source 'file'",
         ),
         (

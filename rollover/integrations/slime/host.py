@@ -50,11 +50,11 @@ class Host:
     """
 
     name: str
-    """Of its package."""
+    """Name of its package."""
     distributions: tuple[str, ...]
     """Under which pip may know it."""
     versions: tuple[str, ...]
-    """Those that this was written against, without their last number."""
+    """Versions that this was written against, without their last number."""
     filters: tuple[str, ...]
     """Its dynamic sampling filters that drop groups whose rewards are all equal, and nothing else."""
 

@@ -43,7 +43,7 @@ class DataSource:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.start: Beginning | None = None
-        """Where the run goes on, once slime has said it."""
+        """Point at which the run resumes, once slime has reported it."""
         self._prompts: Any = self.host.module("rollout.data_source").RolloutDataSource(args)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:

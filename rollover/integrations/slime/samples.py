@@ -31,7 +31,7 @@ _MADE_HERE = frozenset(
 """Fields of a sample that a rollout fills; the others belong to its prompt."""
 _OF_IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _STATUS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort", None: "abort"}
-"""How SGLang would have said it; slime reads a status from it."""
+"""The finish reason in SGLang's words, from which slime reads a status."""
 
 
 def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequence[int]]) -> Prompt:

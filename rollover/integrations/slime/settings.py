@@ -21,7 +21,7 @@ from rollover.settings import toml
 from rollover.settings.schema import build
 
 SOURCE = "rollover, in the --custom-config-path file"
-"""Where users write settings, for messages."""
+"""The place where users write settings, for messages."""
 _RESPONSE_TIMEOUT_S = 3600.0
 """Answers come whole, so the wait for a response is that for its last token."""
 _STALL_TIMEOUT_S = 3600.0

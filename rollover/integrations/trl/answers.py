@@ -26,11 +26,11 @@ class Answers:
     completion_ids: list[list[int]]
     """Tokens exactly as they were sampled."""
     logprobs: list[list[float]]
-    """Of each of these tokens, under the weights that sampled it."""
+    """Log-prob of each of these tokens under the weights that sampled it."""
     lags: list[list[int]]
-    """Of each of these tokens: the batch's version minus the one that sampled it."""
+    """Lag of each of these tokens: the batch's version minus the one that sampled it."""
     truncated: list[bool]
-    """Whether the budget of tokens cut it."""
+    """True if the token budget cut the response off."""
     failed: list[bool]
 
     @property

@@ -22,7 +22,7 @@ ROW = "row"
 """The column of a prompt that says which row of the dataset it is."""
 _NUM_LOOKED_AT = 64
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where an object lies in memory, which its text may say and the next process changes."""
+"""The memory address in an object's text, which differs in the next process."""
 
 
 class TableRows(Protocol):

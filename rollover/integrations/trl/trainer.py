@@ -310,7 +310,7 @@ _LOGGED = {
     "perf/rollout_wait_s": "time/rollout_s",
     "perf/weight_sync_s": "time/publish_s",
 }
-"""What TRL logs of the rollouts: its name there, and here."""
+"""Metrics of the rollouts that TRL logs: their names here and there."""
 
 
 def whole_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:

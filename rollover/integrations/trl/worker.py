@@ -67,11 +67,11 @@ class Trained:
     """
 
     rewards: Sequence[float]
-    """Of its samples, summed over the reward functions; NaN for one that has none."""
+    """Rewards of its samples, summed over the reward functions; NaN for one that has none."""
     untrained: Mapping[WasteCause, int]
     """Its tokens without a gradient, by cause."""
     waited_s: float
-    """How long the trainer has waited for its samples."""
+    """Seconds that the trainer has waited for its samples."""
 
 
 class Rollouts(Protocol):
@@ -183,12 +183,12 @@ class RolloutWorker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._alive_s = time.monotonic()
-        """When the thread last did something, while it does not wait for a batch."""
+        """Time of the thread's last activity, while it is not waiting for a batch."""
         self._waits_for_batch = False
         """A batch has deadlines of its own, and may take longer than the trainer's."""
         self._handed_out: dict[int, _HandedOut] = {}
         self._waited_s = 0.0
-        """How long the trainer had waited for samples when a batch was last recorded as trained."""
+        """Seconds that the trainer had waited for samples when a batch was last recorded as trained."""
 
     # -- the worker ------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class VerlBatch:
     """
 
     uids: list[str]
-    """Of its prompts."""
+    """Ids of its prompts."""
     keys: list[str]
     fields: list[dict[str, Any]]
     tags: list[dict[str, Any]]
@@ -80,7 +80,7 @@ class VerlRun:
         self._rows = rows
         self._first_step = first_step
         self._prompts: dict[int, Prompt] = {}
-        """Of the groups that are open, by number."""
+        """Prompts of the open groups, by number."""
         workers, options = parts.reward_workers, settings.options
         self._scorer = None if workers is None else VerlScorer(workers, rows.row, timeout_s=options.reward_timeout_s)
         self._engine = VerlReplicas(

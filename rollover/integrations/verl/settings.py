@@ -20,7 +20,7 @@ SUPPORTED = ("0.9",)
 SGLang replicas. For Rollover they differ in two ways: closed vLLM replicas of 0.9.1 have calls wait at a gate of verl's
 rather than vLLM's, and 0.9.1 raises where an abort has failed, which 0.9.0 logs."""
 SOURCE = "trainer.v1.sampler.sampler_kwargs.rollover"
-"""Where users write settings, for messages."""
+"""The place where users write settings, for messages."""
 SINGLE_TURN = "single_turn_agent"
 """The agent loop that Rollover stands in for."""
 

@@ -60,9 +60,9 @@ from rollover.weights.base import WeightSource
 logger = logging.getLogger(__name__)
 
 _PROMISE_S = 60.0
-"""How long a place is kept for a call that was announced."""
+"""Seconds for which a place is kept for an announced call."""
 _REVOCATION_S = 0.25
-"""How soon the worker of a revoked token is sent away."""
+"""Seconds within which the worker of a revoked token is sent away."""
 
 
 Publish = Callable[[int, WeightSource], Head]

@@ -22,7 +22,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     protocols: tuple[str, ...]
-    """What the worker speaks, as the subprotocols of a WebSocket."""
+    """Protocols that the worker speaks, in the form of WebSocket subprotocols."""
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):

@@ -26,7 +26,7 @@ from rollover.swarm.publication.sources import BlobSources
 _CONNECT_S, _STALL_S = 10.0, 30.0
 _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
-"""When so many times in a row no source gave the blob, and the last, its home, has said that it has none."""
+"""Consecutive rounds without a source for the blob, its home last, after which it counts as missing."""
 _SLOW = 4
 """A download is continued elsewhere when so many times its bandwidth is to be had there."""
 _TRY_BYTES = 2**20
@@ -83,7 +83,7 @@ class BlobDownloads:
         self._random = random or Random()
         self._waiting: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}
-        """What a source calls the content of a blob of which a part is there."""
+        """Tag that a source gives to the content of a partly fetched blob."""
         self._damaged: set[tuple[str, str]] = set()
         """Blobs that a source has sent with another content, perhaps from its cache."""
 

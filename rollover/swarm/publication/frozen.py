@@ -33,7 +33,7 @@ class FrozenTensors:
     """
 
     tensors: tuple[PublishedTensor, ...]
-    """As they are without adapters."""
+    """The tensors without adapters."""
     contents: TensorBytes
     blobs: tuple[BlobRef, ...]
     num_bytes: int

@@ -83,7 +83,7 @@ class PublishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     scale: float
     start: int
-    """Where ``A`` begins in the stream."""
+    """Offset of ``A`` in the stream."""
 
 
 class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -99,7 +99,7 @@ class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     digest: str
     """SHA-256 of the resulting tensor's bytes, little-endian and row by row."""
     start: int
-    """Where its encoding begins in the stream that the decompressed blobs make."""
+    """Offset of its encoding in the stream of decompressed blobs."""
     num_bytes: int
     """Length of its encoding; 0 for a tensor of a delta that has not changed."""
     encoding: Literal["raw", "overwrite"]

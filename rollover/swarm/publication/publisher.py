@@ -82,9 +82,9 @@ class PublishedWeights:
     kind: str
     """"full", "delta", or "adapter": full, but for tensors that workers have already."""
     reason: str
-    """Why it is of this kind."""
+    """The reason for this kind."""
     wire_bytes: int
-    """What a worker that holds the version before fetches."""
+    """Number of bytes fetched by a worker that has the previous version."""
     full_bytes: int
     """The size of all tensors, uncompressed."""
     elapsed_s: float
@@ -133,7 +133,7 @@ class SwarmPublisher:
         self._mirror = mirror
         self._base: TensorBytes | None = None
         self._frozen: FrozenTensors | None = None
-        """What stays where adapters are trained, once it is written."""
+        """The tensors that stay frozen while adapters are trained, once they are written."""
 
     @property
     def public_key(self) -> Ed25519PublicKey:

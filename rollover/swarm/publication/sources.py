@@ -24,7 +24,7 @@ _SPARED = 4
 _MEASURED_FROM_BYTES, _MEASURED_FROM_S = 2**18, 1.0
 """A download that is smaller and quicker shows how far a source is away, and not its bandwidth."""
 _ASSUMED_BYTES_PER_S = 1e6
-"""What a source gives at least, as long as nobody knows."""
+"""Assumed minimum rate of a source before it has been measured."""
 _OLD_S = 600.0
 """A bandwidth that was measured so long ago is tried anew."""
 
@@ -40,11 +40,11 @@ class SourceEstimate:
     success: float = 1.0
     """Between 0 and 1: how likely it is to answer as it should, as of ``updated_s``."""
     bytes_per_s: float | None = None
-    """Of all downloads together; ``None`` before the first that shows it."""
+    """Rate of all downloads together; ``None`` before the first measurement."""
     num_active: int = 0
     updated_s: float = 0.0
     tried_s: float = -math.inf
-    """When a download has measured it, or failed, last."""
+    """Time at which a download last measured it or failed."""
 
 
 class BlobSources:

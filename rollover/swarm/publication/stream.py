@@ -14,7 +14,7 @@ from rollover.swarm.publication.delta import Bytes
 from rollover.swarm.publication.manifest import BlobRef, PublicationError
 
 PIECE_BYTES = 32 * 2**20
-"""What a blob holds before compression: small enough to be fetched again, large enough to be served fast."""
+"""Size of a blob before compression: small enough to be fetched again, large enough to be served fast."""
 LEVEL = 1
 _THREADS_FROM_BYTES = 4 * 2**20
 """A piece of such a size is compressed by all cores."""

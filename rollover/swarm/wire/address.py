@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 from rollover.errors import ConfigError
 
 SESSION_PATH = "/v1/session"
-"""Where a coordinator takes workers in."""
+"""Path at which a coordinator accepts workers."""
 BLOBS_PATH = "/v1/blobs"
 _SCHEMES = {"ws": "ws", "http": "ws", "wss": "wss", "https": "wss"}
 

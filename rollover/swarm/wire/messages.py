@@ -172,11 +172,11 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     has_all_calls: bool = True
     """It holds no others."""
     ready: Ready | None = None
-    """What its engine can do; ``None`` while it is not open."""
+    """The engine's capabilities; ``None`` while it is not open."""
     serving: Head | None = None
     """The publication that its engine serves now; ``None`` while it serves none of this epoch."""
     served: tuple[Head, ...] = ()
-    """Those that tokens which it holds were sampled from, oldest first."""
+    """Weights from which the tokens it holds were sampled, oldest first."""
     is_full: bool = False
     """It holds as many tokens as it may, and decodes on once some of them are acknowledged."""
 
@@ -198,7 +198,7 @@ class Decoded(_Message, frozen=True, kw_only=True):
     finish_reason: Literal["stop", "length", "abort"] | None = None
     """Set on the last message of a call and on no other."""
     num_prefilled_tokens: int = 0
-    """As in ``Chunk``; on the first message of a call only."""
+    """The number of prefilled tokens as in ``Chunk``; only in the first message of a call."""
 
 
 class CallFailed(_Message, frozen=True, kw_only=True):
@@ -242,7 +242,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """Rises with each start of the run, so that a restart from an older checkpoint is not mistaken for news."""
     head: Head
     blob_urls: tuple[str, ...] = ()
-    """Where blobs can be fetched, ``{url}/{digest}``, best first; the coordinator's own is behind the last."""
+    """URLs of blobs, ``{url}/{digest}``, best first; the coordinator's own comes after the last."""
 
 
 class Assign(_Message, frozen=True, kw_only=True):
@@ -323,7 +323,7 @@ class Beat(_Message, frozen=True, kw_only=True):
     """
 
     number: int
-    """Of the heartbeat that is answered."""
+    """Number of the heartbeat that is answered."""
     head: Head
 
 

@@ -17,7 +17,7 @@ _ENCRYPTED = ("https", "wss")
 _SCHEMES = ("http", "https")
 _SOCKS_SCHEMES = ("socks5", "socks5h")
 _FOR_SOCKS = {"python_socks": "'python-socks[asyncio]'", "socksio": "socksio"}
-"""What SOCKS needs beside an installation of ours, by module: the first for sessions, the second for blobs."""
+"""Packages that SOCKS needs in addition to Rollover, by module: the first for sessions, the second for blobs."""
 
 
 def proxy_for(url: str) -> str | None:

@@ -27,15 +27,15 @@ class WorkerConfig:
     """Decoded tokens that wait for an acknowledgement, at 8 bytes each, up to which the worker goes on decoding while
     the coordinator is away. Then it stands still; nothing is dropped."""
     version_timeout_s: float = 900.0
-    """How long a call waits for the weights that it asks for, before it is handed back."""
+    """Seconds for which a call waits for the weights that it needs before it is handed back."""
     fetch_timeout_s: float = 3600.0
-    """How long fetching a version may take, before it is begun again."""
+    """Seconds that fetching a version may take before it is restarted."""
     update_timeout_s: float = 600.0
-    """How long an engine may take to load new weights; with servers, their own deadlines where these are longer."""
+    """Seconds that an engine may take to load new weights; servers use their own deadlines if these are longer."""
     connect_timeout_s: float = 20.0
     """Longest wait for the connection to the coordinator to be opened, and for its first answer."""
     leave_timeout_s: float = 10.0
-    """How long a worker that is stopped waits until what it hands over is acknowledged."""
+    """Seconds for which a stopped worker waits for the acknowledgement of the tokens it hands over."""
 
     def __post_init__(self) -> None:
         for key in ("max_held_tokens", *(key for key in self.__dataclass_fields__ if key.endswith("_s"))):

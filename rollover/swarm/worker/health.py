@@ -20,7 +20,7 @@ class EngineHealth:
         self._failing_since_s: float | None = None
         self._num_failures = 0
         self.broken: str | None = None
-        """Why the engine is broken for good, when it is."""
+        """The reason why the engine is permanently broken, if it is."""
 
     def decoded(self) -> None:
         """Take note of a token."""

@@ -32,7 +32,7 @@ from rollover.swarm.wire.messages import (
 from rollover.types import FinishReason
 
 _BYTES = 4
-"""Of a packed token id, and of a packed log-prob."""
+"""Bytes of a packed token id, and of a packed log-prob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class HeldStream:
         self.start = self.end = self.sent = len(assign.response_ids) // _BYTES
         self.ending: StreamEnding | None = None
         self.offered_s: float | None = None
-        """When it was offered to a coordinator that has not taken it up yet: until then nothing of it is sent."""
+        """Time of its offer to a coordinator that has not accepted it yet: until then nothing of it is sent."""
         self._response = bytearray(assign.response_ids)
         """The whole response, by which another can tell that theirs begins alike."""
         self._pieces: deque[_HeldPiece] = deque()

@@ -18,7 +18,7 @@ class LeaseWatch:
         self._ttl_s = ttl_s
         self._answered_s = sent_s
         self._unanswered: dict[int, float] = {}
-        """When each heartbeat was sent, by number, of those behind the last that was answered."""
+        """Time at which each heartbeat after the last answered one was sent, by number."""
 
     @property
     def interval_s(self) -> float:

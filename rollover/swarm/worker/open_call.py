@@ -20,9 +20,9 @@ class OpenCall:
         self.stream = stream
         self.task: asyncio.Task[None] | None = None
         self.request_id: str | None = None
-        """Of the generation call that the engine has of it now."""
+        """Id of the engine's current generation call for it."""
         self.begun_s = 0.0
-        """When the engine got that."""
+        """Time at which the engine received that call."""
         self.is_aborted = False
         self.is_interrupted = False
         """The engine was asked to stop it, for a while."""

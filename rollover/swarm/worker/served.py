@@ -6,7 +6,7 @@ from rollover.swarm.wire.messages import Head
 from rollover.swarm.worker.held import HeldCalls
 
 _KEPT = 64
-"""As many as a coordinator remembers."""
+"""Number of entries kept, as many as a coordinator remembers."""
 
 
 class ServedHeads:

@@ -59,7 +59,7 @@ class StatusBoard:
         self.page = ""
         """The address of the live page, once it is open."""
         self.view: BoardView | None = None
-        """What was written last."""
+        """The view that was written last."""
         self._file, self._run, self._mode, self._now_s = file, run, mode, now_s
         self._publications: deque[PublicationStatus] = deque(maxlen=MAX_PUBLICATIONS)
         self._step: int | None = None

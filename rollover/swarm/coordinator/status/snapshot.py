@@ -59,7 +59,7 @@ class WorkerStatus:
     num_held: int
     """Tokens that it holds until they are journaled."""
     note: str
-    """Why it was sent away, or what went wrong last."""
+    """The reason why it was sent away, or its latest error."""
     num_verified: int = 0
     """Tokens of it that another worker has decoded again and found the same."""
     drift: float | None = None

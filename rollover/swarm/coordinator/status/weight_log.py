@@ -40,7 +40,7 @@ class PublishedVersion:
     kind: str
     """``full`` or ``delta``."""
     wire_bytes: int
-    """What a member that holds the version before fetches."""
+    """Number of bytes fetched by a member that has the previous version."""
     full_bytes: int
     """The size of all tensors, uncompressed."""
     elapsed_s: float

@@ -47,14 +47,14 @@ _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
 
 _LAST_WORDS_S = 2.0
-"""How long a worker may take to read why its connection ends."""
+"""Seconds that a worker may take to read why its connection ends."""
 _FRAMES_PER_TURN = 4
-"""Of one connection, while others wait: thousands may be there, each for some 50 µs. What arrives in a turn of the
-event loop is journaled in one transaction, so turns of few frames cost much."""
+"""Frames taken from one connection while others wait; thousands may be there, each for some 50 µs. The frames of a
+turn of the event loop are journaled in one transaction, so turns of few frames cost much."""
 _MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
 """Frames of a connection that may wait before no more are read, and their size."""
 _MAX_UNWRITTEN_BYTES = 2**16
-"""What is sent within one turn of the event loop is written at its end, or as soon as it is so much."""
+"""Number of bytes at which output is written before the end of the event loop's turn."""
 
 
 class Gateway:

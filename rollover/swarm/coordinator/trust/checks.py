@@ -23,7 +23,7 @@ from rollover.swarm.coordinator.trust.directed import DirectedEngine, OneMember
 logger = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 300.0
-"""How long a member may take to answer a check: its few tokens wait behind what it decodes already."""
+"""Seconds that a member may take to answer a check, whose few tokens wait for those that it is already decoding."""
 AGAIN_S = 30.0
 """Time after which a member that has not answered is asked again."""
 

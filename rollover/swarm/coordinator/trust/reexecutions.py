@@ -38,14 +38,14 @@ from rollover.swarm.coordinator.trust.second_opinion import SecondOpinion
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
-"""How long a stretch waits for members that have room before it is given to one that has none; a tenth of the time
+"""Seconds a stretch waits for members with room before it is given to one that has none; a tenth of the time
 between two publications where that is less."""
 MISSED_S = 300.0
-"""How long it waits at all."""
+"""Maximum seconds that it waits in total."""
 TRAINER_S = 3600.0
-"""How long a dispute waits for the trainer."""
+"""Seconds for which a dispute waits for the trainer."""
 DEADLINE_S = 600.0
-"""How long a member may take to decode one again."""
+"""Seconds that a member may take to decode one again."""
 MAX_WAITING = 256
 """Stretches that wait; the oldest is missed for one more."""
 

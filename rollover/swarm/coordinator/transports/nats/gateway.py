@@ -56,7 +56,7 @@ class NatsGateway:
         self._sessions_of, self._hashes = sessions, hashes
         self._sessions: dict[str, NatsSession] = {}
         self._ungreeted: dict[str, NatsSession] = {}
-        """Those whose worker has not said hello yet, the oldest first."""
+        """Sessions whose worker has not said hello yet, the oldest first."""
         self._lost: list[str] = []
         """Inboxes of sessions that ended with the last connection."""
         self._keeping: asyncio.Task[None] | None = None

@@ -108,7 +108,7 @@ def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
     ("argv", "message"),
     [
         (["--tasks.train.0.reward.function", "letter_reward:shar"], "no function 'shar' in letter_reward; did you mean 'share'?"),
-        (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or lie in"),
+        (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or be in"),
         (["--tasks.train.0.reward.function", "program:share"], "the module 'program' ends the program when it is imported (exit code 3); move script code under `if __name__"),
         (["--tasks.train.0.reward.function", "unfinished:share"], "cannot import 'unfinished' (SyntaxError: "),
         (["--tasks.train.0.reward.function", "letter_reward:share"], "is not async and would block the run; set reward.workers to 1 or more"),

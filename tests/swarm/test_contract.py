@@ -1,4 +1,4 @@
-"""A swarm in pull mode keeps the engine contract, with a real worker that dials in over loopback."""
+"""A swarm keeps the engine contract, with real workers that dial in over loopback: one in pull mode, two in push-pull."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
@@ -18,7 +19,7 @@ from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.joining import work_for
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
-from tests.engine.contract import EngineContract, FullEngine
+from tests.engine.contract import LONG, EngineContract, FullEngine, assert_wellformed, collect, request, tokens
 from tests.engine.models import saved, tiny_model
 from tests.swarm.test_worker_real import ENGINE, swarm
 
@@ -26,9 +27,11 @@ CONTEXT = 16384
 """An iteration of the tiny model takes microseconds: a call must not be over before a publication."""
 
 
-class TestASwarmKeepsTheContract(EngineContract):
+class TestASwarmInPullMode(EngineContract):
     deadline_s = 120.0
     endless = CONTEXT - 400
+    mode = "pull"
+    workers: tuple[str, ...] = ("a",)
 
     @pytest.fixture(autouse=True)
     def _folders(self, tmp_path: Path) -> None:
@@ -38,30 +41,64 @@ class TestASwarmKeepsTheContract(EngineContract):
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
         torch.set_num_threads(1)
-        root, lines = self.tmp_path / "swarm", list[str]()
-        stop: list[Callable[[str], None]] = []
-        async with swarm(root, self.model, mode="pull", max_context_tokens=CONTEXT) as engine:
-            token = Credentials(root / "workers.json").add("w", open_key(root / "publisher.key").public_key())
-            joining = work_for(
-                CoordinatorAddress.parse(engine.url),
-                token,
-                WorkerConfig(engine=replace(ENGINE, max_context_tokens=CONTEXT, kv_cache_bytes=2**26)),
-                self.tmp_path / "cache",
-                None,
-                "test",
-                lines.append,
-                stop.append,
-            )
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(joining)
-                while engine.room() == 0:
-                    await asyncio.sleep(0.01)
-                yield engine
-                stop[0]("done")
-                await running
+        root, stops = self.tmp_path / "swarm", list[Callable[[str], None]]()
+        async with (
+            swarm(root, self.model, mode=self.mode, max_context_tokens=CONTEXT) as engine,
+            asyncio.TaskGroup() as group,
+        ):
+            working = [group.create_task(self.work(engine, name, stops)) for name in self.workers]
+            while not all(self.serves(engine, name) for name in self.workers):
+                await asyncio.sleep(0.01)
+            yield engine
+            for stop in stops:
+                stop("done")
+            await asyncio.gather(*working)
+
+    def serves(self, engine: SwarmEngine, name: str) -> bool:
+        member = engine.coordinator.members.get(name)
+        return member is not None and member.serves(checked=False) is not None
+
+    async def work(self, engine: SwarmEngine, name: str, stops: list[Callable[[str], None]]) -> None:
+        root = self.tmp_path / "swarm"
+        token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
+        config = WorkerConfig(engine=replace(ENGINE, max_context_tokens=CONTEXT, kv_cache_bytes=2**26))
+        address, cache = CoordinatorAddress.parse(engine.url), self.tmp_path / name
+        await work_for(address, token, config, cache, None, "test", lambda line: None, stops.append)
 
     def new_weights(self, version: int) -> WeightSource:
         return MemoryWeights(version, tiny_model(seed=1, max_position_embeddings=CONTEXT).state_dict())
 
     def bad_weights(self) -> WeightSource:
         return MemoryWeights(1, tiny_model(hidden_size=48, head_dim=12).state_dict())
+
+
+class TestASwarmInPushPullMode(TestASwarmInPullMode):
+    mode = "push_pull"
+    workers = ("a", "b")
+    decodes_through_updates = True
+
+    def test_a_call_decodes_on_between_pause_and_resume(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            stream = engine.generate(request("a", max_new_tokens=self.endless))
+            chunks = [await anext(stream)]
+            await engine.pause()
+            for _ in range(20):
+                chunks.append(await anext(stream))
+            late = await collect(engine, request("b"))
+            assert len(tokens(late)) == 12, "and others begin"
+            await engine.resume()
+            await engine.abort(["a#0"])
+            chunks += [c async for c in stream]
+            assert_wellformed(chunks)
+
+        self.run(law)
+
+    def test_both_workers_decode(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            room = engine.room()  # type: ignore[attr-defined]
+            assert room == len(self.workers) * ENGINE.max_running
+            calls = (collect(engine, request(f"c{i}", seed=i, max_new_tokens=LONG)) for i in range(room))
+            by = [{chunk.engine for chunk in chunks} for chunks in await asyncio.gather(*calls)]
+            assert all(len(names) == 1 for names in by) and set.union(*by) == {*self.workers}
+
+        self.run(law)

@@ -52,6 +52,10 @@ def may_make_namespaces() -> bool:
     return True
 
 
+def may_translate_addresses() -> bool:
+    return shutil.which("nft") is not None or shutil.which("iptables") is not None
+
+
 @dataclass
 class Laptop:
     """A machine: a network namespace and a home folder."""
@@ -100,10 +104,10 @@ class Laptop:
 
 
 class House:
-    """Three laptops: the first and ``kitchen`` on one network, ``attic`` behind a router, where addresses can be
-    translated; else on the same network."""
+    """Three laptops: the first and ``kitchen`` on one network, ``attic`` behind a router that translates addresses, or
+    on the same network."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, *, has_router: bool) -> None:
         self._stack = stack
         self._prefix = f"ro{os.getpid()}"
         self._lan = self._namespace("lan")
@@ -112,8 +116,7 @@ class House:
         self.first, self.kitchen, self.attic = (self._laptop(folder, name) for name in ("first", "kitchen", "attic"))
         self._plug(self.first.namespace, f"{TRAINER}/24")
         self._plug(self.kitchen.namespace, "192.168.1.20/24")
-        self.has_router = shutil.which("nft") is not None or shutil.which("iptables") is not None
-        if self.has_router:
+        if has_router:
             self._behind_router(self.attic.namespace)
         else:
             self._plug(self.attic.namespace, "192.168.1.30/24")
@@ -166,9 +169,9 @@ class House:
 
 
 @contextmanager
-def house(folder: Path) -> Iterator[House]:
+def house(folder: Path, *, has_router: bool) -> Iterator[House]:
     with ExitStack() as stack:
-        yield House(folder, stack)
+        yield House(folder, stack, has_router=has_router)
 
 
 def until(what: str, holds: object, laptops: tuple[Laptop, ...]) -> None:
@@ -198,9 +201,26 @@ def test_the_page_has_the_commands_that_are_tried_here() -> None:
 
 
 @pytest.mark.skipif(not may_make_namespaces(), reason="needs the right to make network namespaces")
-def test_three_laptops_train_together_with_the_commands_of_the_page(tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    "has_router",
+    [
+        pytest.param(
+            True,
+            id="one behind a router",
+            marks=pytest.mark.skipif(not may_translate_addresses(), reason="no router without nft or iptables"),
+        ),
+        pytest.param(
+            False,
+            id="all on one network",
+            marks=pytest.mark.skipif(may_translate_addresses(), reason="the case with a router has two on one network"),
+        ),
+    ],
+)
+def test_three_laptops_train_together_with_the_commands_of_the_page(
+    has_router: bool, tmp_path: Path, tiny_model: Path
+) -> None:
     (_, openssl, train), tokens, (_, worker) = BLOCKS
-    with house(tmp_path) as it:
+    with house(tmp_path, has_router=has_router) as it:
         runs.write_experiment(it.first.home, tiny_model)
         config = re.sub(r"\[engine\]\n.*?(?=\[trainer\])", "", runs.CONFIG, flags=re.DOTALL)
         config = config.replace("steps = 4", f"steps = {STEPS}").replace('progress = "off"', 'progress = "plain"')
@@ -222,7 +242,7 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(tmp_path: Pa
         for laptop in (it.kitchen, it.attic):
             assert laptop.started["worker"].wait(60) == 0, "the run has ended, and its workers are told so"
             assert "the run has ended" in laptop.log("worker")
-        if it.has_router:
+        if has_router:
             assert "unreachable" in _ping(it.first, "10.0.7.2"), "nobody can dial in behind the router"
         members = {w.name: w for w in StatusFile(run / "swarm" / "status.json").read().workers}
     assert {name: w.num_decoded > 0 for name, w in members.items()} == {"kitchen": True, "attic": True}

@@ -170,27 +170,47 @@ def assert_weights_are_accounted(run: Path, members: set[str]) -> None:
     assert 0 < told <= sum(change.wire_bytes for change in changes)  # the last changes come behind the last step
 
 
-def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(experiment: Path) -> None:
-    argv = ["--rollout.strategy", "sync", "--steps", "3"]
+@pytest.mark.parametrize(
+    ("names", "late", "steps"),
+    [
+        pytest.param(("a",), (), 3, id="one worker"),
+        pytest.param(("a", "b", "c"), (), 12, id="three workers"),
+        pytest.param(("a",), ("b",), 40, id="one that joins late"),
+    ],
+)
+def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(
+    names: tuple[str, ...], late: tuple[str, ...], steps: int, experiment: Path
+) -> None:
+    argv = ["--rollout.strategy", "sync", "--steps", str(steps)]
+    # Blocks are of the size that the co-located engine has, since sums are taken block by block; a batch of 8 samples
+    # needs more places than one worker has, so each that is there decodes some.
+    engine = ("--engine.block_size_tokens", "4", "--engine.max_running", "3")
     with swarm(experiment) as it:
         it.rollover("train", "run.toml", "--run-dir", "alone", *argv)
         it.train("swarm.toml", "--run-dir", "out", "--engine.mode", "pull", *argv)
         it.until("the swarm", it.run / "swarm" / "status.json")
-        for name in ("a", "b"):
-            it.join(name, "--engine.block_size_tokens", "4")  # as alone: sums are taken block by block
+        for name in names:
+            it.join(name, *engine)
+        if late:
+            it.until_step(0)
+        for name in late:
+            it.join(name, *engine)
         it.finish()
-        for name in ("a", "b"):
+        for name in (*names, *late):
             assert it.processes[name].wait(DEADLINE_S) == 0, it.logs()
             assert "left the swarm: the run has ended" in (experiment / f"{name}.log").read_text()
         workers = StatusFile(it.run / "swarm" / "status.json").read().workers
         assert {(w.state, w.num_held) for w in workers} == {("away", 0)}
     assert tokens(it.run) == tokens(experiment / "alone")
-    ours, theirs = (load(runs.weights(run, 3)) for run in (it.run, experiment / "alone"))
+    ours, theirs = (load(runs.weights(run, steps)) for run in (it.run, experiment / "alone"))
     for name, tensor in theirs.items():  # the kernels compute each row alone, whatever is decoded beside it
         assert torch.equal(ours[name], tensor), name
     for batch in runs.batches(it.run):
         assert {v for t in batch.trajectories for v in t.policy_versions} == {batch.step}
-    assert_weights_are_accounted(it.run, members={"a", "b"})
+    sampled_by = [{s.engine for t in batch.trajectories for s in t.segments} for batch in runs.batches(it.run)]
+    assert set.union(*sampled_by) == {*names, *late}, "each has done its share"
+    assert not late or sampled_by[0] == {*names}
+    assert_weights_are_accounted(it.run, members={*names, *late})
     assert {entry.name for entry in it.run.iterdir()} <= {*RUN_FILES}, "no variant can take one of these names"
 
 

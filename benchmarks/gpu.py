@@ -31,7 +31,7 @@ import transformers
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from gpu_training import TrainingBench, show_training  # noqa: E402
+from gpu_training import TrainingBench, or_out_of_memory, show_training  # noqa: E402
 
 from rollover.engine.base import GenerateRequest  # noqa: E402
 from rollover.engine.embedded import EmbeddedConfig  # noqa: E402
@@ -279,7 +279,7 @@ def measure_engine(bench: Bench, args: argparse.Namespace) -> Result:
 
 def measure(shape: str, folder: Path, args: argparse.Namespace) -> Result:
     bench = Bench(device=args.device, dtype=args.dtype, shape=shape, folder=make_model(shape, folder, args.dtype))
-    found = measure_engine(bench, args) if "engine" in args.parts else {}
+    found = or_out_of_memory(lambda: measure_engine(bench, args)) if "engine" in args.parts else {}
     if "training" in args.parts:
         samples, tokens = args.row
         training = TrainingBench(
@@ -295,6 +295,8 @@ def show(shape: str, found: Result) -> None:
         show_training(found["training"])
     if "correctness" in found:
         show_engine(shape, found)
+    if "out_of_memory" in found:
+        print(f"{shape}: the engine ran out of memory: {found['out_of_memory']}", flush=True)
 
 
 def show_engine(shape: str, found: Result) -> None:

@@ -1,7 +1,8 @@
 """Measures training for ``gpu.py``: FSDP2 on one device against none, bfloat16 passes, memory, and the output matrix.
 
 FSDP2 over one rank does all of its work but the sending: what it costs over the plain trainer is its overhead. Its
-mixed precision gathers weights in bfloat16; the plain trainer has them cast by autocast at each use.
+mixed precision gathers weights in bfloat16; the plain trainer has them cast by autocast at each use. A way for which
+memory does not suffice is recorded as that, and the others are measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from rollover.errors import ResourceError
 from rollover.hf.config import read_config
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.guards import reporting_out_of_memory
 from rollover.trainer.logprobs import head_logprobs, response_logprobs
 from rollover.trainer.memory import training_memory
 from rollover.trainer.optimizer import apply_gradients, build_optimizer
@@ -61,15 +65,17 @@ class TrainingBench:
     def measure(self, seconds: Callable[[Callable[[], object]], float]) -> Result:
         """``seconds`` says how long a call takes."""
         with one_rank(self.device) as world:
-            ways = {way: self.train(way, world, seconds) for way in WAYS}
-        exact = ways["plain float32"]["grad_norm"]
-        for found in ways.values():
-            found["grad_norm_off_by"] = abs(found["grad_norm"] / exact - 1)
+            ways = {way: or_out_of_memory(partial(self.train, way, world, seconds)) for way in WAYS}
+        done = {way: found for way, found in ways.items() if "out_of_memory" not in found}
+        if exact := done.get("plain float32"):
+            for found in done.values():
+                found["grad_norm_off_by"] = abs(found["grad_norm"] / exact["grad_norm"] - 1)
         overhead = {
-            dtype: ways[f"FSDP2 {dtype}"]["step_s"] / ways[f"plain {dtype}"]["step_s"] - 1
+            dtype: done[f"FSDP2 {dtype}"]["step_s"] / done[f"plain {dtype}"]["step_s"] - 1
             for dtype in ("float32", "bfloat16")
+            if {f"FSDP2 {dtype}", f"plain {dtype}"} <= done.keys()
         }
-        return {"ways": ways, "fsdp2_overhead": overhead, "head": self.head(seconds)}
+        return {"ways": ways, "fsdp2_overhead": overhead, "head": or_out_of_memory(partial(self.head, seconds))}
 
     def train(self, way: str, world: World, seconds: Callable[[Callable[[], object]], float]) -> Result:
         """Time steps of one row: a pass with its log-probs, back through it, and AdamW."""
@@ -168,6 +174,19 @@ def one_rank(device: str) -> Iterator[World]:
             dist.destroy_process_group()
 
 
+def or_out_of_memory(measure: Callable[[], Result]) -> Result:
+    """Return what is measured or, if memory runs out, what the allocator says, with all that was taken given back."""
+    try:
+        with reporting_out_of_memory(TrainerConfig()):
+            return measure()
+    except ResourceError as error:
+        said = str(error.__cause__)
+    gc.collect()  # the frames that held tensors are gone with the error
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {"out_of_memory": said}
+
+
 def reset_peak(device: str) -> None:
     gc.collect()
     if device != "cpu":
@@ -182,8 +201,12 @@ def peak(device: str) -> int | None:
 
 def show_training(found: Result) -> None:
     for way, row in found["ways"].items():
+        if "out_of_memory" in row:
+            print(f"  {way:15s} ran out of memory: {row['out_of_memory']}")
+            continue
         said = f"  {way:15s} {1e3 * row['step_s']:9.1f} ms a step, {row['tokens_per_s']:9.0f} tokens/s"
-        said += f", gradient norm off by {row['grad_norm_off_by']:.1e}"
+        if "grad_norm_off_by" in row:
+            said += f", gradient norm off by {row['grad_norm_off_by']:.1e}"
         if row["peak_bytes"] is not None:
             said += f", peak {row['peak_bytes'] / 2**30:.1f} GiB"
             if "estimated_bytes" in row:
@@ -191,7 +214,7 @@ def show_training(found: Result) -> None:
                 said += f" ({ratio:.2f} of the estimate, {each:.1f} bytes per parameter, of which 16 are the state)"
         print(said)
     said = ", ".join(f"{value:+.1%} in {dtype}" for dtype, value in found["fsdp2_overhead"].items())
-    print(f"  FSDP2 on one device over plain training: {said}")
+    print(f"  FSDP2 on one device over plain training: {said or 'not known'}")
     for name, row in found["head"].items():
         print(
             f"  output matrix, {name}: " + (row if isinstance(row, str) else f"{1e3 * row['step_s']:.1f} ms"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
 from rollover.errors import ModelError, RolloverError
+from rollover.trainer import dealing
+from rollover.trainer.dealing import by_longest_first
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.minibatch import BatchTensors, deal, split
 from rollover.trainer.models import load_policy
@@ -32,6 +35,9 @@ EPSILON = 1e-4
 """By Adam's usual epsilon of 1e-8 a gradient that is little but rounding makes a step as large as any other, which
 differs by more than 1e-6 between processors and ways of packing. A large one also shows wrong scales of gradients, which
 Adam otherwise divides out."""
+
+
+Deal = Callable[[Sequence[float], int], tuple[tuple[int, ...], ...]]
 
 
 class Trained(NamedTuple):
@@ -98,33 +104,34 @@ def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int, budget: in
     ]
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("minis", [1, 2])
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_two_ranks_compute_what_one_process_does(
-    two: RankPool, folders: dict[bool, Path], algorithm: str, minis: int
+def test_two_and_three_ranks_compute_what_one_process_does(
+    two: RankPool, three: RankPool, folders: dict[bool, Path], algorithm: str, minis: int, tied: bool
 ) -> None:
     given = batches()
-    padding = [num_padding(batch, algorithm, minis, 2) for batch in given]
-    assert any(n for batch in padding for rank in batch for n in rank), "no rank has fewer rows than the other"
     settings = {"algorithm": algorithm, "mini_batches": minis, "micro_batch_tokens": BUDGET}
-    tied = minis == 1
     alone = train(None, folder=folders[tied], given=given, **settings)
-    one, other = two.call(train, folder=folders[tied], given=given, **settings)
-    assert_alike(one, alone)
-    assert_alike(other, one, weights=1e-12, metrics=1e-12)
+    for size, pool in ((2, two), (3, three)):
+        padding = [num_padding(batch, algorithm, minis, size) for batch in given]
+        assert any(n for batch in padding for rank in batch for n in rank), "no rank has fewer rows than the others"
+        first, *others = pool.call(train, folder=folders[tied], given=given, **settings)
+        assert_alike(first, alone)
+        for other in others:
+            assert_alike(other, first, weights=1e-12, metrics=1e-12)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"algorithm": "dapo", "mini_batches": 2},
         {"algorithm": "reinforce++", "gradient_checkpointing": True},
         {"algorithm": "grpo", "max_grad_norm": 0, "weight_decay": 0.1},
     ],
-    ids=["dapo", "reinforce++", "unclipped"],
+    ids=["layers recomputed", "unclipped"],
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_three_ranks_compute_what_one_process_does(
+def test_ranks_compute_what_one_process_does_in_other_settings(
     three: RankPool, folders: dict[bool, Path], settings: dict[str, Any], tied: bool
 ) -> None:
     given = batches()
@@ -153,6 +160,69 @@ def test_packing_changes_nothing(two: RankPool, folders: dict[bool, Path], budge
     assert_alike(found, alone)
 
 
+# -- who gets what ----------------------------------------------------------------------------------------------------
+
+
+def in_turn(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Round robin, in the order of the batch."""
+    return tuple(tuple(range(rank, len(costs), num_ranks)) for rank in range(num_ranks))
+
+
+def by_shortest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The cheapest goes first, and ranks get theirs in the opposite order."""
+    return by_longest_first([-cost for cost in costs], num_ranks)[::-1]
+
+
+def to_the_last(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """One rank trains everything."""
+    return *[()] * (num_ranks - 1), tuple(range(len(costs)))
+
+
+def to_the_next(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Each rank gets what the one before it would have."""
+    first, *others = by_longest_first(costs, num_ranks)
+    return *others, first
+
+
+def to_the_opposite(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks in reversed order."""
+    return by_longest_first(costs, num_ranks)[::-1]
+
+
+def dealt(given: list[Batch], way: Deal, size: int) -> list[list[tuple[int, ...]]]:
+    """The samples that each rank trains of each batch, in its order."""
+    found = []
+    for batch in given:
+        row = resolve(AlgorithmConfig(name="dapo"))
+        data = BatchTensors.of(batch.groups, row, step=batch.step, device=torch.device("cpu"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dealing, "by_longest_first", way)
+            ranks = [split(data, 1, budget=BUDGET, max_response_tokens=25, world=World(r, size)) for r in range(size)]
+        found.append([tuple(i for mini in own for row in mini.rows for i in row.samples_B) for own in ranks])
+    return found
+
+
+def train_dealt(world: World, *, way: Deal, **arguments: Any) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dealing, "by_longest_first", way)
+        return train(world, **arguments)
+
+
+@pytest.mark.parametrize("way", [in_turn, by_shortest_first, to_the_last, to_the_next, to_the_opposite])
+def test_neither_dealing_nor_the_order_of_ranks_changes_anything(
+    two: RankPool, three: RankPool, folders: dict[bool, Path], way: Deal
+) -> None:
+    given = batches()
+    settings = {"folder": folders[False], "given": given, "algorithm": "dapo", "mini_batches": 2}
+    settings["micro_batch_tokens"] = BUDGET
+    alone = train(None, **settings)
+    for size, pool in ((2, two), (3, three)):
+        pairs = zip(dealt(given, way, size), dealt(given, by_longest_first, size), strict=True)
+        assert all(ours != theirs for ours, theirs in pairs), "the ranks have the samples that they always have"
+        for found in pool.call(train_dealt, way=way, **settings):
+            assert_alike(found, alone)
+
+
 def test_bfloat16_is_as_far_from_float32_as_autocast_is(two: RankPool, folders: dict[bool, Path]) -> None:
     given = batches()[:1]
     settings = {"folder": folders[True], "given": given, "micro_batch_tokens": BUDGET}
@@ -167,9 +237,39 @@ def test_bfloat16_is_as_far_from_float32_as_autocast_is(two: RankPool, folders: 
 
 
 def after_every_use(world: World, *, folder: Path, given: list[Batch], saved: Path) -> Trained:
-    """Score before the first step and between steps, publish and save, and look at what is held."""
+    """Score before the first step and between steps, publish and save, and look at what is held, after each pass too."""
     settings = {"mini_batches": 2, "micro_batch_tokens": BUDGET, "adam_epsilon": EPSILON}
     trainer = make_trainer(folder, world=world, algorithm="reinforce++", **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        num_passes = look_after_each_pass(trainer, world, patch)
+        trained = use(trainer, world, given, saved)
+        assert len(num_passes) > 2 * 2 * len(given), "no mini-batch has two passes"
+    return trained
+
+
+def look_after_each_pass(trainer: LocalTrainer, world: World, patch: pytest.MonkeyPatch) -> list[int]:
+    """Look at what is held after each pass forward and back. A gradient that is summed only at the last of them is whole
+    on every rank until then, and no parameter has its part. Returns a list that grows with the passes."""
+    accumulate, tick, passes = trainer._accumulate, world.tick, list[int]()
+
+    def looking(*args: Any) -> Any:
+        patch.setattr(world, "tick", look)
+        try:
+            return accumulate(*args)
+        finally:
+            patch.setattr(world, "tick", tick)
+
+    def look() -> None:
+        assert_sharded(trainer, world)
+        assert all(p.grad is not None for p in trainer._model.parameters()), "a gradient is kept back"
+        passes.append(1)
+        tick()
+
+    patch.setattr(trainer, "_accumulate", looking)
+    return passes
+
+
+def use(trainer: LocalTrainer, world: World, given: list[Batch], saved: Path) -> Trained:
     done = []
     for batch in given:
         trainer.next_logits([[3, 4, 5], [6]])

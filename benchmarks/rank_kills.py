@@ -221,7 +221,7 @@ def campaign(options: argparse.Namespace, chosen: Sequence[str], folder: Path) -
             except AssertionError as error:
                 sys.exit(f"{folder / name}: {error}")
             found.update(counts(folder / name, folder / f"{case}-whole"))
-            found["steps_repeated"] += sum(map(int, re.findall(r"with (\d+) steps to repeat", " ".join(said.split()))))
+            found["steps_repeated"] += sum(map(int, re.findall(r", (\d+) steps? to repeat", " ".join(said.split()))))
             losses += saboteur.losses
             num_runs += 1
         ways = Counter(loss.number.name for loss in losses)

@@ -53,6 +53,10 @@ class NodeDemand:
     bundle: Mapping[str, float]
     count: int
 
+    def __str__(self) -> str:
+        """Return it as a message says it: "the trainer needs 8 bundles of GPU 1, h100 1"."""
+        return f"{self.what} needs {self.count} bundle{'s' * (self.count != 1)} of {written(self.bundle)}"
+
 
 def alive_nodes(ray: Any) -> list[ClusterNode]:
     """Return the nodes that the cluster knows of and takes for alive."""
@@ -64,8 +68,8 @@ def check_placeable(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> None:
     """Raise ``ConfigError`` when the nodes could not take all bundles even with nothing else on them."""
     if (room := room_for(demand, nodes)) < demand.count:
         raise ConfigError(
-            f"{demand.what} needs {demand.count} times {written(demand.bundle)} ({demand.keys}), but the Ray cluster"
-            f" has room for {room}: {described(nodes)}"
+            f"{demand} ({demand.keys}), but the nodes of the Ray cluster have room for {room}: {described(nodes)}; add"
+            " nodes, or lower these settings"
         )
 
 

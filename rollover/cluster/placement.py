@@ -11,7 +11,7 @@ from rollover.errors import ConfigError
 class NotPlaced(ConfigError):
     """Bundles for which the cluster has had no room in time; the message names what is missing.
 
-    Example: ``the Ray cluster has had no room for 2 times CPU 1, h100 1 for the trainer within 60 s: ...``
+    Example: ``the trainer needs 2 bundles of CPU 1, h100 1 (...), for which the Ray cluster had no room within 60 s``
     """
 
 
@@ -44,9 +44,9 @@ def _missing(ray: Any, demand: NodeDemand, timeout_s: float) -> str:
     free = ray.available_resources()
     lacking = room_for(demand, nodes) < demand.count
     names = {name: float(free.get(name, 0.0)) for name in demand.bundle}
-    remedy = "bring its nodes back" if lacking else "end what else runs there"
+    remedy = "add nodes" if lacking else "end other jobs there"
     return (
-        f"the Ray cluster has had no room for {demand.count} times {written(demand.bundle)} for {demand.what}"
-        f" ({demand.keys}) within {timeout_s:g} s (cluster.placement_timeout_s): {described(nodes)}; free in all:"
-        f" {written(names)}; {remedy}, or lower what is asked for"
+        f"{demand} ({demand.keys}), for which the Ray cluster had no room within {timeout_s:g} s"
+        f" (cluster.placement_timeout_s): {described(nodes)}; free on all nodes together: {written(names)}; {remedy},"
+        " or lower these settings"
     )

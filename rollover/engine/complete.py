@@ -104,7 +104,7 @@ def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int
     stops = call.params.stop_token_ids
     if chunk.finish_reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
         raise EngineError(
-            f"the engine says that {name} has come to its stop at token {last_token}, no stop token of it"
+            f"the engine says that {name} stopped at token {last_token}, but its stop tokens are {sorted(stops)}"
         )
 
 

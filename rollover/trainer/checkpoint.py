@@ -230,13 +230,16 @@ def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters:
     expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in MOMENTS}
     for name in sorted(expected.keys() | shapes.keys()):
         if name not in shapes:
-            raise ModelError(f"{path} does not match the model: it lacks {name}")
-        if name not in expected:
-            raise ModelError(f"{path} does not match the model: it has {name}, which the model does not have")
-        if (shape := shapes[name]) != expected[name]:
-            raise ModelError(
-                f"{path} does not match the model: {name} is {shape}, but the model needs {expected[name]}"
-            )
+            found = f"it lacks {name}"
+        elif name not in expected:
+            found = f"it has {name}, which the model does not have"
+        elif shapes[name] != expected[name]:
+            found = f"{name} has the shape {shapes[name]}, but the model needs {expected[name]}"
+        else:
+            continue
+        raise ModelError(
+            f"{path} does not match the model: {found}; resume with the model and the [trainer] settings that wrote it"
+        )
 
 
 def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:

@@ -31,9 +31,7 @@ def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
     if kind == "cpu":
         most = max(4, os.cpu_count() or 1)
         if num > most:
-            raise ConfigError(
-                f"{key} is {num}, but at most {most} processes make sense on this machine's CPU: lower it"
-            )
+            raise ConfigError(f"{key} is {num}, but at most {most} processes may train on this machine's CPU: lower it")
         if not dist.is_gloo_available():
             raise ConfigError(f"{key} = {num} on the CPU needs a PyTorch with gloo; set it to 1")
         return ("cpu",) * num

@@ -37,7 +37,10 @@ class TrainingSetup:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0 for training, got {self.temperature}: greedy has no density")
+            raise ValueError(
+                f"temperature must be above 0 for training, got {self.temperature}: greedy decoding gives its tokens no"
+                " probabilities to learn from"
+            )
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint goes on under, by their keys."""

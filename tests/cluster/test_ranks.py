@@ -161,7 +161,7 @@ def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said
             cluster.remove_node(nodes.pop(), allow_graceful=False)
             trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
             with pytest.raises(
-                NotPlaced, match=r"has had no room for 2 times CPU 1, spot 1 for the trainer .* within 3 s"
+                NotPlaced, match=r"^the trainer needs 2 bundles of CPU 1, spot 1 .*had no room within 3 s"
             ):
                 trainer.step(make_batch(step=3))
     finally:

@@ -734,7 +734,7 @@ def test_a_stop_at_a_token_that_is_no_stop_token_is_a_failure(tmp_path: Path) ->
             link = await bench.member(head(0))
             await link.send(assign("a", stop_token_ids=(2,)))
             said = await link.ended("a")
-            assert said.startswith("failed: ") and "come to its stop at token 7, no stop token of it" in said
+            assert said.startswith("failed: ") and "stopped at token 7, but its stop tokens are [2]" in said
             await link.send(assign("b", stop_token_ids=(2, 7)))
             assert await link.ended("b") == "stop"
             await link.send(assign("c", stop_token_ids=(2,), stop_strings=("end",)))

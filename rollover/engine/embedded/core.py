@@ -199,7 +199,10 @@ class EngineCore:
             keeps_kv: open and parked calls keep their cache; as ``kv_on_update`` has it when left out.
         """
         if policy_version < self.policy_version:
-            raise EngineError(f"weights went back from version {self.policy_version} to {policy_version}")
+            raise EngineError(
+                f"the embedded engine has weights of version {self.policy_version} and takes no earlier ones, got"
+                f" version {policy_version}"
+            )
         runner = self._awake or self._make_model_runner()
         try:
             self._weights.load(runner.slots, policy_version, source)

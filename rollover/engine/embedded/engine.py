@@ -134,7 +134,7 @@ class EmbeddedEngine:
             core.sleep()
             return []
 
-        await self._do("give its memory back", command)
+        await self._do("release its memory", command)
 
     async def differing(self, source: WeightSource) -> list[str]:
         """See ``ReadsBack.differing``."""
@@ -179,7 +179,7 @@ class EmbeddedEngine:
 
     async def _do(self, what: str, command: Command) -> None:
         if self._closed:
-            raise EngineError(f"the engine is closed; {what} came too late")
+            raise EngineError(f"the embedded engine cannot {what}: it has been closed")
         future = self._loop.submit(command)
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -147,12 +147,15 @@ class GenerationCall:
             if not 0 <= token < self._vocab_size:
                 raise EngineError(f"{name}: token {token} is outside the vocabulary of {self._vocab_size}")
             if not (math.isfinite(logprob) and logprob <= _LOGPROB_TOLERANCE):
-                raise EngineError(f"{name}: token {token} has the log-prob {logprob}")
+                raise EngineError(f"{name}: token {token} has the log-prob {logprob}, not a finite one up to 0")
         total = len(self.response) + len(delta.token_ids)
         if total > params.max_new_tokens:
-            raise EngineError(f"{name}: {total} tokens were decoded, asked for at most {params.max_new_tokens}")
+            raise EngineError(f"{name}: {total} tokens came, but at most {params.max_new_tokens} were requested")
         if delta.finish_reason is FinishReason.LENGTH and total < params.max_new_tokens:
-            raise EngineError(f"{name}: ended for its length after {total} tokens, asked for {params.max_new_tokens}")
+            raise EngineError(
+                f"{name}: the server ended the response for its length after {total} tokens, but"
+                f" {params.max_new_tokens} were requested"
+            )
         if delta.finish_reason is FinishReason.STOP and total == len(self.request.response_ids):
             raise EngineError(f"{name}: stopped before its first token")
         if delta.finish_reason is FinishReason.STOP and not params.stop_strings:

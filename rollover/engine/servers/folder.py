@@ -38,7 +38,10 @@ class ModelFolder:
             cache_numbers = _cache_numbers_per_token(config)
         except (ValueError, KeyError, TypeError) as e:
             file = path / "config.json"
-            raise ModelError(f"{file} does not tell the sizes of a language model: {type(e).__name__}: {e}") from None
+            raise ModelError(
+                f"{file} must state the sizes of a language model as numbers (vocab_size, max_position_embeddings and"
+                f" those of its layers and heads): {type(e).__name__}: {e}"
+            ) from None
         return cls(
             path=path,
             vocab_size=vocab_size,

@@ -222,10 +222,10 @@ def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kit: Mod
 
     async def main() -> None:
         said = await refused(kit.Server(), SHAPE)
-        assert "takes no adapters" in said and "--enable-lora" in said and "trainer.lora.publish = 'merged'" in said
+        assert "accepts no adapters" in said and "--enable-lora" in said and "trainer.lora.publish = 'merged'" in said
         wide = AdapterShape(rank=12, targets=("lm_head",))
         said = await refused(lora_server(kit), wide)
-        assert "takes adapters up to rank 8" in said and "of rank 12" in said
+        assert "accepts adapters up to rank 8" in said and "of rank 12" in said
         assert f"--max-lora-rank {16 if kit is vllm_kit else 12}" in said
 
     run(main())

@@ -62,7 +62,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error_behind_the_tokens_that_came(
                 server.mangle = lambda _, count=count: EVENT[kind]("abort", count)
                 received: list[Chunk] = []
                 with pytest.raises(
-                    EngineError, match=f"http://one stopped a{count}#0 after {count} tokens, which nobod"
+                    EngineError, match=f"http://one stopped a{count}#0 after {count} tokens without being asked to"
                 ):
                     async for chunk in engine.generate(request(f"a{count}")):
                         received.append(chunk)

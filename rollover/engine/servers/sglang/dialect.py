@@ -108,8 +108,8 @@ class SGLangDialect:
             return
         found = "no adapters" if not info.enable_lora else f"adapters up to rank {rank}, beside {', '.join(there)},"
         raise EngineError(
-            f"{self._client} takes {found} but trainer.lora.publish = 'adapter' gives it some of rank {shape.rank}"
-            f" beside {', '.join(shape.targets)}; {how_to_serve_adapters(shape)}"
+            f"{self._client} accepts {found} but trainer.lora.publish = 'adapter' sends it adapters of rank"
+            f" {shape.rank} beside {', '.join(shape.targets)}; {how_to_serve_adapters(shape)}"
         )
 
     async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:

@@ -141,7 +141,9 @@ class Reply:
                 if len(self._request.response_ids) + self.num_tokens == params.max_new_tokens:
                     return FinishReason.LENGTH
                 return FinishReason.ABORT
-        raise EngineError(f"{self._name}: ended for the reason {reason.type!r}, which is not stop, length or abort")
+        raise EngineError(
+            f"{self._name}: the server gave the finish reason {reason.type!r}; only stop, length and abort are known"
+        )
 
     @property
     def _name(self) -> str:
@@ -154,5 +156,8 @@ def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[Wei
     borders = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != borders[:-1] or borders[-1] != num_tokens or borders != sorted(borders):
         found = ", ".join(f"{shown(s.version)!r} {s.start} to {s.end}" for s in spans[:4]) or "none"
-        raise EngineError(f"the server says which weights sampled {num_tokens} tokens as follows: {found}")
+        raise EngineError(
+            f"the server's weight_versions must cover the {num_tokens} tokens of its response one after the other, but"
+            f" they are: {found}"
+        )
     return spans

@@ -116,7 +116,7 @@ class VLLMDialect:
         if room is None or room.max_lora_rank < shape.rank:
             found = "no adapters" if room is None else f"adapters up to rank {room.max_lora_rank}"
             raise EngineError(
-                f"{self._client} takes {found}, but trainer.lora.publish = 'adapter' gives it some of rank"
+                f"{self._client} accepts {found}, but trainer.lora.publish = 'adapter' sends it adapters of rank"
                 f" {shape.rank}; {how_to_serve_adapters(shape)}"
             )
 

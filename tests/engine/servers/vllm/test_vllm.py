@@ -317,7 +317,7 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
             spoiled(finish_reason="content_filter"),
             r"field 'choices\.0\.finish_reason': .*'stop', 'length' or 'abort', got 'content_filter'$",
         ),
-        (spoiled(finish_reason="length"), r"ended for its length after 1 tokens, asked for 12"),
+        (spoiled(finish_reason="length"), r"ended the response for its length after 1 tokens, but 12"),
         (spoiled(finish_reason="stop"), r"stopped at token \d+, which was not among the stop tokens"),
     ],
 )
@@ -336,7 +336,7 @@ def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
 def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.mangle = spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13})
-        with pytest.raises(EngineError, match="13 tokens were decoded, asked for at most 12"):
+        with pytest.raises(EngineError, match="13 tokens came, but at most 12 were requested"):
             await collect(engine, request("a"))
 
     check(folder, law)

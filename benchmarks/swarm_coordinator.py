@@ -236,7 +236,7 @@ async def whole_run(case: Case, engine: SwarmEngine, journal: Journal, seconds: 
         batch = await driver.next_batch()
 
         async def load(version: int = batch.step + 1) -> None:
-            engine._perform(engine.coordinator.published(head(version)))
+            engine._perform(engine.coordinator.published(head(version), clock.now_s()))
 
         await driver.update_weights(batch.step + 1, load)
         if (batch.step + 1) % CHECKPOINT_EVERY == 0:

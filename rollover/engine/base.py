@@ -54,6 +54,9 @@ class GenerateRequest:
     least_version: int = 0
     """No token may be sampled from older weights. Engines whose members change weights each in their own time choose
     one by it; where all serve one version it is met anyway."""
+    due_version: int | None = None
+    """A training step waits for the response once this version of the weights is published. ``None``: no step will, as
+    far as is known. Engines with members of unlike speed choose one by it; others need not look at it."""
     is_journaled: bool = False
     """The caller writes the tokens down and says when; until then an engine that can keeps them, to hand them over
     again after a crash."""
@@ -223,15 +226,30 @@ class CallPlacement(Protocol):
         """Return how many calls the members decode at the same time, all together."""
         ...
 
-    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
         """Return whether ``reserve`` would promise a place now, to whichever sample."""
         ...
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
+    def reserve(
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
+    ) -> int | None:
         """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
         serves, at least ``least_version``; ``None`` when the sample should wait, and then every other should too until
-        something else has changed than that fewer of them do. ``num_waiting``: samples that are to be placed beside
-        this one."""
+        something else has changed than that fewer of them do.
+
+        Args:
+            num_waiting: samples that are to be placed beside this one.
+            max_staleness: the step that trains the sample waits for it once so many versions have been published after
+                the one that is returned. ``None``: no step will wait for it, as far as is known.
+        """
         ...
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -111,7 +111,9 @@ class RolloutDriver:
             source=source,
             state=state,
             max_running=engine.capabilities.max_running,
-            placement=None if placement is None else _Places(placement, sampling.max_new_tokens),
+            placement=None
+            if placement is None
+            else _Places(placement, max_new_tokens=sampling.max_new_tokens, max_staleness=strategy.max_staleness),
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,
@@ -133,6 +135,7 @@ class RolloutDriver:
             sampling=sampling,
             seed=seed,
             clock=clock,
+            max_staleness=strategy.max_staleness,
             save_every_tokens=limits.save_every_tokens,
             is_journaled=placement is not None and journal is not None,
             on_tokens=self._tokens_arrived,
@@ -475,17 +478,23 @@ class RolloutDriver:
 class _Places:
     """The places of an engine, as the scheduler asks for them."""
 
-    def __init__(self, placement: CallPlacement, max_new_tokens: int) -> None:
+    def __init__(self, placement: CallPlacement, *, max_new_tokens: int, max_staleness: int) -> None:
         self._placement = placement
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
 
     def room(self) -> int:
         return self._placement.room()
 
     def takes_one(self, least_version: int, num_waiting: int) -> bool:
-        return self._placement.takes_one(least_version, self._max_new_tokens, num_waiting=num_waiting)
+        return self._placement.takes_one(
+            least_version, self._max_new_tokens, num_waiting=num_waiting, max_staleness=self._max_staleness
+        )
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
         return self._placement.reserve(
-            sample_key(sample_id), least_version, self._max_new_tokens, num_waiting=num_waiting
+            sample_key(sample_id),
+            least_version,
+            self._max_new_tokens,
+            num_waiting=num_waiting,
+            max_staleness=self._max_staleness,
         )

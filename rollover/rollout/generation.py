@@ -40,6 +40,8 @@ class SampleCall:
     seed: int
     """The run's."""
     clock: Clock
+    max_staleness: int
+    """The sample is trained, at the latest, by the step that begins so many versions after its group has started."""
     save_every_tokens: int
     """A segment ends after so many tokens at the latest."""
     is_journaled: bool = False
@@ -82,6 +84,7 @@ class SampleCall:
             self.seed,
             self.start,
             least_version=start_version or 0,
+            due_version=None if start_version is None else start_version + self.max_staleness,
             is_journaled=self.is_journaled,
         )
         num_tokens, last_token = trajectory.num_tokens, None
@@ -157,6 +160,7 @@ def generation_request(
     start: StartSample,
     *,
     least_version: int = 0,
+    due_version: int | None = None,
     is_journaled: bool = False,
 ) -> GenerateRequest:
     """Return a request to go on behind the tokens that are there. ``seed`` is the run's."""
@@ -173,6 +177,7 @@ def generation_request(
         params=sampling,
         seed=sample_seed(seed, sample_id),
         least_version=least_version,
+        due_version=due_version,
         is_journaled=is_journaled,
     )
 

@@ -62,6 +62,7 @@ def call_to(
         sampling=sampling,
         seed=1,
         clock=VirtualClock(),
+        max_staleness=4,
         save_every_tokens=save_every_tokens,
         on_tokens=lambda sample_id: None,
     )

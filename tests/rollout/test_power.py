@@ -60,10 +60,20 @@ class Everywhere:
     def room(self) -> int:
         return 64
 
-    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
         return True
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
+    def reserve(
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
+    ) -> int | None:
         return least_version
 
     def on_change(self, listener: Callable[[], None]) -> None: ...

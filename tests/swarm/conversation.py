@@ -72,7 +72,7 @@ class Conversation:
             case {"journaled": [sample_key, num_tokens]}:
                 return self._sent(self.hub.journaled(sample_key, num_tokens))
             case {"published": version}:
-                return self._sent(self.hub.published(HEADS[version]))
+                return self._sent(self.hub.published(HEADS[version], now_s))
             case {"disconnected": lease}:
                 return self._sent(self.hub.disconnected(lease, now_s))
             case _:

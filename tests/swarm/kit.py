@@ -61,7 +61,13 @@ def head(version: int, epoch: int = 1) -> Head:
 
 
 def request(
-    sample: str, call: int = 0, *, num_done: int = 0, least_version: int = 0, journaled: bool = True
+    sample: str,
+    call: int = 0,
+    *,
+    num_done: int = 0,
+    least_version: int = 0,
+    due_version: int | None = None,
+    journaled: bool = True,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=f"{sample}#{call}.",
@@ -72,6 +78,7 @@ def request(
         params=SamplingParams(max_new_tokens=LENGTH),
         seed=0,
         least_version=least_version,
+        due_version=due_version,
         is_journaled=journaled,
     )
 
@@ -117,7 +124,7 @@ class DrivenSwarm(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        self.perform(self.hub.published(head(self.hub.head.version + 1)))
+        self.perform(self.hub.published(head(self.hub.head.version + 1), self.now_s))
 
     @rule(slow=st.sampled_from("abc"))
     def relieve(self, slow: str) -> None:

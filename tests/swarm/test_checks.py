@@ -129,7 +129,7 @@ def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> No
         await checked(0)
         worker = ModelWorker("a")
         for version in (1, 2):
-            hub.published(head(version))
+            hub.published(head(version), 0.0)
             hub.members["a"].version = version
             await checked(version)
         join(hub, worker)  # another process, perhaps
@@ -147,7 +147,7 @@ def test_a_member_that_serves_other_weights_by_now_is_not_asked_about_the_old_on
 
         async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             asked.append(version)
-            hub.published(head(1))
+            hub.published(head(1), 0.0)
             hub.members["a"].version = 1
             raise EngineError("the call failed")
 

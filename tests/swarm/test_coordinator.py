@@ -83,7 +83,7 @@ def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
 def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     assert hub.opened(request("g0.0", least_version=1)) == []
     (assign,) = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
     assert assign.least_version == 1
@@ -92,7 +92,7 @@ def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
 def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> None:
     hub, worker = coordinator(exact=True), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     assert hub.reserve("g0.0.", 0, LENGTH, until_s=9.0) is None
     assert hub.opened(request("g0.0")) == []
     assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
@@ -104,7 +104,7 @@ def test_a_member_that_is_long_overdue_with_the_weights_keeps_nobody_waiting() -
         join(hub, worker)
         hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=4.0), 0.0)
         hub.received(worker.lease, beat(mean_running=1.0, tokens_per_s=speed), 0.0)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     hub.received(slow.lease, slow.change(head(1)), 1.0)
     assert hub.opened(request("g0.0")) == [], "the fast one will have the weights in 3 s"
     assert sent(hub.received(slow.lease, beat(2), 8.9), Assign) == []
@@ -115,7 +115,7 @@ def test_a_promise_names_the_version_that_the_member_serves_and_is_kept() -> Non
     hub, slow, fast = coordinator(), ModelWorker("slow", room=1), ModelWorker("fast", room=1)
     join(hub, slow)
     join(hub, fast)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     hub.received(fast.lease, fast.change(head(1)), 0.0)
     versions = [hub.reserve(f"g{i}.0.", 0, LENGTH, until_s=60.0) for i in range(3)]
     assert sorted(versions[:2], key=str) == [0, 1] and versions[2] is None, "each has room for one"
@@ -226,7 +226,7 @@ def restarted(epoch: int, *, at: int, earlier: Iterable[EarlierPublication] = ()
     """Return the coordinator of a run that was started again from a checkpoint."""
     run = RunIdentity(run_id="run", run_epoch=epoch, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(run, Head(version=0, manifest=""), ttl_s=TTL_S, exact=False, checks=False, earlier=earlier)
-    hub.published(head(at, epoch))
+    hub.published(head(at, epoch), 0.0)
     return hub
 
 
@@ -238,7 +238,7 @@ def decoding_at(version: int) -> ModelWorker:
     """Return a worker that has decoded 30 tokens of ``g0.0`` in epoch 1 under a version."""
     first, worker = coordinator(), ModelWorker("a")
     if version:
-        first.published(head(version))
+        first.published(head(version), 0.0)
     join(first, worker)
     worker.got(sent(first.opened(request("g0.0")), Assign)[0])
     decoded(worker, "g0.0#0.", 30)
@@ -265,7 +265,7 @@ def test_tokens_from_an_earlier_start_are_taken_only_if_their_weights_are_on_rec
     worker = decoding_at(3)
     later = restarted(epoch, at=restart_at, earlier=earlier)
     for version in range(restart_at + 1, head_now + 1):
-        later.published(head(version, epoch))
+        later.published(head(version, epoch), 0.0)
     effects = later.connected("a", worker.hello(), 0.0)
     assert sent(effects, Release) == ([] if kept else [Release(call_ids=("g0.0#0.",))])
     assert later.members["a"].served == ({3: head(3).manifest} if kept else {})
@@ -290,7 +290,7 @@ def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reach
     for message in worker.got(welcome):
         hub.received(worker.lease, message, 0.0)
     for version in (6, 7):
-        hub.published(head(version, 2))
+        hub.published(head(version, 2), 0.0)
     worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
     news = worker.change(head(7, 2))
     (piece,) = decoded(worker, "g0.0#0.", 10)
@@ -305,7 +305,7 @@ def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reach
 def test_a_heartbeat_confirms_only_what_was_published() -> None:
     hub, worker = restarted(2, at=5, earlier=of_epoch(1, 4, 5, 6)), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(6, 2))
+    hub.published(head(6, 2), 0.0)
     never = Head(version=3, manifest="f" * 64)
     served = (never, head(4), head(5, 2), head(6))
     hub.received(worker.lease, beat(serving=head(5, 2), served=served), 1.0)
@@ -365,7 +365,7 @@ def test_a_member_is_checked_before_it_gets_calls_under_each_version() -> None:
     assert hub.opened(request("g0.0")) == []
     assert sent(hub.opened(request("check"), only="a"), Assign), "the check's own calls reach it"
     assert len(sent(hub.checked("a", 0), Assign)) == 1
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     hub.received(worker.lease, worker.change(head(1)), 1.0)
     assert hub.opened(request("g0.1")) == []
 
@@ -387,7 +387,7 @@ LIES = {
 def test_what_cannot_be_true_ends_the_membership(lie: str) -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     hub.received(worker.lease, worker.change(head(1)), 0.0)
     worker.got(sent(hub.opened(request("g0.0", least_version=1)), Assign)[0])
     true = {
@@ -417,7 +417,7 @@ def test_a_version_that_was_never_published_is_refused() -> None:
 def test_late_news_of_an_older_version_means_nothing() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     old = worker.serving()
     hub.received(worker.lease, worker.change(head(1)), 1.0)
     assert hub.received(worker.lease, old, 2.0) == []
@@ -598,7 +598,7 @@ class Swarm(DrivenSwarm):
         version = self.hub.head.version
         self.hub = coordinator()
         for v in range(1, version + 1):
-            self.hub.published(head(v))
+            self.hub.published(head(v), self.now_s)
         self.connected.clear()
         self.wires = {name: [] for name in "abc"}
         self.open.clear()

@@ -423,7 +423,7 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
             call = asyncio.create_task(collect(engine, "g0.0"))
             await wire.hear()
             await wire.decode("g0.0#0.", 10)
-            engine.coordinator.published(head(1))  # it is told of a version, and claims it before it has it
+            engine.coordinator.published(head(1), 0.0)  # it is told of a version, and claims it before it has it
             wire.worker.decode("g0.0#0.", 10)
             for piece in wire.worker.send("g0.0#0."):
                 await wire.say(structs.replace(piece, version=1))

@@ -25,7 +25,7 @@ def one_by_one(hub: Coordinator) -> Callable[[], list[Effect]]:
         for call_id in list(calls.waiting.accepting(calls.waiting.versions)):
             call = calls.get(call_id)
             assert call is not None
-            name = placing._choose(call.least_version, call.stream.position, call.limit)
+            name = placing._choose_for(call)
             if name is not None:
                 effects += placing.assign(call_id, call, hub.members[name])
         return effects
@@ -76,7 +76,7 @@ class Pair:
             self.happens(lambda hub: hub.opened(asked), is_opening=True)
         elif kind == "publish":
             new = head(self.hub.head.version + 1)
-            self.happens(lambda hub: hub.published(new))
+            self.happens(lambda hub: hub.published(new, self.now_s))
         elif not worker.lease:
             if kind == "join":
                 self.join(worker)
@@ -127,7 +127,7 @@ def test_a_call_that_waits_is_taken_up_by_a_member_that_comes_back_with_it() -> 
 def test_a_call_that_no_member_accepts_yet_does_not_keep_others_waiting() -> None:
     hub, worker = coordinator(), ModelWorker("a", room=2)
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     assert hub.opened(request("g0.0", least_version=1)) == []
     assert len(sent(hub.opened(request("g1.0")), Assign)) == 1
     assert [hub.opened(request(f"g{i}.0", least_version=1)) for i in range(2, 5)] == [[], [], []]

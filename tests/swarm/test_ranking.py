@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from rollover.swarm.coordinator.machine.deadlines import Deadline
 from rollover.swarm.coordinator.machine.dispatch import Work, choose, drain_s
 from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.wire.messages import Ready
 
 HEAD = 3
+DEADLINES = st.builds(
+    Deadline,
+    due_version=st.just(HEAD + 2),
+    left_s=st.sampled_from([0.0, math.inf]) | st.floats(0, 1e3),
+    start_version=st.just(HEAD),
+    per_version_s=st.just(0.0) | st.floats(0, 1e3),
+)
 SPEEDS = st.sampled_from([None, 1.0, 3.0, 3.0, 7.0, math.nextafter(7.0, 8.0), 50.0]) | st.floats(0.1, 100.0)
 
 
@@ -52,6 +60,20 @@ class Members(RuleBasedStateMachine):
             self.members[name].calls = {str(i) for i in range(num)}
             self.ranking.changed(self.members[name])
 
+    @rule(name=names, is_over=st.booleans())
+    def rests(self, name: str, is_over: bool) -> None:
+        """A call has failed at it: it rests, and then has one call at a time."""
+        if name in self.members:
+            self.members[name].failed_a_call("out of memory", 0.0)
+            self.members[name].is_resting = not is_over
+            self.ranking.changed(self.members[name])
+
+    @rule(name=names)
+    def decodes(self, name: str) -> None:
+        if name in self.members:
+            self.members[name].decoded_tokens(1)
+            self.ranking.changed(self.members[name])
+
     @rule(name=names)
     def goes(self, name: str) -> None:
         if name in self.members:
@@ -63,10 +85,19 @@ class Members(RuleBasedStateMachine):
         tokens=st.sampled_from([1.0, 1e-9]) | st.floats(1, 1e4),
         mean=st.floats(1, 1e4),
         horizon_s=st.sampled_from([0.0, math.inf]) | st.floats(0, 1e3),
+        deadline=st.none() | DEADLINES,
         elapsed_s=st.floats(0, 200),
     )
-    def a_call_is_placed(self, least: int, tokens: float, mean: float, horizon_s: float, elapsed_s: float) -> None:
-        work = Work(least_version=least, remaining_tokens=tokens, mean_remaining_tokens=mean, horizon_s=horizon_s)
+    def a_call_is_placed(
+        self, least: int, tokens: float, mean: float, horizon_s: float, deadline: Deadline | None, elapsed_s: float
+    ) -> None:
+        work = Work(
+            least_version=least,
+            remaining_tokens=tokens,
+            mean_remaining_tokens=mean,
+            horizon_s=horizon_s,
+            deadline=deadline,
+        )
         able = [m for m in self.members.values() if m.serves(checked=False) is not None]
         candidates = [m.candidate(HEAD, elapsed_s) for m in able]
         chosen = self.ranking.choose(work, HEAD, elapsed_s)
@@ -87,6 +118,56 @@ class Members(RuleBasedStateMachine):
 
 TestMembers = Members.TestCase
 TestMembers.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+@st.composite
+def members(draw: st.DrawFn) -> list[SwarmMember]:
+    """Members that may get calls, some of them busy, at rest, or about to have newer weights."""
+    made = []
+    for i in range(draw(st.integers(1, 6))):
+        room, version = draw(st.integers(1, 3)), draw(st.integers(1, HEAD))
+        member = SwarmMember(f"m{i}", is_connected=True, ready=ready(room), version=version)
+        member.calls = {str(n) for n in range(draw(st.integers(0, room)))}
+        member.call_tokens_per_s = draw(st.sampled_from([None, 1.0, 4.0, 16.0, 64.0]))
+        member.prepare_s = draw(st.sampled_from([None, 1.0, 20.0]))
+        if draw(st.integers(0, 4)) == 0:
+            member.failed_a_call("out of memory", 0.0)
+            member.is_resting = draw(st.booleans())
+        made.append(member)
+    return made
+
+
+@given(
+    crowd=members(),
+    least=st.integers(1, HEAD),
+    horizon_s=st.sampled_from([0.0, 5.0, 50.0, math.inf]),
+    deadline=st.none()
+    | st.builds(
+        Deadline,
+        due_version=st.just(HEAD + 2),
+        left_s=st.sampled_from([0.0, 3.0, 10.0, 30.0, 150.0, math.inf]),
+        start_version=st.just(HEAD),
+        per_version_s=st.sampled_from([0.0, 5.0, 20.0]),
+    ),
+    elapsed_s=st.sampled_from([0.0, 2.0, 30.0]),
+)
+@settings(max_examples=1000, deadline=None)
+def test_of_any_crowd_the_same_member_is_chosen_as_by_the_plain_rule(
+    crowd: list[SwarmMember], least: int, horizon_s: float, deadline: Deadline | None, elapsed_s: float
+) -> None:
+    ranking = Ranking(checks=False)
+    for member in crowd:
+        ranking.changed(member)
+    work = Work(
+        least_version=least,
+        remaining_tokens=100.0,
+        mean_remaining_tokens=50.0,
+        horizon_s=horizon_s,
+        deadline=deadline,
+    )
+    candidates = [member.candidate(HEAD, elapsed_s) for member in crowd]
+    assert ranking.choose(work, HEAD, elapsed_s) == choose(candidates, work)
+    assert ranking.drain_s(100.0) == drain_s(candidates, 100.0)
 
 
 def test_a_call_among_a_thousand_members_looks_at_few_of_them() -> None:

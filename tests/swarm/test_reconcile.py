@@ -122,7 +122,7 @@ def test_a_lost_ready_and_a_lost_serving_are_told_by_the_next_heartbeat() -> Non
 def test_a_lost_head_is_in_the_answer_to_the_next_heartbeat() -> None:
     pair = joined()
     pair.lost = {Head: 1}
-    pair.perform(pair.hub.published(head(1)))
+    pair.perform(pair.hub.published(head(1), 0.0))
     pair.beat()
     assert pair.worker.newest == head(1)
 
@@ -274,7 +274,7 @@ def test_an_offer_that_the_coordinator_knows_nothing_of_is_released_and_one_that
 def test_tokens_of_a_version_whose_news_was_lost_are_refused_and_come_again_once_it_is_known() -> None:
     pair = joined()
     pair.perform(pair.hub.opened(request("g0.0")))
-    pair.perform(pair.hub.published(head(1)))
+    pair.perform(pair.hub.published(head(1), 0.0))
     assert [type(m) for m in pair.worker.change()] == [Serving], "and it is lost"
     pair.work(10)
     assert pair.tokens == [] and pair.hub.counters.unconfirmed_tokens == 10
@@ -287,7 +287,7 @@ def test_tokens_of_a_version_between_two_that_are_known_are_confirmed_by_what_th
     pair = joined()
     pair.perform(pair.hub.opened(request("g0.0")))
     for version in (1, 2):
-        pair.perform(pair.hub.published(head(version)))
+        pair.perform(pair.hub.published(head(version), 0.0))
         news = pair.worker.change()
         pair.worker.decode(10)
     for message in news:
@@ -302,7 +302,7 @@ def test_tokens_of_a_version_between_two_that_are_known_are_confirmed_by_what_th
 def test_who_sends_tokens_of_a_version_that_it_does_not_say_it_has_served_is_sent_away() -> None:
     pair = joined()
     pair.perform(pair.hub.opened(request("g0.0")))
-    pair.hub.published(head(1))
+    pair.hub.published(head(1), 0.0)
     ids, logprobs = pack_ids(response("g0.0.", 0, 3)), pack_logprobs([-0.5] * 3)
     lie = Decoded(call_id="g0.0#0.", offset=0, token_ids=ids, logprobs=logprobs, version=1, kv_version=1)
     pair.up(lie)
@@ -536,7 +536,7 @@ class LossySwarm(DrivenSwarm):
         version = self.hub.head.version
         self.hub = coordinator()
         for v in range(1, version + 1):
-            self.hub.published(head(v))
+            self.hub.published(head(v), self.now_s)
         for name in "ab":
             self.cut(name)
         self.open.clear()

@@ -178,7 +178,7 @@ def test_what_nobody_can_decode_again_is_missed() -> None:
         swarm = Swarm({"a": honest, "b": honest, "c": deaf})
         worker = ModelWorker("b")
         join(swarm.hub, worker)
-        swarm.hub.published(head(1))
+        swarm.hub.published(head(1), 0.0)
         swarm.hub.received(worker.lease, worker.change(head(1)), 0.0)
         swarm.sampled("g0.0", "a")
         await asyncio.sleep(5)

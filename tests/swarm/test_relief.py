@@ -65,7 +65,7 @@ def test_no_more_calls_are_moved_than_there_is_room_for_and_the_longest_go_first
     assert len(moved) == 2 and {holders[call_id].name for call_id in moved} == {"slow3"}
 
 
-@pytest.mark.parametrize("why", ["worth it", "little to gain", "disconnected", "waited for", "aborted"])
+@pytest.mark.parametrize("why", ["worth it", "little to gain", "disconnected", "aborted"])
 def test_a_call_is_moved_only_where_that_is_worth_it(why: str) -> None:
     hub = coordinator()
     fast, slow = member(hub, "fast", 100.0, room=1), member(hub, "slow", 30.0 if why == "little to gain" else 1.0)
@@ -75,8 +75,6 @@ def test_a_call_is_moved_only_where_that_is_worth_it(why: str) -> None:
     hub.received(fast.lease, piece, 1.0)
     if why == "disconnected":
         hub.disconnected(slow.lease, 1.0)
-    if why == "waited for":
-        assert not sent(hub.opened(request("g1.0", least_version=5)), Assign)
     if why == "aborted":
         hub.aborted(["g0.0#0."])
     moved = [e.call_id for e in hub.relieve(2.0) if isinstance(e, Fail)]
@@ -86,7 +84,7 @@ def test_a_call_is_moved_only_where_that_is_worth_it(why: str) -> None:
 def test_a_call_is_not_moved_to_a_member_whose_weights_it_does_not_accept() -> None:
     hub = coordinator()
     fast, slow = member(hub, "fast", 100.0), member(hub, "slow", 1.0)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     hub.received(slow.lease, slow.change(head(1)), 0.0)
     assert given(hub.opened(request("g0.0", least_version=1)), fast, slow) is slow
     assert hub.relieve(1.0) == []
@@ -107,6 +105,19 @@ def test_a_member_that_beats_and_decodes_nothing_holds_nobody_up_for_longer_than
     assert failed.call_id == "g0.0#0."
     assert hub.members["mute"].call_tokens_per_s == pytest.approx(1 / TTL_S)
     assert given(hub.opened(request("g0.0", 1, num_done=1)), mute, other) is other, "it is known to be slow now"
+    assert_ranked(hub)
+
+
+def test_a_call_that_waits_for_a_member_which_decodes_nothing_does_not_wait_for_ever() -> None:
+    hub = coordinator(exact=True)
+    mute, other = member(hub, "mute", 1000.0, room=1), member(hub, "other", 50.0)
+    assert given(hub.opened(request("g0.0")), mute, other) is mute
+    assert hub.opened(request("g1.0")) == [], "mute would be done with both before the other is with one"
+    assert hub.relieve(1.0) == []
+    says_so = beat(2, mean_running=1.0, tokens_per_s=1000.0)
+    assert sent(hub.received(mute.lease, says_so, TTL_S), Assign) == []
+    assert [e.call_id for e in hub.relieve(TTL_S + 1.0) if isinstance(e, Fail)] == ["g0.0#0."]
+    assert given(hub.received(other.lease, beat(2), TTL_S + 1.0), mute, other) is other
     assert_ranked(hub)
 
 

@@ -49,7 +49,7 @@ def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
 def test_what_new_weights_took_is_told_by_worker() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(1))
+    hub.published(head(1), 0.0)
     serving = worker.change(head(1))
     took = type(serving)(version=1, manifest=serving.manifest, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264)
     hub.received(worker.lease, took, 1.0)

@@ -104,7 +104,7 @@ def test_the_coordinator_tells_of_a_version_once_for_each_member() -> None:
     told: list[Effect] = []
     for message in (serving(3), serving(3)):  # said twice, since the first may have been lost
         told += coordinator.received(lease, message, 1.0)
-    coordinator.published(head(4))
+    coordinator.published(head(4), 0.0)
     told += coordinator.received(lease, serving(4, wire_bytes=7), 2.0)
     anew = [effect for effect in told if isinstance(effect, ServesAnew)]
     assert [(effect.member, effect.serving.version) for effect in anew] == [("laptop", 3), ("laptop", 4)]

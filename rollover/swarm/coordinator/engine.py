@@ -271,7 +271,7 @@ class SwarmEngine:
         self._check_source(source)
         if version > current or not self.coordinator.head.manifest:
             head = await asyncio.to_thread(self._publish, version, source)
-            self._perform(self.coordinator.published(head))
+            self._perform(self.coordinator.published(head, self._clock.now_s()))
         await self.start()
 
     async def resume(self) -> None:
@@ -287,19 +287,36 @@ class SwarmEngine:
         """Return how many calls the members decode at the same time, all together."""
         return min(self._config.max_running, self.coordinator.max_running)
 
-    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
         """See ``CallPlacement.takes_one``."""
         if self._outlets.stands_still:
             return False
-        return self.coordinator.takes_one(least_version, max_new_tokens, num_waiting=num_waiting)
+        return self.coordinator.takes_one(
+            least_version, max_new_tokens, num_waiting=num_waiting, max_staleness=max_staleness
+        )
 
-    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> int | None:
+    def reserve(
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
+    ) -> int | None:
         """See ``CallPlacement.reserve``."""
         if self._outlets.stands_still:
             return None
         until_s = self._clock.now_s() + _PROMISE_S
         return self.coordinator.reserve(
-            sample_key, least_version, max_new_tokens, num_waiting=num_waiting, until_s=until_s
+            sample_key,
+            least_version,
+            max_new_tokens,
+            num_waiting=num_waiting,
+            max_staleness=max_staleness,
+            until_s=until_s,
         )
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ wanted any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
@@ -39,6 +40,9 @@ class SwarmCalls:
     ) -> None:
         self._members, self._counters, self._changed = members, counters, changed
         self._calls: dict[str, SwarmCall] = {}
+        self._halves: Counter[int | None] = Counter()
+        """Half calls that are left, by the version at whose publication they are waited for: two where a call has yet
+        to begin, on average one where it runs."""
         self.waiting = WaitingCalls()
         """Calls without a member."""
         self.acknowledgements = Acknowledgements()
@@ -54,6 +58,12 @@ class SwarmCalls:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
+    def num_left(self, due_version: int | None = None) -> float:
+        """Return how many calls there are, running ones counted as halves; with ``due_version`` those alone which are
+        waited for when that version is published."""
+        halves = self._halves.items()
+        return sum(n for v, n in halves if due_version is None or (v is not None and v <= due_version)) / 2
+
     def get(self, call_id: str) -> SwarmCall | None:
         return self._calls.get(call_id)
 
@@ -64,12 +74,14 @@ class SwarmCalls:
 
     def add(self, call_id: str, call: SwarmCall) -> None:
         self._calls[call_id] = call
+        self._halves[call.due_version] += 2
         self.waiting.add(call_id, call)
 
     def give(self, call_id: str, member: SwarmMember, *, held_as: str = "") -> None:
         """A member has the call from now on; ``held_as``: the id under which it held it before."""
         call = self._calls[call_id]
         self.waiting.discard(call_id, call)
+        self._halves[call.due_version] -= 1
         call.member, call.held_as = member.name, held_as
         member.calls.add(call_id)
         self._changed(member)
@@ -79,6 +91,10 @@ class SwarmCalls:
         """The call is over here: all of its tokens have come out, or nobody waits for the rest."""
         if (call := self._calls.pop(call_id, None)) is None:
             return
+        due_version = call.due_version
+        self._halves[due_version] -= 2 if call.member is None else 1
+        if not self._halves[due_version]:
+            del self._halves[due_version]
         self.waiting.discard(call_id, call)
         if call.request.is_journaled:
             self.acknowledgements.ended(call_id, call.stream.position)

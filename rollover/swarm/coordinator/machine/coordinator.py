@@ -196,9 +196,9 @@ class Coordinator:
         return effects
 
     def relieve(self, now_s: float) -> list[Effect]:
-        """Take calls from members that hold everybody up, where faster ones have room that nobody asks for; they fail,
-        and go on elsewhere."""
-        if self._calls.num_waiting or not self._calls.num_running or not self._ranking.has_room(0):
+        """Take calls from members that hold everybody up, where faster ones have room that no waiting call was given;
+        they fail, and go on elsewhere."""
+        if not self._calls.num_running or not self._ranking.has_room(0):
             self._relief.rest()
             return []
         calls = (
@@ -378,11 +378,11 @@ class Coordinator:
 
     # -- versions and trust -----------------------------------------------------------------------------------
 
-    def published(self, head: Head) -> list[Effect]:
+    def published(self, head: Head, now_s: float) -> list[Effect]:
         """A new version of the weights can be fetched."""
         assert head.version >= self.head.version, "versions only grow"
-        self.head, self._calls.newest, self._placing.newest = head, head.version, head.version
-        self._placing.published_s = self._placing.now_s
+        self.head, self._calls.newest = head, head.version
+        self._placing.published(head.version, now_s)
         self._publications.add(head)
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
@@ -438,17 +438,33 @@ class Coordinator:
     def num_waiting(self) -> int:
         return self._calls.num_waiting
 
-    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0) -> bool:
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
         """Return whether ``reserve`` would promise a place now."""
-        return self._placing.takes_one(least_version, max_new_tokens, num_waiting=num_waiting)
+        return self._placing.takes_one(
+            least_version, max_new_tokens, num_waiting=num_waiting, max_staleness=max_staleness
+        )
 
     def reserve(
-        self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, until_s: float
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
+        until_s: float,
     ) -> int | None:
-        """Promise a place to a call that will be opened soon. Returns the version that the member serves, or ``None``
-        when no member should get the call now. ``num_waiting``: calls that are still to come beside this one."""
+        """Promise a place, until ``until_s``, to the first call of a group. Returns the version that the member serves,
+        or ``None`` when no member should get the call now. See ``CallPlacement.reserve``."""
         return self._placing.promise(
-            sample_key, least_version, max_new_tokens, num_waiting=num_waiting, until_s=until_s
+            sample_key,
+            least_version,
+            max_new_tokens,
+            num_waiting=num_waiting,
+            max_staleness=max_staleness,
+            until_s=until_s,
         )
 
     def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:

@@ -2,14 +2,16 @@
 
 Let a call have ``r`` tokens left, as far as past lengths tell, and a member decode ``v`` tokens per second for each of
 its ``n`` calls. With room it finishes the call after ``r / v``; without room after ``w + r / v``, where ``w`` is the
-time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. Let ``h`` be the horizon:
-the time for which there is work for everybody anyway, or until the call is due.
+time until one of its calls ends: with ``m`` tokens left for each on average, ``m / (n v)``. A member that is still
+fetching the weights that a call asks for is counted with the time that this will take.
 
-A member that is still fetching the weights that a call asks for is counted with the time it will need. The call
-goes to the fastest member with room, unless that would finish neither within ``h`` nor before a busy member
-which the call could wait for. Then the call waits: a member that is 50 times slower than one which is about to have
-room would only hold the batch up at its end. So slow members work while there is work for all, long remainders go to
-fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what that gains.
+A member is *in time* if it finishes within a limit, which is the longer of two times: until a training step waits for
+the response, which may depend on the version that the member serves, and until all members together would be done with
+the work that is due no later. The call goes to the fastest member with room among those that are in time. Where none of
+them is, it waits for a busy member that would finish sooner than any with room, and goes to the fastest with room if
+there is no such member. So nothing is refused by everybody, slow members work while that holds nobody up, long
+remainders go to fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what
+that gains.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from rollover.swarm.coordinator.machine.deadlines import Deadline
 
 NUM_PROBES = 4
 """Calls that a member gets before its speed is known."""
@@ -59,24 +63,32 @@ class Work:
     mean_remaining_tokens: float
     """Tokens that a running call has left on average."""
     horizon_s: float = 0.0
-    """A member that would take longer gets it only if no other would have finished it before; infinite when there is
-    more work than all members can do, and none of it is due."""
+    """Time in which all members together would be done with the work that is due no later; infinite where a response is
+    never waited for."""
+    deadline: Deadline | None = None
+    """When a training step waits for the response, where that is known."""
+
+    def limit_s(self, version: int) -> float:
+        """Return the time within which a member that serves ``version`` should finish it."""
+        return max(self.horizon_s, self.deadline.under(version)) if self.deadline is not None else self.horizon_s
 
 
 def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
     """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
-    able = [c for c in candidates if c.max_running > 0 and (c.version >= work.least_version or c.ready_s < math.inf)]
+    able = [c for c in candidates if c.version >= work.least_version or c.ready_s < math.inf]
     typical = typical_speed(able)
-    timed = [
-        (finish_s(c, work, typical), c.num_running / c.max_running, c.name)
+    with_room = [
+        (finish_s(c, work, typical), c.num_running / c.max_running, c.name, work.limit_s(c.version))
         for c in able
         if c.room > 0 and c.version >= work.least_version
     ]
-    if not timed:
+    if not with_room:
         return None
-    earliest_s = min(finish_s(c, work, typical) for c in able)
-    best = min(timed)
-    return best[2] if best[0] <= max(work.horizon_s, earliest_s) else None
+    if in_time := [found for found in with_room if found[0] <= found[3]]:
+        return min(in_time)[2]
+    best = min(with_room)
+    earliest_s = min(finish_s(c, work, typical) for c in able if c.max_running > 0)
+    return best[2] if best[0] <= earliest_s else None
 
 
 def finish_s(member: Candidate, work: Work, typical_tokens_per_s: float) -> float:

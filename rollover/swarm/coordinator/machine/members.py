@@ -123,12 +123,12 @@ class SwarmMember:
             version=self.version,
             ready_s=self._ready_s(elapsed_s) if self.version < head_version else math.inf,
             num_running=self.num_running,
-            max_running=self._num_places,
+            max_running=self.num_places,
             call_tokens_per_s=self.call_tokens_per_s,
         )
 
     @property
-    def _num_places(self) -> int:
+    def num_places(self) -> int:
         """The calls that it may have at a time: one on trial, where the last ones failed."""
         assert self.ready is not None
         return 0 if self.is_resting else 1 if self.num_failures else self.ready.max_running

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from rollover.swarm.coordinator.machine.calls import SwarmCalls
+from rollover.swarm.coordinator.machine.deadlines import Deadline, Pace
 from rollover.swarm.coordinator.machine.dispatch import Candidate, Work
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
@@ -44,14 +45,21 @@ class Placing:
         self._members, self._calls, self._ranking, self._counters = members, calls, ranking, counters
         self._exact, self._checks = exact, checks
         self.remaining = RemainingTokens()
+        self._pace = Pace()
         self.newest = 0
-        self.now_s = self.published_s = 0.0
-        """When something was heard last, and when the newest version was published."""
-        self._num_to_come = 0
+        self.now_s = 0.0
+        """When something was heard last."""
+        self._to_come: tuple[int, Deadline | None] = 0, None
+        """How many calls were still to come when a place was asked for last, and when they would be due."""
         self._promises: dict[str, str] = {}
         """Member by sample key."""
         self._offers: dict[str, list[str]] = {}
         """Members that offer to go on with a sample, by its key."""
+
+    def published(self, version: int, now_s: float) -> None:
+        """Take note of a new version of the weights."""
+        self.newest, self.now_s = version, now_s
+        self._pace.published(version, now_s)
 
     def least(self, least_version: int) -> int:
         """Return the oldest version that may decode a call."""
@@ -59,22 +67,29 @@ class Placing:
 
     def candidates(self) -> list[Candidate]:
         """Return the members that may get calls, as the dispatch rule sees them."""
-        return self._ranking.candidates(self.newest, self.now_s - self.published_s)
+        return self._ranking.candidates(self.newest, self._pace.since_s(self.now_s))
 
     # -- promises -------------------------------------------------------------------------------------------------
 
-    def takes_one(self, least_version: int, max_new_tokens: int, *, num_waiting: int) -> bool:
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int, max_staleness: int | None
+    ) -> bool:
         """Return whether ``promise`` would keep a place now."""
-        self._num_to_come = num_waiting
-        return self._choose(self.least(least_version), 0, max_new_tokens) is not None
+        return self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness) is not None
 
     def promise(
-        self, sample_key: str, least_version: int, max_new_tokens: int, *, num_waiting: int, until_s: float
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int,
+        max_staleness: int | None,
+        until_s: float,
     ) -> int | None:
-        """Keep a place for a call that will be opened soon. Returns the version that its member serves; ``None`` when
-        no member should get the call now."""
-        self._num_to_come = num_waiting
-        name = self._choose(self.least(least_version), 0, max_new_tokens)
+        """Keep a place for the first call of a group, which will be opened soon. Returns the version that its member
+        serves; ``None`` when no member should get the call now."""
+        name = self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness)
         if name is None:
             return None
         self._take_back(sample_key)
@@ -145,26 +160,26 @@ class Placing:
     def place_waiting(self) -> list[Effect]:
         """Give waiting calls to members as far as there is room.
 
-        Of calls that are alike (as old, as long, for the same versions) one that has to wait speaks for all: what is
-        given away meanwhile leaves less room and less work, and so can only be one more reason to wait.
+        Of calls that are alike (as long, for the same versions, due as early) one that has to wait speaks for all: what
+        is given away meanwhile leaves less room and less work, and so can only be one more reason to wait.
         """
         effects: list[Effect] = []
         waiting, ranking = self._calls.waiting, self._ranking
         versions = [version for version in waiting.versions if ranking.has_room(version)]
-        refused: set[tuple[int, int, int]] = set()
+        refused: set[tuple[int, int, int, int | None]] = set()
         for call_id in waiting.accepting(versions):
             call = self._calls.get(call_id)
             assert call is not None, "calls that wait are open"
-            asked = call.least_version, call.stream.position, call.limit
-            if asked in refused:
+            alike = call.least_version, call.stream.position, call.limit, call.due_version
+            if alike in refused:
                 continue
-            name = self._choose(*asked)
+            name = self._choose_for(call)
             if name is not None:
                 effects += self.assign(call_id, call, self._members[name])
             elif not ranking.has_room(min(versions)):
                 break
             else:
-                refused.add(asked)
+                refused.add(alike)
         return effects
 
     def assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
@@ -188,19 +203,45 @@ class Placing:
         self._counters.late_accepted += member.is_late
         return [Send(member.lease, call.adoption(offer.call_id, call_id))]
 
-    def _choose(self, least_version: int, num_decoded: int, limit: int) -> str | None:
+    def _choose_for_first(
+        self, least_version: int, limit: int, num_waiting: int, max_staleness: int | None
+    ) -> str | None:
+        """Choose for the first call of a group, which starts under the version of the member that gets it."""
+        deadline = None
+        if max_staleness is not None:
+            deadline = self._pace.of_first(self.newest, max_staleness, self.now_s)
+        self._to_come = num_waiting, deadline
+        return self._choose(self.least(least_version), 0, limit, deadline)
+
+    def _choose_for(self, call: SwarmCall) -> str | None:
+        deadline = None
+        if call.due_version is not None:
+            deadline = self._pace.of_started(call.due_version, self.now_s)
+        return self._choose(call.least_version, call.stream.position, call.limit, deadline)
+
+    def _choose(self, least_version: int, num_decoded: int, limit: int, deadline: Deadline | None) -> str | None:
         if not self._ranking.has_room(least_version):
             return None
-        work = self._work(least_version, num_decoded, limit)
-        return self._ranking.choose(work, self.newest, self.now_s - self.published_s)
-
-    def _work(self, least_version: int, num_decoded: int, limit: int) -> Work:
         typical = self.remaining.expected(0, limit)
-        num_calls = self._calls.num_running / 2 + self._calls.num_waiting + self._num_to_come
-        return Work(
+        work = Work(
             least_version=least_version,
             remaining_tokens=self.remaining.expected(num_decoded, limit),
             mean_remaining_tokens=typical / 2,
-            # A batch that is waited for has an end; where members decode without pause there is always more.
-            horizon_s=self._ranking.drain_s(num_calls * typical) if self._exact else math.inf,
+            horizon_s=self._horizon_s(deadline, typical),
+            deadline=None if self._exact else deadline,
         )
+        return self._ranking.choose(work, self.newest, self._pace.since_s(self.now_s))
+
+    def _horizon_s(self, deadline: Deadline | None, typical: float) -> float:
+        """Return the time in which all members together would be done with what is due no later: in sequential pull
+        with everything. A response that is never due holds nobody up."""
+        num_to_come, due_then = self._to_come
+        if self._exact:
+            num_calls = self._calls.num_left() + num_to_come
+        elif deadline is None:
+            return math.inf
+        else:
+            num_calls = self._calls.num_left(deadline.due_version)
+            if due_then is not None and due_then.due_version <= deadline.due_version:
+                num_calls += num_to_come
+        return self._ranking.drain_s(num_calls * typical)

@@ -1,13 +1,13 @@
 """The members in the order in which the dispatch rule looks at them, so that it need not look at all of them.
 
 ``choose`` in the module ``dispatch`` beside this one is the rule; here it is applied to members that are kept sorted.
-With room and with the weights that a call asks for, the fastest comes first, and of equally fast ones the one with the
-least load; that is the member that the rule picks, unless another one would have finished before: those are looked at
-from the fastest on, up to the first that cannot make it even if it began at once.
+Of those that serve one version and have room, the fastest comes first, and of equally fast ones the one with the least
+load: the rule picks the first of some version. Only where none of these is in time does another one matter that would
+finish sooner: those are looked at from the fastest on, up to the first that cannot even if it began at once.
 
 What it keeps true: the decision is that of ``choose`` over all candidates, to the last bit; a call costs as many steps
-as there are versions that members serve, and in sequential pull as many more as there are faster members that are busy
-and too late.
+as there are versions that members serve, and where nobody is in time as many more as there are faster members that are
+busy and too late.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class _Place:
     key: _Key
     is_free: bool
     max_running: int
+    num_places: int
     prepare_s: float | None
 
     @property
     def without_load(self) -> tuple[int, float, int, float | None]:
-        return self.version, self.key[0], self.max_running, self.prepare_s
+        return self.version, self.key[0], self.num_places, self.prepare_s
 
 
 class Ranking:
@@ -69,8 +70,9 @@ class Ranking:
         """Speed of all members together; ``None`` when it has to be added up again."""
         self._speeds: list[float] = []
         """Known speeds, the slowest first."""
-        self._typical: tuple[tuple[int, int], tuple[float, float], float] | None = None
-        """The versions that were asked about last, the time in which the answer holds, and the answer."""
+        self._typical: dict[tuple[int, int], tuple[tuple[float, float], float]] = {}
+        """What members of unknown speed are taken for, by the versions that were asked about: the times between which
+        an answer holds, and the answer."""
 
     def changed(self, member: SwarmMember) -> None:
         """Something about a member has changed: its load, speed, weights or whether it may get calls at all."""
@@ -93,9 +95,9 @@ class Ranking:
         self._settle()
         if self._tokens_per_s is None:
             speeds = (
-                (m.call_tokens_per_s or 0.0) * m.ready.max_running
+                (m.call_tokens_per_s or 0.0) * m.num_places
                 for name in sorted(self._places)
-                if (m := self._members[name]).ready is not None
+                if (m := self._members[name])
             )
             self._tokens_per_s = math.fsum(speeds)
         return num_tokens / self._tokens_per_s if self._tokens_per_s else math.inf
@@ -106,19 +108,20 @@ class Ranking:
         ``head_version``, ``elapsed_s``: the newest version, and the time since it was published.
         """
         self._settle()
-        fit = [each for version, each in self._versions.items() if version >= work.least_version]
-        if not any(each.free for each in fit):
+        fit = {version: each for version, each in self._versions.items() if version >= work.least_version}
+        if not any(each.free for each in fit.values()):
             return None
         typical = math.nan
         if any(_has_unknown(each) for each in self._versions.values()):
             typical = self._typical_speed(work.least_version, head_version, elapsed_s)
-        best = min(_best(each.free, work, typical) for each in fit if each.free)
-        if best[0] <= work.horizon_s:
-            return best[2]
-        for candidate in self._faster(work, head_version, elapsed_s, typical, best[0]):
-            if finish_s(candidate, work, typical) < best[0]:
+        best = [(_best(each.free, work, typical), work.limit_s(version)) for version, each in fit.items() if each.free]
+        if in_time := [found for found, limit_s in best if found[0] <= limit_s]:
+            return min(in_time)[2]
+        best_s, _, name = min(found for found, _ in best)
+        for candidate in self._faster(work, head_version, elapsed_s, typical, best_s):
+            if finish_s(candidate, work, typical) < best_s:
                 return None
-        return best[2]
+        return name
 
     def candidates(self, head_version: int, elapsed_s: float) -> list[Candidate]:
         """Return all members that may get calls, as the rule sees them."""
@@ -130,15 +133,15 @@ class Ranking:
         if min(self._versions) >= least_version:
             return self._speeds[len(self._speeds) // 2] if self._speeds else 1.0
         asked = (least_version, head_version)
-        if self._typical is not None:
-            before, (since_s, until_s), typical = self._typical
-            if before == asked and since_s <= elapsed_s <= until_s:
+        if asked in self._typical:
+            (since_s, until_s), typical = self._typical[asked]
+            if since_s <= elapsed_s <= until_s:
                 return typical
         everybody = self.candidates(head_version, elapsed_s)
         typical = typical_speed([c for c in everybody if c.version >= least_version or c.ready_s < math.inf])
         awaited = (self._members[c.name] for c in everybody if c.ready_s < math.inf)
         until_s = min((member.awaited_until_s for member in awaited), default=math.inf)
-        self._typical = asked, (elapsed_s, until_s), typical
+        self._typical[asked] = (elapsed_s, until_s), typical
         return typical
 
     def _faster(
@@ -155,7 +158,7 @@ class Ranking:
                         at = len(keys) if minus_speed == _UNKNOWN else _first_unknown(keys)
                         continue
                     candidate = self._members[name].candidate(head_version, elapsed_s)
-                    if is_fit or candidate.ready_s < math.inf:
+                    if candidate.max_running > 0 and (is_fit or candidate.ready_s < math.inf):
                         yield candidate
                     at += 1
 
@@ -168,7 +171,8 @@ class Ranking:
             before = self._remove(name)
             after = self._insert(name, member)
             if (before and before.without_load) != (after and after.without_load):
-                self._tokens_per_s = self._typical = None
+                self._tokens_per_s = None
+                self._typical.clear()
 
     def _insert(self, name: str, member: SwarmMember) -> _Place | None:
         version = member.serves(checked=self._checks)
@@ -178,7 +182,14 @@ class Ranking:
         self._members[name] = member
         candidate = member.candidate(version, 0.0)
         speed, load = member.call_tokens_per_s or _UNKNOWN, member.num_running / member.ready.max_running
-        place = _Place(version, (-speed, load, name), candidate.room > 0, member.ready.max_running, member.prepare_s)
+        place = _Place(
+            version=version,
+            key=(-speed, load, name),
+            is_free=candidate.room > 0,
+            max_running=member.ready.max_running,
+            num_places=member.num_places,
+            prepare_s=member.prepare_s,
+        )
         of_version = self._versions.setdefault(version, _OfVersion())
         insort(of_version.free if place.is_free else of_version.full, place.key)
         self._places[name] = place

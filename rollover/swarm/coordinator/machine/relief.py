@@ -1,11 +1,12 @@
 """Relief of slow members: faster ones that have nothing to do take over what is left of their calls.
 
 While there is work for all, a slow member holds nobody up. At the end of a batch it does, and where each group is due
-at some step it does so again and again: everybody waits for the one sample that it has. Members with room say that this
-is so, since nobody asks for it. Let a call have ``r`` tokens left, as far as past lengths tell, its member decode ``v``
-tokens per second of it, and a member with room ``w`` per second of each of its calls: where ``r / v`` exceeds
-``2 r / w`` by more than ``MARGIN_S``, the call ends at the one and goes on at the other, behind the tokens that have
-arrived. ``v`` is at most what the call has shown: one token more than have come, over the time without another.
+at some step it does so again and again: everybody waits for the one sample that it has. Members with room show that
+this is so, since no waiting call was given to them. Let a call have ``r`` tokens left, as far as past lengths tell, its
+member decode ``v`` tokens per second of it, and a member with room ``w`` per second of each of its calls: where
+``r / v`` exceeds ``2 r / w`` by more than ``MARGIN_S``, the call ends at the one and continues at the other, behind the
+tokens that have arrived. ``v`` is at most what the call has shown: one token more than have come, over the time without
+another.
 
 What it keeps true: a call that is moved is worth it twice over, so none goes to and fro; a member that sends heartbeats
 and no tokens holds nobody up for longer than ``patience_s``, where another has room.

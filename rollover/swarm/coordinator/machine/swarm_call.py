@@ -50,6 +50,11 @@ class SwarmCall:
         """Tokens that the response may have in all."""
         return self.request.params.max_new_tokens
 
+    @property
+    def due_version(self) -> int | None:
+        """The version at whose publication a training step waits for the response, where one will."""
+        return self.request.due_version
+
     def came_out(self, piece: Piece) -> None:
         """Take note of tokens that were delivered."""
         self.num_repairs, self.unconfirmed = 0, None

@@ -1,0 +1,89 @@
+"""The time until a training step waits for a response, as the pace of publications tells.
+
+A group that starts under version ``v`` is trained by step ``v + S`` at the latest, where ``S`` is the staleness bound
+(``rollover.rollout.staleness``). That step begins once version ``v + S`` is published, and waits for the group from
+then on. The time until then is the number of publications still to come, times what one has taken lately.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
+
+NUM_INTERVALS = 8
+"""Intervals between publications whose median is the pace: a few of them may hold an evaluation or a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """The time left for a call, which may depend on the version under which its group starts.
+
+    Example: ``Deadline(due_version=11, left_s=60.0, start_version=7, per_version_s=20.0)`` leaves 60 s to a group that
+    starts under version 7, 20 s under version 5 and nothing under version 4.
+    """
+
+    due_version: int
+    """The training step that waits for the response begins when this version is published."""
+    left_s: float
+    """Until then; infinite while the pace is not known."""
+    start_version: int = 0
+    """The version under which the group has to start for that."""
+    per_version_s: float = 0.0
+    """What each older version takes off; 0 for a group that has started, since its version is fixed."""
+
+    def under(self, version: int) -> float:
+        """Return the seconds left where the call is with a member that serves ``version``."""
+        return max(0.0, self.left_s - (self.start_version - version) * self.per_version_s)
+
+
+class Pace:
+    """The time that a training step takes, from the publications of the last ones.
+
+    Example: after publications of version 3 at 100 s, 4 at 130 s and 5 at 160 s, ``step_s`` is 30 and at 170 s
+    ``until_s(7, 170.0)`` is 50: 20 s until version 6, and one step more.
+    """
+
+    def __init__(self) -> None:
+        self._published: deque[tuple[int, float]] = deque(maxlen=NUM_INTERVALS + 1)
+        """Version and time of the last publications, the newest last."""
+
+    def published(self, version: int, now_s: float) -> None:
+        """Take note of a publication. A version may be skipped; one that is published again tells nothing new."""
+        if not self._published or version > self._published[-1][0]:
+            self._published.append((version, now_s))
+
+    def since_s(self, now_s: float) -> float:
+        """Return the seconds since the newest publication."""
+        return now_s - self._published[-1][1] if self._published else now_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from one version to the next; infinite before the second publication."""
+        intervals = [(t - s) / (v - u) for (u, s), (v, t) in pairwise(self._published)]
+        return median_low(intervals) if intervals else math.inf
+
+    def until_s(self, version: int, now_s: float) -> float:
+        """Return the seconds until ``version`` is published, 0 when it is or is overdue."""
+        newest, at_s = self._published[-1] if self._published else (-1, 0.0)
+        if version <= newest:
+            return 0.0
+        if (step_s := self.step_s) == math.inf:
+            return math.inf
+        return max(0.0, at_s + step_s - now_s) + (version - newest - 1) * step_s
+
+    def of_started(self, due_version: int, now_s: float) -> Deadline:
+        """Return the deadline of a call whose group is waited for once ``due_version`` is published."""
+        return Deadline(due_version=due_version, left_s=self.until_s(due_version, now_s))
+
+    def of_first(self, newest: int, max_staleness: int, now_s: float) -> Deadline:
+        """Return the deadline of a call with which a group starts, under whichever version its member serves."""
+        due_version, step_s = newest + max_staleness, self.step_s
+        return Deadline(
+            due_version=due_version,
+            left_s=self.until_s(due_version, now_s),
+            start_version=newest,
+            per_version_s=step_s if step_s < math.inf else 0.0,
+        )

@@ -1,15 +1,16 @@
 """What the dispatch rule of a swarm gains over dealing evenly, in virtual time.
 
-    python benchmarks/swarm_dispatch.py                  # 1,000 members, some minutes
-    python benchmarks/swarm_dispatch.py --members 100 --batch 1000
+    python benchmarks/swarm_dispatch.py --only pull      # 1,000 members, some minutes
+    python benchmarks/swarm_dispatch.py --only push-pull --members 100
 
 A thousand members differ in speed by up to 50 times, in room, and in the bandwidth over which they fetch new weights;
-they leave and come back. Both rules are given the same members, responses and failures. *Even* gives a call to the
-member with the least calls for its room, as a pool of like servers does. *Rule* is the rule of
-``rollover.swarm.coordinator.machine.dispatch`` as the coordinator applies it, by its ``Ranking`` of ``SwarmMember``.
+they leave and come back. All ways of dealing are given the same members, responses and failures. *Even* gives a call to
+the member with the least calls for its room, as a pool of like servers does. *Rule* is the rule of
+``rollover.swarm.coordinator.machine.dispatch``.
 
-Two loads: a batch of responses that is waited for (sequential pull), and members that are never out of work
-(asynchronous push-pull).
+Two loads: a batch of responses that is waited for (sequential pull), dealt by the coordinator's ``Ranking``; and
+asynchronous push-pull, where each group is due at some step, by the scheduler and the coordinator of production
+(``swarm_push_pull.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from swarm_push_pull import DEALINGS, Load, PushPull, Worker
 
 from rollover.swarm.coordinator.machine.dispatch import Work
 from rollover.swarm.coordinator.machine.members import SwarmMember
@@ -155,7 +157,7 @@ class Swarm:
 
     def __init__(self, machines: Sequence[Machine], rule: Rule, rng: random.Random) -> None:
         self.machines, self.rule, self.rng = machines, rule, rng
-        self.now_s, self.num_running, self.num_decoded = 0.0, 0, 0.0
+        self.now_s, self.num_running = 0.0, 0
         self.agenda: list[tuple[float, int, str, int, str]] = []
         self.serial = 0
         self.left: dict[str, float] = {}
@@ -194,7 +196,7 @@ class Swarm:
             least_version=least_version,
             remaining_tokens=self.remaining.expected(int(self.total[call] - self.left[call]), LIMIT),
             mean_remaining_tokens=typical / 2,
-            horizon_s=math.inf if least_version == 0 else self.rule.drain_s(num_calls * typical),
+            horizon_s=self.rule.drain_s(num_calls * typical),
         )
 
     def place(self, least_version: int) -> None:
@@ -228,15 +230,13 @@ class Swarm:
                 return
             self.take_away(call, machine)
             machine.is_measured = True
-            self.num_decoded += self.left.pop(call)
+            del self.left[call]
             self.remaining.ended(self.total.pop(call))
             self.done.append(call)
         elif kind == "down":
             machine.is_up = False
             for call, since_s in list(machine.calls.items()):
-                decoded = min(self.left[call] - 1, (self.now_s - since_s) * machine.speed)
-                self.left[call] -= decoded
-                self.num_decoded += decoded
+                self.left[call] -= min(self.left[call] - 1, (self.now_s - since_s) * machine.speed)
                 self.take_away(call, machine)
                 self.resumed[call] = None
             self.at(self.rng.expovariate(1 / DOWN_S), "up", machine)
@@ -270,68 +270,65 @@ def pull(machines: Sequence[Machine], rule: type[Rule], seed: int, *, num_batche
     return took
 
 
-def push(machines: Sequence[Machine], rule: type[Rule], seed: int, *, until_s: float) -> dict[str, float]:
-    """Tokens per second, and how long responses take, with work for everybody."""
-    swarm = Swarm(machines, rule(machines), random.Random(seed))
-    drawn, began_s, took, number = random.Random(seed + 1), dict[str, float](), list[float](), 0
-    backlog = sum(machine.room for machine in machines) // 4
-    while swarm.now_s < until_s:
-        for length in lengths(backlog - len(swarm.fresh), drawn):
-            swarm.add(str(number), length)
-            began_s[str(number)] = swarm.now_s
-            number += 1
-        swarm.place(0)
-        swarm.step()
-        took += [swarm.now_s - began_s.pop(call) for call in swarm.done]
-        swarm.done.clear()
-    took.sort()
-    return {
-        "tokens_per_s": swarm.num_decoded / swarm.now_s,
-        "median_s": statistics.median(took),
-        "p99_s": took[int(len(took) * 0.99)],
-    }
+def push_pull(members: int, seed: int, load: Load, dealing: str) -> dict[str, float]:
+    """What is trained in push-pull mode, where each group is due."""
+    made = machines(members, random.Random(1000 + seed))
+    workers = [Worker(m.name, m.speed, m.room, m.fetch_s, random.Random(f"{seed}/{m.name}")) for m in made]
+    return PushPull(workers, load, DEALINGS[dealing], seed).run()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=1000)
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8192, help="responses in a batch")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--horizon-s", type=float, default=1800.0, help="of the asynchronous load")
+    parser.add_argument("--batches", type=int, default=4, help="of sequential pull")
+    parser.add_argument("--batch", type=int, default=8192, help="responses in a batch of sequential pull")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4], help="bounds of push-pull")
+    parser.add_argument("--dealings", nargs="+", choices=DEALINGS, default=list(DEALINGS), help="of push-pull")
+    parser.add_argument("--from-s", type=float, default=600.0, help="where push-pull is counted from")
+    parser.add_argument("--until-s", type=float, default=2400.0, help="and until when")
+    parser.add_argument("--only", choices=("pull", "push-pull"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows: dict[str, dict[str, list[float]]] = {name: {"pull_s": []} for name in RULES}
-    for seed in range(args.seeds):
-        for name, rule in RULES.items():
-            members = machines(args.members, random.Random(1000 + seed))
-            took = pull(members, rule, seed, num_batches=args.batches, batch=args.batch)
-            rows[name]["pull_s"].append(statistics.mean(took[1:] or took))
-            print(
-                f"seed {seed}  {name:5s}  a batch of {args.batch} takes {rows[name]['pull_s'][-1]:8.1f} s", flush=True
+    result: dict[str, object] = {"date": str(date.today()), "members": args.members}
+    if args.only != "push-pull":
+        result |= pull_of(args.members, args.seeds, num_batches=args.batches, batch=args.batch)
+    if args.only != "pull":
+        rows = []
+        for max_staleness in args.staleness:
+            load = Load(
+                groups=round(2.56 * args.members),
+                max_staleness=max_staleness,
+                train_s=20.0,
+                from_s=args.from_s,
+                until_s=args.until_s,
+                limit=LIMIT,
+                up_s=UP_S,
+                down_s=DOWN_S,
             )
-    pushed: dict[str, list[dict[str, float]]] = {name: [] for name in RULES}
-    for seed in range(args.seeds):
-        for name, rule in RULES.items():
-            found = push(machines(args.members, random.Random(1000 + seed)), rule, seed, until_s=args.horizon_s)
-            pushed[name].append(found)
-            print(
-                f"seed {seed}  {name:5s}  {found['tokens_per_s']:9.0f} tokens/s; a response takes"
-                f" {found['median_s']:6.1f} s, 1% take over {found['p99_s']:7.1f} s",
-                flush=True,
-            )
-    ratios = [e / r for e, r in zip(rows["even"]["pull_s"], rows["rule"]["pull_s"], strict=True)]
-    print(f"sequential pull: even / rule = {statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    result: dict[str, object] = {
-        "date": str(date.today()),
-        "members": args.members,
-        "batch": args.batch,
-        "pull": rows,
-        "ratios": ratios,
-    }
-    result["push_pull"] = pushed
+            for seed in args.seeds:
+                for dealing in args.dealings:
+                    found = push_pull(args.members, seed, load, dealing)
+                    rows.append({"dealing": dealing, "seed": seed, "load": asdict(load), **found})
+                    said = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+                    print(f"S = {max_staleness}  seed {seed}  {dealing}: {said}", flush=True)
+        result["push_pull"] = rows
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def pull_of(members: int, seeds: Sequence[int], *, num_batches: int, batch: int) -> dict[str, object]:
+    """Seconds for a batch of sequential pull by each rule, and how many times as long dealing evenly takes."""
+    took: dict[str, list[float]] = {name: [] for name in RULES}
+    for seed in seeds:
+        for name, rule in RULES.items():
+            made = machines(members, random.Random(1000 + seed))
+            each = pull(made, rule, seed, num_batches=num_batches, batch=batch)
+            took[name].append(statistics.mean(each[1:] or each))
+            print(f"seed {seed}  {name:5s}  a batch of {batch} takes {took[name][-1]:8.1f} s", flush=True)
+    ratios = [even / by_rule for even, by_rule in zip(took["even"], took["rule"], strict=True)]
+    print(f"sequential pull: even / rule = {statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return {"batch": batch, "pull": took, "ratios": ratios}
 
 
 if __name__ == "__main__":

@@ -295,9 +295,9 @@ class PushPull:
     def _found(self) -> dict[str, float]:
         seconds = self.load.until_s - self.load.from_s
         steps = [at_s for at_s in self.steps_s if at_s >= self.load.from_s]
-        took_s = [b - a for a, b in pairwise(steps)]
+        took_s = [b - a for a, b in pairwise([*steps, self.load.until_s])]
         return {
-            "groups_per_min": 60 * self.load.groups * len(took_s) / sum(took_s) if took_s else 0.0,
+            "groups_per_min": 60 * self.load.groups * len(steps) / seconds,
             "trained_tokens_per_s": self.num_tokens / seconds,
             "longest_step_s": max(took_s, default=seconds),
             "held_up_share": self.held_up_s / seconds,

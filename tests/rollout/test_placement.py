@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
-from rollover.rollout.events import Event
+from rollover.rollout.events import Event, SampleStarted
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
-from tests.rollout.kit import Prompts, strategy_of
+from tests.rollout.kit import Prompts, make_rig, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, ended
+from tests.virtual_time import run
 
 
 class Places:
@@ -120,3 +122,60 @@ def test_the_same_is_started_as_if_each_sample_was_looked_at(seed: int) -> None:
         assert shells[0].events == shells[1].events
         num_refused += len(shells[1].places.asked) - len(shells[0].places.asked)
     assert num_refused > 0
+
+
+class Asked:
+    """Places everybody at a member with the oldest weights that will do, and remembers when samples are due."""
+
+    def __init__(self) -> None:
+        self.max_staleness: set[int | None] = set()
+
+    def room(self) -> int:
+        return 64
+
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
+        self.max_staleness.add(max_staleness)
+        return True
+
+    def reserve(
+        self,
+        sample_key: str,
+        least_version: int,
+        max_new_tokens: int,
+        *,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
+    ) -> int | None:
+        self.max_staleness.add(max_staleness)
+        return least_version
+
+    def on_change(self, listener: Callable[[], None]) -> None: ...
+
+    def on_distrust(self, listener: Callable[[str], None]) -> None: ...
+
+    def journaled(self, tokens: Iterable[tuple[str, int]]) -> None: ...
+
+    def run_ended(self) -> None: ...
+
+
+def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample() -> None:
+    async def law() -> None:
+        asked = Asked()
+        rig = make_rig("bounded_async", placement=asked, max_staleness=3, num_running=8)
+        await rig.train(6)
+        starts: dict[int, int] = {}
+        for event in rig.events:
+            if isinstance(event, SampleStarted):
+                starts.setdefault(event.sample_id.group, event.policy_version)
+        due = {request.sample_key: request.due_version for request in rig.engine.requests}
+        assert due == {f"{i}.": starts[i.group] + 3 for i in map(_sample_id, due)}
+        assert len(set(due.values())) > 2 and asked.max_staleness == {3}
+
+    run(law())
+
+
+def _sample_id(key: str) -> SampleId:
+    group, index = key.removeprefix("g").removesuffix(".").split(".")
+    return SampleId(int(group), int(index))

@@ -1,7 +1,9 @@
 """Giving calls to members: by promise, by what they hold already, or by the dispatch rule.
 
 What it keeps true: a promise is kept as long as its member can keep it; a call goes to a member whose weights it
-accepts, and in sequential pull only to one that has the newest; nobody decodes again what a connected member offers.
+accepts, and in sequential pull only to one that has the newest; a member that will not finish before a training step
+waits for the response does not get it while another would finish sooner; nobody decodes again what a connected member
+offers.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ class Placing:
         exact: calls go to members with the newest version only.
         checks: members get calls only under a version that passed the log-prob check.
 
-    Example: ``placing.promised("g4.1.", 3, 512, until_s=60.0)`` returns 4: there is a place at a member that serves
-    version 4.
+    Example: ``placing.promise("g4.1.", 3, 512, num_waiting=7, max_staleness=4, until_s=60.0)`` returns 4: there is a
+    place at a member that serves version 4.
     """
 
     def __init__(

@@ -48,6 +48,7 @@ class Pair:
         effects, expected = what(self.hub), what(self.plain)
         assert effects == expected
         assert self.hub.num_waiting == self.plain.num_waiting
+        self.check_what_is_left()
         self.most_waiting = max(self.most_waiting, self.hub.num_waiting)
         by_lease = {worker.lease: worker for worker in self.workers.values()}
         for effect in effects:
@@ -55,6 +56,12 @@ class Pair:
                 by_lease[effect.lease].got(effect.message)
                 self.num_given_late += not is_opening
         return effects
+
+    def check_what_is_left(self) -> None:
+        calls, open_calls = self.hub._calls, self.hub._calls._calls.values()
+        for due_by in (None, *range(self.hub.head.version + 4)):
+            due = [c for c in open_calls if due_by is None or (c.due_version is not None and c.due_version <= due_by)]
+            assert calls.num_left(due_by) == sum(1.0 if call.member is None else 0.5 for call in due)
 
     def says(self, worker: ModelWorker, message: Any) -> None:
         self.happens(lambda hub: hub.received(worker.lease, message, self.now_s))
@@ -71,7 +78,13 @@ class Pair:
         kind = self.rng.choices(("open", "end", "beat", "publish", "serve", "join"), (9, 7, 4, 1, 3, 1))[0]
         if kind == "open":
             num_done, least = self.rng.choice((0, 0, 0, 5, 17)), self.hub.head.version - self.rng.randint(0, 2)
-            asked = request(f"g{self.num_samples}.0", num_done=num_done, least_version=max(0, least))
+            due = self.rng.choice((None, 0, 1, 3))
+            asked = request(
+                f"g{self.num_samples}.0",
+                num_done=num_done,
+                least_version=max(0, least),
+                due_version=None if due is None else max(0, least) + due,
+            )
             self.num_samples += 1
             self.happens(lambda hub: hub.opened(asked), is_opening=True)
         elif kind == "publish":

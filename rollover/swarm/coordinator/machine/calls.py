@@ -59,8 +59,8 @@ class SwarmCalls:
         return len(self.waiting)
 
     def num_left(self, due_version: int | None = None) -> float:
-        """Return how many calls there are, running ones counted as halves; with ``due_version`` those alone which are
-        waited for when that version is published."""
+        """Return how many calls there are, running ones counted as halves; with ``due_version`` only those that are
+        waited for by the time that version is published."""
         halves = self._halves.items()
         return sum(n for v, n in halves if due_version is None or (v is not None and v <= due_version)) / 2
 

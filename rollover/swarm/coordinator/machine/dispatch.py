@@ -7,11 +7,11 @@ fetching the weights that a call asks for is counted with the time that this wil
 
 A member is *in time* if it finishes within a limit, which is the longer of two times: until a training step waits for
 the response, which may depend on the version that the member serves, and until all members together would be done with
-the work that is due no later. The call goes to the fastest member with room among those that are in time. Where none of
-them is, it waits for a busy member that would finish sooner than any with room, and goes to the fastest with room if
-there is no such member. So nothing is refused by everybody, slow members work while that holds nobody up, long
-remainders go to fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py`` shows what
-that gains.
+the work that is due no later. The call goes to the fastest member with room among those that are in time. If none is,
+it waits for a member that is busy or fetching weights, provided that one would finish sooner than any with room, and
+otherwise goes to the fastest with room. So nothing is refused by everybody, slow members work while that holds nobody
+up, long remainders go to fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py``
+shows what that gains.
 """
 
 from __future__ import annotations

@@ -94,12 +94,8 @@ class Ranking:
         known."""
         self._settle()
         if self._tokens_per_s is None:
-            speeds = (
-                (m.call_tokens_per_s or 0.0) * m.num_places
-                for name in sorted(self._places)
-                if (m := self._members[name])
-            )
-            self._tokens_per_s = math.fsum(speeds)
+            members = (self._members[name] for name in sorted(self._places))
+            self._tokens_per_s = math.fsum((m.call_tokens_per_s or 0.0) * m.num_places for m in members)
         return num_tokens / self._tokens_per_s if self._tokens_per_s else math.inf
 
     def choose(self, work: Work, head_version: int, elapsed_s: float) -> str | None:

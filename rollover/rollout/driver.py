@@ -111,9 +111,7 @@ class RolloutDriver:
             source=source,
             state=state,
             max_running=engine.capabilities.max_running,
-            placement=None
-            if placement is None
-            else _Places(placement, max_new_tokens=sampling.max_new_tokens, max_staleness=strategy.max_staleness),
+            placement=None if placement is None else _Places(placement, sampling, strategy.max_staleness),
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,
@@ -478,9 +476,9 @@ class RolloutDriver:
 class _Places:
     """The places of an engine, as the scheduler asks for them."""
 
-    def __init__(self, placement: CallPlacement, *, max_new_tokens: int, max_staleness: int) -> None:
+    def __init__(self, placement: CallPlacement, sampling: SamplingParams, max_staleness: int) -> None:
         self._placement = placement
-        self._max_new_tokens, self._max_staleness = max_new_tokens, max_staleness
+        self._max_new_tokens, self._max_staleness = sampling.max_new_tokens, max_staleness
 
     def room(self) -> int:
         return self._placement.room()

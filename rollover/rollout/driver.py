@@ -46,6 +46,7 @@ from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.rollout.generation import SampleCall, sample_key
 from rollover.rollout.journal import Journal
+from rollover.rollout.places import EnginePlaces
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
 from rollover.rollout.state import RolloutState
@@ -111,7 +112,7 @@ class RolloutDriver:
             source=source,
             state=state,
             max_running=engine.capabilities.max_running,
-            placement=None if placement is None else _Places(placement, sampling, strategy.max_staleness),
+            placement=None if placement is None else EnginePlaces(placement, sampling, strategy.max_staleness),
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,
@@ -471,28 +472,3 @@ class RolloutDriver:
         """The run cannot go on: ``next_batch`` raises ``error``, the first of its kind."""
         self._broken = self._broken or error
         self._changed.set()
-
-
-class _Places:
-    """The places of an engine, as the scheduler asks for them."""
-
-    def __init__(self, placement: CallPlacement, sampling: SamplingParams, max_staleness: int) -> None:
-        self._placement = placement
-        self._max_new_tokens, self._max_staleness = sampling.max_new_tokens, max_staleness
-
-    def room(self) -> int:
-        return self._placement.room()
-
-    def takes_one(self, least_version: int, num_waiting: int) -> bool:
-        return self._placement.takes_one(
-            least_version, self._max_new_tokens, num_waiting=num_waiting, max_staleness=self._max_staleness
-        )
-
-    def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
-        return self._placement.reserve(
-            sample_key(sample_id),
-            least_version,
-            self._max_new_tokens,
-            num_waiting=num_waiting,
-            max_staleness=self._max_staleness,
-        )

@@ -1,0 +1,39 @@
+"""The places of an engine whose members come and go, asked for in the scheduler's words."""
+
+from __future__ import annotations
+
+from rollover.engine.base import CallPlacement
+from rollover.rollout.generation import sample_key
+from rollover.types import SampleId, SamplingParams
+
+
+class EnginePlaces:
+    """Implements the scheduler's ``SamplePlacement`` over an engine that says where calls run.
+
+    Args:
+        max_staleness: the strategy's bound, from which the engine knows when a training step waits for a sample.
+
+    Example: ``EnginePlaces(engine, sampling, 4).reserve(SampleId(7, 0), 3, num_waiting=12)`` returns 5: the sample
+    starts under version 5, and the step that begins with version 9 waits for it.
+    """
+
+    def __init__(self, placement: CallPlacement, sampling: SamplingParams, max_staleness: int) -> None:
+        self._placement = placement
+        self._max_new_tokens, self._max_staleness = sampling.max_new_tokens, max_staleness
+
+    def room(self) -> int:
+        return self._placement.room()
+
+    def takes_one(self, least_version: int, num_waiting: int) -> bool:
+        return self._placement.takes_one(
+            least_version, self._max_new_tokens, num_waiting=num_waiting, max_staleness=self._max_staleness
+        )
+
+    def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
+        return self._placement.reserve(
+            sample_key(sample_id),
+            least_version,
+            self._max_new_tokens,
+            num_waiting=num_waiting,
+            max_staleness=self._max_staleness,
+        )

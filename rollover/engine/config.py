@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 UPDATE_TIMEOUT_S = 600.0
 """Longest that new weights may take to be loaded by an engine without deadlines of its own."""
@@ -67,6 +68,9 @@ class EngineConfig(ABC):
     """
 
     __slots__ = ()
+
+    memory_share_argument: ClassVar[str | None] = None
+    """The argument by which a server is told its share of a GPU's memory, where it takes one."""
 
     kind: str
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 EACH_ON_CLUSTER = "each engine server on the cluster"
 _UNSEEN = "GPU "
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_SHARES = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
-"""The argument by which servers of each kind are told their share of a GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +85,9 @@ def uncounted(config: RunConfig) -> str | None:
         return None
     if not engine.launch:
         return f"memory: this does not include the {_many(len(engine.urls))} of engine.urls, already running"
-    if isinstance(engine, EmbeddedServerConfig):
+    if engine.memory_share_argument is None:
         return None
-    kind = str(getattr(engine, "kind", ""))
+    kind = engine.kind
     if _on_cluster(config):
         return f"memory: this does not include the {kind} servers on the cluster"
     servers = _many(engine.num_servers, kind)
@@ -99,14 +97,9 @@ def uncounted(config: RunConfig) -> str | None:
     if _share(config) is None:
         return (
             f"memory: this does not include the {servers}: to include them, name their share of a GPU in"
-            f" engine.launch_args, as in {_SHARES[kind]} 0.6"
+            f" engine.launch_args, as in {engine.memory_share_argument} 0.6"
         )
     return None
-
-
-def share_argument(engine: ServerConfig) -> str:
-    """Return the argument that names a server's share of a GPU."""
-    return _SHARES[str(getattr(engine, "kind", ""))]
 
 
 def server_devices(engine: ServerConfig, number: int, device: str = "auto") -> list[str]:
@@ -163,7 +156,7 @@ def _share(config: RunConfig) -> float | None:
     if not isinstance(engine, ServerConfig) or not engine.launch or _on_cluster(config):
         return None
     try:
-        return float(argument(engine.launch_args, _SHARES[str(getattr(engine, "kind", ""))]) or "")
+        return float(argument(engine.launch_args, engine.memory_share_argument or "") or "")
     except ValueError:
         return None
 

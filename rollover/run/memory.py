@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 from rollover.algorithms.config import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
 from rollover.run.engine import check_engine
-from rollover.run.engine_memory import all_parts, engine_memory, is_unseen, numbered, share_argument, uncounted
+from rollover.run.engine_memory import all_parts, engine_memory, is_unseen, numbered, uncounted
 from rollover.trainer.config import LoraConfig, TrainerConfig
 
 if TYPE_CHECKING:
@@ -134,8 +132,8 @@ def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) ->
 
 def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Iterator[str]:
     """Say which share of a device servers may take that have it in turn with the trainer."""
-    engine = config.engine
-    if not isinstance(engine, VLLMConfig | SGLangConfig) or not engine.colocated:
+    argument = config.engine.memory_share_argument
+    if argument is None or not config.engine.declared.is_colocated:
         return
     for memory in needed:
         if memory.capacity is None or not memory.parts.keys() >= {*_KEPT}:
@@ -144,7 +142,7 @@ def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Itera
         share = max(0.0, 1 - kept / memory.capacity)
         yield (
             f"memory of {memory.device} while servers generate: the trainer keeps {_size(kept)}; servers there may take"
-            f" at most {share:.2f} of the device ({share_argument(engine)})"
+            f" at most {share:.2f} of the device ({argument})"
         )
 
 

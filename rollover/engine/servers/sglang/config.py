@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineDemands, check_colocated
 from rollover.engine.servers.config import ServerConfig, adapter_refusals
@@ -15,6 +15,8 @@ from rollover.settings.changes import Changeable
 class SGLangConfig(ServerConfig):
     """SGLang servers over HTTP, version 0.5.23 or later. A url may name a router: it is asked for its workers, and
     every call goes directly to a worker."""
+
+    memory_share_argument: ClassVar[str | None] = "--mem-fraction-static"
 
     kind: Literal["sglang"] = "sglang"
     """`"sglang"` selects this engine."""

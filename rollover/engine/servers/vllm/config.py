@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineDemands, check_colocated
 from rollover.engine.servers.config import ServerConfig, adapter_refusals
@@ -15,6 +15,8 @@ from rollover.settings.changes import Changeable
 class VLLMConfig(ServerConfig):
     """vLLM servers over HTTP, started with `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode
     processed_logprobs`."""
+
+    memory_share_argument: ClassVar[str | None] = "--gpu-memory-utilization"
 
     kind: Literal["vllm"] = "vllm"
     """`"vllm"` selects this engine."""

@@ -113,7 +113,7 @@ def _turns(config: RunConfig) -> list[str]:
     line = "engine and trainer take turns: the engine releases weights and cache while the trainer trains"
     if config.rollout.strategy.builds.on_full is OnFull.PARK:
         kind = config.rollout.strategy.kind
-        line += f", so rollouts that strategy {kind} leaves unfinished is prefilled again in the next round"
+        line += f", so rollouts that strategy {kind} leaves unfinished are prefilled again in the next round"
     return [line]
 
 

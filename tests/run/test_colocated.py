@@ -160,7 +160,7 @@ def test_whoever_reads_the_plan_is_told_once_what_taking_turns_costs(
     assert train("--dry-run", *COLOCATED, "--rollout.strategy", "april") == 0
     out = capsys.readouterr().out
     assert out.count("take turns") == 1
-    assert "what strategy april leaves unfinished is prefilled again in the next round" in out
+    assert "rollouts that strategy april leaves unfinished are prefilled again in the next round" in out
     assert train("--dry-run", *COLOCATED, "--rollout.strategy", "sync") == 0
     assert "prefilled again" not in capsys.readouterr().out
 

@@ -3,8 +3,8 @@
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
-# make test-wheel   the wheel in empty environments: the core alone, and with all extras
-# make test-resolver  pip's answer whether it can be installed beside TRL, verl and slime
+# make test-wheel   the wheel in empty environments: the core alone, inside TRL, and with all extras
+# make test-resolver  pip's answer whether it can be installed beside TRL, verl, slime and miles
 # make docs     the documentation site, in build/site
 # make check    format, lint, types, import directions
 #

@@ -23,3 +23,6 @@ beside "$wheel[trl,tasks,report,plan,lora]" trl==1.16.0
 beside "$wheel" verl==0.9.1
 # slime is installed from its repository; these are what it and the SGLang of its image pin of what Rollover needs too.
 beside "$wheel" 'httpx[http2]' 'sglang-router>=0.3.0' 'ray[default]' pydantic numpy transformers==5.12.1 openai==2.6.1
+# miles likewise; its pins.
+beside "$wheel" 'httpx[http2]' 'sglang-router>=0.2.3' 'ray[default]' 'safetensors>=0.8.0' blake3==1.0.9 polars==1.42.1 \
+    xxhash==3.7.1 zstandard==0.25.0 transformers==5.12.1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # wheel.sh: builds the wheel and tries it in empty environments, outside the repository: with the core alone, with the
-# extra "swarm", and with "all". Needs a package index; PYTHON names the interpreter.
+# extras "swarm" and "trl", and with "all". Needs a package index; PYTHON names the interpreter.
 set -euo pipefail
 unset PYTHONPATH
 
@@ -59,6 +59,15 @@ timeout --signal=INT 20 "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:
     --engine.kind vllm --engine.urls '["http://127.0.0.1:9"]' 2>said.txt || true
 grep -q "nobody listens there" said.txt
 unset ROLLOVER_SWARM_TOKEN
+
+echo "inside TRL, by the script of its page"
+environment trl "$wheel[trl]"
+mkdir trains
+awk '/^```python$/ { shown = ++blocks == 1; next } /^```$/ { shown = 0 } shown' "$root/docs/how-to/trl.md" \
+    | sed 's/max_steps=40/max_steps=2/' >trains/train.py
+grep -q max_steps=2 trains/train.py
+(cd trains && "$work/trl/bin/python" train.py >said.txt 2>&1) || { cat trains/said.txt >&2 && exit 1; }
+[ "$(grep -c '"kind": *"step"' trains/out/rollover/metrics.jsonl)" -eq 2 ]
 
 echo "with everything"
 environment all "$wheel[all]"

@@ -121,7 +121,7 @@ class Feed:
     Args:
         open_parts: see ``OpenParts``.
         rollout: batch size, strategy, bound, sampling.
-        journal: the file of the run's events. It is made for a new run; where it exists, the run goes on from it.
+        journal: the file of the run's events. It is made for a new run; where it exists, the run is resumed from it.
         step: how many batches the host's checkpoint has seen; 0 for a new run.
         seed: of the sampling noise.
         observer: called on the feed's thread after each event.
@@ -151,7 +151,7 @@ class Feed:
         self._deadlines = deadlines or Deadlines()
         self._observer = observer
         self._published: int | None = None
-        """The version that this process has published last: an engine that was opened anew has none yet."""
+        """The version that this process has published last: an engine that was opened again has none yet."""
         self._is_closed = False
         self._opened: Future[_OpenFeed] = Future()
         self._ended: Future[None] = Future()
@@ -172,7 +172,7 @@ class Feed:
 
     @property
     def parts(self) -> FeedParts:
-        """The parts as ``open_parts`` gave them; whoever uses them does so on the feed's event loop."""
+        """The parts as ``open_parts`` gave them; they are used on the feed's event loop only."""
         return self._open.parts
 
     @property
@@ -195,7 +195,7 @@ class Feed:
         Raises:
             RunError: another batch is next, or the engine's weights are too old, too new or not published yet.
             EngineTimeout: nothing was decoded or scored for ``rollout.stall_timeout_s``; names the samples.
-            EngineError: the engine answers nobody.
+            EngineError: the engine answers no call.
             DataError: every sample fails.
         """
         return self._call(self._next_batch(version), None, f"collect batch {version}")
@@ -205,8 +205,8 @@ class Feed:
 
         Args:
             load: called once, on the feed's event loop: puts the weights into the engine, and returns when every
-                token that is sampled afterwards is theirs. Running samples go on through it where the engine can, else
-                they are stopped before and resumed after it.
+                token that is sampled afterwards is theirs. Running samples continue through it where the engine can,
+                else they are stopped before and resumed after it.
 
         Raises:
             RunError: ``version`` goes back, or is ahead of the batches that the host was given.
@@ -243,7 +243,7 @@ class Feed:
         return self._call(self._account(), self._deadlines.close_timeout_s, "read the account")
 
     def close(self) -> None:
-        """Stop what runs, write it down and close all parts. The run can go on from its journal. Does nothing the
+        """Stop what runs, write it down and close all parts. The run can be resumed from its journal. Does nothing the
         second time.
 
         Raises:

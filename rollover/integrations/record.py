@@ -1,4 +1,4 @@
-"""The directory of a run inside another trainer: what a restart goes on from, and what reports are drawn from.
+"""The directory of a run inside another trainer: what a restart resumes from, and what reports are drawn from.
 
 ::
 
@@ -39,10 +39,10 @@ class HostedRun:
     ``out/rollover/journal.sqlite``.
 
     Args:
-        resume: whether the run goes on from what is there. It may also find nothing: the run before it may have been
+        resume: whether the run is resumed from what is there. That may be nothing: the run before it may have been
             killed before it wrote anything.
         facts: what the run is known by besides its settings, its dataset say: a resumed run must have the same.
-        remedy: how a user of this host goes on with a run, for messages.
+        remedy: how a user of this host resumes a run, for messages.
 
     A directory without a journal is that of a run that has not begun, and can be had for another.
 
@@ -108,7 +108,7 @@ class HostedRun:
 
 
 def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what is known of the run in ``path``, once it is seen to be the one that goes on."""
+    """Return what is known of the run in ``path``, once it is seen to be the one that is resumed."""
     stored = read_config(path)
     meta: Mapping[str, Any] = stored.pop("meta", {})
     before = build(HostedConfig, toml.Document(name=str(path / "config.json"), data=stored))

@@ -331,5 +331,7 @@ def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path) -> None
         args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
         process = Process(args)
         del sys.modules["miles.rollout.rm_hub"]
-        with pytest.raises(ConfigError, match=r"there is no miles\.rollout\.rm_hub; this was written for miles 0\.1"):
+        with pytest.raises(
+            ConfigError, match=r"miles\.rollout\.rm_hub does not exist; this was written for miles 0\.1"
+        ):
             process.generate(0)

@@ -80,7 +80,7 @@ class Host:
             if error.name is None or not path.startswith(error.name):
                 raise
             known = " and ".join(self.versions)
-            raise ConfigError(f"there is no {error.name}; this was written for {self.name} {known}") from None
+            raise ConfigError(f"{error.name} does not exist; this was written for {self.name} {known}") from None
 
     def code(self, args: Namespace) -> HostCode:
         """Import what a rollout with these arguments uses."""

@@ -1,9 +1,9 @@
 """Labels of the weights that slime gives its servers, read as policy versions. Pure.
 
 slime counts its weight updates in each process from 1 and writes the count on every server as its ``weight_version``.
-Our version is the number of batches that the weights have seen, which goes on over restarts. Both grow by one with each
-training step, so a process has one difference between them, and the first rollout of the process fixes it: the weights
-are then those of the checkpoint.
+Our version is the number of batches that the weights have seen, which continues over restarts. Both grow by one with
+each training step, so a process has one difference between them, and the first rollout of the process fixes it: the
+weights are then those of the checkpoint.
 
 What it keeps true: no rollout begins unless all servers name the same label; a version is never newer than the batches
 that were handed out, and never older than the user has allowed.
@@ -28,7 +28,7 @@ def agreed(labels: Mapping[str, str]) -> str:
         labels: of each server, by its address.
 
     Raises:
-        EngineError: they differ, or the label is no count; names the servers.
+        EngineError: they differ, or the label is not a count; names the servers.
     """
     by_label: dict[str, list[str]] = {}
     for url, label in sorted(labels.items()):
@@ -62,7 +62,7 @@ def count(label: str) -> int:
 class LabelLine:
     """The difference between versions and labels in one process of slime.
 
-    Example: a process that goes on behind rollout 19, whose servers say ``"1"``, has
+    Example: a process that resumes after rollout 19, whose servers say ``"1"``, has
     ``LabelLine.first(step=20, label="1", max_lag=0)``, and ``version("2", step=21)`` is 21.
     """
 

@@ -31,7 +31,7 @@ class DataSource:
 
     The prompts are those of slime's own ``RolloutDataSource``, in its order.
 
-    Example: with ``--data-source-path rollover.integrations.slime.DataSource``, a run that is killed goes on from its
+    Example: with ``--data-source-path rollover.integrations.slime.DataSource``, a run that is killed resumes from its
     checkpoint with the same batches, and no prefix is decoded twice.
 
     Args:
@@ -60,14 +60,14 @@ class DataSource:
             )
 
     def save(self, rollout_id: int) -> None:
-        """Save behind a rollout: the place in the prompts, and that the journal is needed from here on."""
+        """Save after a rollout: the place in the prompts, and that the journal is needed from here on."""
         if (run := _runs.get(self)) is None:
             self._prompts.save(rollout_id)
         else:
             run.save(rollout_id, lambda: self._prompts.save(rollout_id))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on behind a rollout, -1 for the start.
+        """Resume after a rollout, -1 for the start.
 
         Raises:
             RunError: what is there does not belong to this run.
@@ -77,8 +77,8 @@ class DataSource:
             self._prompts.load(start.restore)
             if self._prompts.sample_group_index < start.position:
                 raise RunError(
-                    f"the place in the prompts behind rollout {start.restore} is not in {self.args.load}/rollout, where"
-                    f" {self.host.name} has saved it: bring it back, or go on from another checkpoint"
+                    f"the place in the prompts after rollout {start.restore} is not in {self.args.load}/rollout, where"
+                    f" {self.host.name} has saved it: bring it back, or resume from another checkpoint"
                 )
         self.start = start
 

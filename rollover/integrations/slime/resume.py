@@ -8,8 +8,8 @@
 The journal knows every group and batch; of slime itself only the place of its data source has to be known. So a
 checkpoint that slime has written and told us nothing of, since it was killed in between, is as good as any.
 
-What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run goes on in the directory of ``--save``,
-and a directory of ``--load`` elsewhere is copied and left as it was.
+What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run continues in the directory of
+``--save``, and a directory of ``--load`` elsewhere is copied and left as it was.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FILE, _FORMAT = "slime.json", 1
 class SlimeProgress:
     """Keeps what is known of a run beside its journal.
 
-    Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved behind its rollout 9, 480 groups had
+    Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved after its rollout 9, 480 groups had
     been drawn from its data source.
     """
 
     first_rollout: int = 0
     cursors: Mapping[int, int] = field(default_factory=dict)
-    """Groups drawn, by the rollout behind which slime saved."""
+    """Groups drawn, by the rollout after which slime saved."""
 
     def saved(self, rollout_id: int, cursor: int) -> SlimeProgress:
         """Return what is known after a checkpoint; those of later rollouts, of before a restart, count no more."""
@@ -81,9 +81,9 @@ class SlimeProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """The place where a run goes on.
+    """The place where a run resumes.
 
-    Example: behind rollout 9, with the data source restored as it was then:
+    Example: after rollout 9, with the data source restored as it was then:
     ``Beginning(folder=Path("ckpt/rollover"), progress=..., step=10, restore=9, position=480)``
     """
 
@@ -99,11 +99,11 @@ class Beginning:
 
 
 def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
-    """Return where a run begins, and copy its directory where it is to go on elsewhere.
+    """Return where a run begins, and copy its directory where it is to continue elsewhere.
 
     Args:
         load: slime's ``--load``.
-        save: slime's ``--save``. A run without it goes on with slime's prompts alone.
+        save: slime's ``--save``. A run without it resumes with slime's prompts only.
         rollout_id: the last rollout that slime's checkpoint has seen, -1 without a checkpoint.
 
     Raises:
@@ -114,18 +114,18 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
     if source is None or (progress := SlimeProgress.read(source)) is None or rollout_id + 1 < progress.first_rollout:
         if folder is not None and SlimeProgress.read(folder) is not None:
             raise RunError(
-                f"{folder} holds the rollouts of another run than the one that goes on behind rollout {rollout_id}:"
+                f"{folder} holds the rollouts of another run than the one that resumes after rollout {rollout_id}:"
                 " move it away, or give this run another --save"
             )
         progress = SlimeProgress(first_rollout=rollout_id + 1)
         restore = rollout_id if rollout_id >= 0 else None
         return Beginning(folder=folder, progress=progress, step=0, restore=restore, position=0)
-    assert folder is not None, "a run that goes on has a directory"
+    assert folder is not None, "a run that is resumed has a directory"
     if folder != source:
         if folder.exists():
             raise RunError(
-                f"{folder} holds the rollouts of another run than {source}, which is to go on: move it away, or give"
-                " this run another --save"
+                f"{folder} holds the rollouts of another run than {source}, which is to be resumed: move it away, or"
+                " give this run another --save"
             )
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("lock"))
     restore, position = progress.first_rollout - 1, 0
@@ -142,7 +142,7 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
 
 
 def _find(load: str | None, folder: Path) -> Path | None:
-    """Return the directory of the run that goes on: that of the checkpoint, or, before the first one, that of a run
+    """Return the directory of the run that is resumed: that of the checkpoint, or, before the first one, that of a run
     that was killed."""
     if load is not None and (loaded := Path(load) / FOLDER).exists():
         return folder if folder.exists() and folder.samefile(loaded) else loaded

@@ -51,7 +51,7 @@ class SlimeScorer:
         """Return the reward of a response.
 
         Raises:
-            RewardError: none came in time, or it is no number.
+            RewardError: none came in time, or it is not a number.
             DataError: slime has no such reward model.
         """
         sample = await self._score(trajectory)

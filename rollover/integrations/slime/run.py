@@ -8,7 +8,7 @@
         feed.saved, slime.json
 
 What it keeps true: rollout ``first_rollout + s`` of slime's is batch ``s``, on disk before slime has it; slime gets its
-servers back idle, whatever becomes of the rollout.
+servers back idle, even when the rollout fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlimeRun:
 
     Args:
         groups: slime's data source.
-        start: where it goes on.
+        start: where it resumes.
 
     Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and the metrics of it.
 
@@ -181,7 +181,7 @@ class SlimeRun:
 
     def save(self, rollout_id: int, save_groups: Callable[[], None]) -> None:
         """Record that slime has trained a rollout and saved a checkpoint, with what ``save_groups`` saves of its data
-        source; also while the next rollout runs."""
+        source; possibly while the next rollout runs."""
         self._steps.trained_before(self._progress.step(rollout_id) + 1)
         self._progress = self._progress.saved(rollout_id, self._source.save(save_groups))
         self._feed.saved(self._progress.oldest_step(self._settings.options.kept_checkpoints))

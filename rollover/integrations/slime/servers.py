@@ -14,7 +14,7 @@ call                  waits for                            is unblocked by
 ``end``               calls that a worker still runs       their end; ``abort_timeout_s`` twice
 ====================  ===================================  =================================================
 
-What it keeps true: between ``end`` and ``begin`` no call of ours is open and nobody of ours asks a server anything,
+What it keeps true: between ``end`` and ``begin`` none of our calls is open and no request of ours reaches a server,
 for slime may have taken its memory away; a token's version is that of the label which all workers had at the start and
 which the answer repeats.
 """
@@ -53,7 +53,7 @@ _FIRST_LOOK_S, _MAX_LOOK_S = 0.02, 1.0
 
 
 def served_model(model: str, context: int | None = None) -> ModelFolder:
-    """Return the sizes that calls are checked against, also where they are those of a text model within another.
+    """Return the sizes that calls are checked against; those of its text model where the model has one inside.
 
     Args:
         model: a Hugging Face folder, or the name of one on the hub.
@@ -85,7 +85,7 @@ def served_model(model: str, context: int | None = None) -> ModelFolder:
 
 
 class LentWeights:
-    """The weights of one server, as they are known at the begin of a rollout.
+    """The weights of one server, as they are known at the start of a rollout.
 
     Example: with the label ``"3"`` for version 12, ``version_of("3", "g0.0#1")`` is 12, and ``"4"`` is refused.
     """
@@ -112,7 +112,7 @@ class LentWeights:
             raise EngineError(self._changed)
 
     async def check(self, still: Callable[[], bool]) -> None:
-        """Raise ``EngineError`` when the server has other weights than at the begin of the rollout."""
+        """Raise ``EngineError`` when the server has other weights than at the start of the rollout."""
         label = await self._endpoint.label()
         if still() and not self._is_ours(label):
             shown = self._client.reader.shown(label)
@@ -168,7 +168,7 @@ class LentServer:
 
     async def hand_back(self) -> None:
         """Return when the server runs no call. One that does not answer is left to slime, with a line in the log: what
-        it had was resumed elsewhere. Raises ``EngineTimeout`` when it goes on although all its calls are aborted."""
+        it had was resumed elsewhere. Raises ``EngineTimeout`` when it still runs calls although all were aborted."""
         loop, look_s = asyncio.get_running_loop(), _FIRST_LOOK_S
         give_up_s = loop.time() + 2 * self._abort_timeout_s
         num_calls: int | None = 0
@@ -216,7 +216,7 @@ class LentServer:
         return self._calls.stats()
 
     async def close(self) -> None:
-        """End all calls. The server goes on as it is."""
+        """End all calls. The server stays as it is."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
 """slime's data source as a source of prompts by number.
 
 A data source of slime is a stream: it gives the next groups and keeps its own place. A cursor of ours is the number of
-groups drawn. What it keeps true: the place of the stream and the cursor agree, also after a restart, when the stream
+groups drawn. What it keeps true: the place of the stream and the cursor agree, even after a restart, when the stream
 stands where a checkpoint has put it and the groups that the journal knows since then are drawn again and passed over.
 """
 
@@ -32,7 +32,7 @@ class SlimeSource:
         position: groups drawn from the data source before, of those that the cursor counts.
         group_size: samples that each group must have.
 
-    Example: behind a checkpoint that had drawn 40 groups, ``prompt(43)`` draws four and returns the last.
+    Example: after a checkpoint that had drawn 40 groups, ``prompt(43)`` draws four and returns the last.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SlimeSource:
         """Checkpoints are saved on another thread than prompts are drawn on, and in miles while a rollout runs."""
 
     def save(self, save_groups: Callable[[], None]) -> int:
-        """Have the data source saved by ``save_groups`` while nobody draws. Returns the groups drawn until then."""
+        """Have the data source saved by ``save_groups`` while nothing is drawn. Returns the groups drawn until then."""
         with self._drawing:
             save_groups()
             return self._position

@@ -13,8 +13,8 @@ from rollover.types import Batch
 class Answers:
     """The completions of a batch, ``num_generations`` to each prompt. Every field has an entry for each of them.
 
-    A sample that failed stands there as a single end token that nobody sampled: it has no reward, is masked, and counts
-    neither in the mean of its siblings nor in the loss.
+    A sample that failed stands there as a single end token that was not sampled: it has no reward, is masked, and
+    counts neither in the mean of its siblings nor in the loss.
 
     Example: of a batch of 4 groups with 8 samples each, one of them failed, there are 32 entries, and 31 of ``failed``
     are false.

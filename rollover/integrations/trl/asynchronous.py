@@ -162,7 +162,7 @@ class AsyncRollouts:
 
 
 class _Table:
-    """The rows behind trajectories: their messages, and their rewards by the trainer's functions."""
+    """The rows of trajectories: their messages, and their rewards by the trainer's functions."""
 
     def __init__(self, rows: TableRows, tokenizer: Any, functions: Sequence[Callable[..., Any]]) -> None:
         self._rows = rows
@@ -200,7 +200,7 @@ class _Table:
 
 
 def _called(function: Callable[..., Any], given: Mapping[str, Any]) -> Sequence[Any]:
-    """Return a reward function's values, also of one that is asynchronous."""
+    """Return a values of a reward function, which may be asynchronous."""
     found = function(**given)
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))

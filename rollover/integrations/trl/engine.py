@@ -88,7 +88,7 @@ class HostedEngine:
         Args:
             loaded: awaited on the feed's event loop once the engine has the weights, before it samples from them.
         """
-        if self._folders is not None:  # while samples may go on decoding: it can take a while
+        if self._folders is not None:  # while samples may still be decoding: it can take a while
             tensors = dict(source.tensors())
             source = MemoryWeights(version, tensors, folder=self._folders.write(version, tensors))
 

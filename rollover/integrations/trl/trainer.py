@@ -106,7 +106,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # -- training --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. With ``resume_from_checkpoint=True`` the run goes on from its newest whole checkpoint, or
+        """Train as TRL does. With ``resume_from_checkpoint=True`` the run resumes from its newest whole checkpoint, or
         from the beginning when it was stopped before there was one; no batch is decoded twice.
 
         Raises:

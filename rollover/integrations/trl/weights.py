@@ -20,7 +20,7 @@ from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 
 _OF_ADAPTERS = ("lora_", "base_layer", "modules_to_save", "original_module", "token_adapter")
-"""Parts of parameter names that mean something of peft's that is no low-rank matrix beside a linear layer."""
+"""Parts of parameter names that mean something of peft's other than a low-rank matrix beside a linear layer."""
 
 
 def policy_source(model: Any, version: int) -> WeightSource:

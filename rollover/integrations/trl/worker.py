@@ -14,8 +14,8 @@ labelled with the version of its *oldest* token.
 Weights are published between batches: ``send_weights`` waits until the batch that is being collected is complete.
 
 What it keeps true: samples are put into the queue batch by batch, in order, and each batch has as many as the trainer
-takes, whatever has failed; never more than ``batches_ahead`` batches wait there; a batch counts as trained once newer
-weights are sent; what the thread fails with is raised by ``check_health``.
+takes, even if samples have failed; never more than ``batches_ahead`` batches wait there; a batch counts as trained
+once newer weights are sent; what the thread fails with is raised by ``check_health``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Return the rows of a tensor dictionary of verl, also where a value is the same for all."""
+    """Return the rows of a tensor dictionary of verl, in which a value may be the same for all."""
     return [{key: _at(value, place) for key, value in batch.items()} for place in range(len(batch))]
 
 
@@ -31,7 +31,7 @@ class VerlRows:
     Args:
         encode: the ids of a prompt, in the model's chat template.
         group_size: responses to each prompt.
-        refill: has the trainer submit so many more, which then come through ``add``.
+        refill: has the trainer submit that many more, which then come through ``add``.
         chunk: how many it can submit at a time.
 
     Example: after ``rows.add(batch)`` of 32 prompts ``rows.prompt(31)`` is the last of them, and ``rows.prompt(32)``

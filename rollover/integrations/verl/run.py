@@ -66,7 +66,7 @@ class VerlRun:
         first_step: verl's number of the training step that its checkpoint has seen; 0 without one.
         folder: the directory of the run.
 
-    Example: ``run.batch(global_steps=21)`` is the first batch of a run that goes on behind verl's step 20.
+    Example: ``run.batch(global_steps=21)`` is the first batch of a run that resumes after verl's step 20.
 
     Raises:
         RolloverError: settings or a directory that cannot be used; the message says what to do.

@@ -28,7 +28,7 @@ class ReplayBuffer:
     Example: ``trainer.v1.sampler.custom_sampler.path=pkg://rollover.integrations.verl`` and ``...name=ReplayBuffer``
 
     Args:
-        refill_fn: verl's trainer's own method, which submits so many prompts more.
+        refill_fn: verl's trainer's own method, which submits that many more prompts.
         given: the other arguments of verl's buffer, of which one of verl's own is made for evaluations.
     """
 

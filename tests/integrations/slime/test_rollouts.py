@@ -376,7 +376,7 @@ def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path
         loop.step(0, saves=True)
         loop.kill()
         (tmp_path / "ckpt/rollout/global_dataset_state_dict_0.pt").unlink()
-        with pytest.raises(RunError, match="the place in the prompts behind rollout 0 is not in"):
+        with pytest.raises(RunError, match="the place in the prompts after rollout 0 is not in"):
             Loop(servers, args, start=1)
 
 

@@ -122,6 +122,6 @@ def test_the_command_fits_measurements_made_elsewhere(tmp_path: Path, capsys: py
     assert "[devices.mine]" in out.read_text()
     (tmp_path / "m.json").write_text('{"title": 3}')
     assert cli.main(["calibrate", "--from", str(tmp_path / "m.json"), "--out", str(out)]) == 2
-    assert "m.json: no measurements" in capsys.readouterr().err
+    assert "m.json was not written by rollover.devices.measure" in capsys.readouterr().err
     assert cli.main(["calibrate", "--model", str(tmp_path / "no"), "--out", str(out)]) == 2
     assert "is not a model folder" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
     assert check_strategies(["april", "sync", "april"], small()) == ("sync", "april")
     with pytest.raises(ConfigError, match="--strategies: unknown strategy 'aprul'; did you mean 'april'"):
         check_strategies(["aprul"], small())
-    with pytest.raises(ConfigError, match="sync waits for whole groups"):
+    with pytest.raises(ConfigError, match="sync cannot train single samples"):
         check_strategies(["sync:sample"], small())
     with pytest.raises(ConfigError, match="'fast_lane' needs a replica for the fast lane"):
         check_strategies(["fast_lane"], small())

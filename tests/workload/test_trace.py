@@ -112,7 +112,7 @@ def test_a_lower_cap_cuts_and_settles_what_was_open() -> None:
 
 
 def test_an_empty_trace_and_impossible_lengths_are_refused() -> None:
-    with pytest.raises(DataError, match="t: an empty trace"):
+    with pytest.raises(DataError, match="t: the trace is empty"):
         replace(TRACE, prompts=())
     with pytest.raises(
         DataError, match="prompt 'b' has a response of 100 tokens, which is not between 1 and the cap of 99"

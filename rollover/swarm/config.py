@@ -30,21 +30,22 @@ class SwarmConfig(EngineConfig):
     kind: Literal["swarm"] = "swarm"
     mode: Literal["pull", "push_pull"] = "push_pull"
     """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`:
-    workers decode without pause and change to new weights each in its own time, within `max_staleness`."""
+    workers decode without pause and switch to new weights each in its own time, within `max_staleness`."""
     transport: Changeable[Literal["websocket", "nats"]] = "websocket"
     """`websocket`: workers dial in at `listen`; nothing else is needed. `nats`: messages go over an existing NATS
     cluster, which workers join with its address. Needs `rollover[nats]`."""
     listen: Changeable[str] = "127.0.0.1:8790"
-    """Address and port where workers dial in. Port 0 takes a free one."""
+    """Address and port where workers dial in. Port 0 takes a free port."""
     tls_certificate: Changeable[str | None] = None
-    """Certificate chain (PEM). Without one only this machine can be listened on, unless `insecure` says otherwise."""
+    """Certificate chain (PEM). Without one, the run listens only on this machine, unless `insecure` is set."""
     tls_key: Changeable[str | None] = None
     """Private key of the certificate (PEM)."""
     insecure: Changeable[bool] = False
-    """Listen on a network without TLS: for one that is encrypted itself, such as a VPN. Tokens would be readable."""
+    """Listen on a network without TLS. Only for a network that is itself encrypted, such as a VPN: on any other, tokens
+    can be read on the way."""
     admin: Changeable[str | None] = "127.0.0.1:0"
-    """Address and port of the live page, `/status.json` and `/metrics`, which this machine alone can open; port 0 takes
-    a free one, `none` switches it off."""
+    """Address and port of the live page, `/status.json` and `/metrics`, which only this machine can open. Port 0 takes
+    a free port; `none` switches the page off."""
     nats_url: Changeable[str] = _NATS_URL
     """Servers of the NATS cluster and the subject of this run: `tls://HOST:PORT,HOST:PORT/SUBJECT`. Two runs on one
     cluster need two subjects."""
@@ -52,40 +53,41 @@ class SwarmConfig(EngineConfig):
     """File with the login at the NATS cluster: `.creds`, a client certificate with its key (PEM), the seed of an nkey,
     `USER:PASSWORD`, or a token."""
     nats_ca_file: Changeable[str | None] = None
-    """Certificates (PEM) by which the NATS servers are trusted, where the system's are not meant."""
+    """Certificates (PEM) of the authorities that signed the NATS servers' certificates. When left out, those that the
+    system trusts."""
     nats_bucket: Changeable[str | None] = None
-    """Object-store bucket of JetStream from which workers fetch weights; it is made when it is not there. When left
-    out, and no `blob_urls` are named, one is called after the subject."""
+    """JetStream object-store bucket from which workers fetch weights; it is created if it does not exist. When left out
+    and `blob_urls` is empty, a bucket named after the subject is used."""
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
     one that `rollover relay` makes, or an object store that holds `swarm/blobs` of the run directory."""
     blob_query_env: Changeable[str | None] = None
-    """Name of an environment variable with a query that is put behind each of `blob_urls`, for stores that want a
-    signature, such as Azure's SAS tokens or CloudFront's policies. Workers are told it."""
+    """Name of an environment variable with a query that is appended to each of `blob_urls`, for stores that require a
+    signature, such as Azure's SAS tokens or CloudFront's policies. Workers receive the query."""
     blob_store: Changeable[str | None] = None
-    """Object store into which weights are copied before workers hear of them: `s3://bucket/prefix`,
-    `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`, with a login from the environment. Workers find
-    them by `blob_urls`. Needs `rollover[objectstore]`."""
+    """Object store into which weights are copied before workers are told of them: `s3://bucket/prefix`,
+    `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`, with a login from the environment. Workers fetch
+    them through `blob_urls`. Needs `rollover[objectstore]`."""
     anchor_every: Changeable[int] = 20
-    """Every so many publications the full weights are published, the others as what has changed. 1 switches that
-    off."""
+    """Number of publications from one with full weights to the next; those in between contain only what has changed. 1
+    publishes full weights every time."""
     max_running: Changeable[int] = 256
-    """Samples that all workers together decode at the same time, at most: about what those that you expect have room
-    for. Strategies that keep the engine full keep so many open."""
+    """Largest number of samples that all workers together decode at the same time: about as many as the workers that
+    you expect have room for. Strategies that keep the engine full keep this number of samples open."""
     lease_s: Changeable[float] = 15.0
-    """A worker that was not heard of for so long has lost its calls, which others go on with."""
+    """Seconds without a message from a worker after which other workers continue its calls."""
     abort_timeout_s: Changeable[float] = 10.0
     """Seconds that a worker may take to hand over stopped calls."""
     update_timeout_s: Changeable[float] = 600.0
-    """Longest that writing a publication may take."""
+    """Seconds that writing a publication may take."""
     logprob_tolerance: Changeable[float | None] = None
-    """Largest mean difference, as for servers, in nats, between the log-probs that a worker reports and the trainer's.
-    Measured on a few tokens before a worker gets calls under new weights, and on every batch. When left out, 0.002
-    where both are float32, 0.1 where one is in half precision."""
+    """Largest mean difference, in nats, between the log-probs that a worker reports and the trainer's. It is measured
+    on a few tokens before a worker gets calls under new weights, and on the batches. When left out, 0.002 if both sides
+    are in float32, and 0.1 if either is in half precision."""
     reexecute: Changeable[float] = 0.02
-    """Share of the samples that a second worker decodes again, where workers draw by seeds: who samples from something
-    else than it says is found by that, whatever log-probs it reports. Costs that share of the tokens, as far as workers
-    have room. 0 switches it off."""
+    """Share of the samples that a second worker decodes again, if workers draw tokens by seed. This detects workers
+    that sample from something other than they claim, whatever log-probs they report. It costs this share of the tokens,
+    as far as workers have room. 0 switches it off."""
 
     def __post_init__(self) -> None:
         self._check_transport()
@@ -96,15 +98,15 @@ class SwarmConfig(EngineConfig):
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
         if self.admin is not None and not is_loopback(self._host_of_admin()):
             raise ValueError(
-                f"admin = {self.admin!r} can be reached from other machines, and whoever opens the page needs no token:"
-                " take '127.0.0.1:8791'; from elsewhere, look through a tunnel (ssh -L 8791:127.0.0.1:8791)"
+                f"admin = {self.admin!r} can be reached from other machines, and opening the page needs no token: use"
+                " '127.0.0.1:8791'; to view it from elsewhere, use a tunnel (ssh -L 8791:127.0.0.1:8791)"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: give both or neither")
         if self.tls_certificate is None and not self.insecure and not is_loopback(self.address[0]):
             raise ValueError(
                 f"listen = {self.listen!r} can be reached from other machines: give tls_certificate and tls_key, or set"
-                " insecure = true on a network that is encrypted itself, such as a VPN"
+                " insecure = true on a network that is itself encrypted, such as a VPN"
             )
         for key in ("lease_s", "abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
             if (value := getattr(self, key)) is not None and value <= 0:
@@ -174,7 +176,7 @@ class SwarmConfig(EngineConfig):
         yield from EngineConfig.refusals(self, demands)
         if demands.adapters:
             yield (
-                "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters by itself"
+                "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters by itself"
                 " whenever they are smaller; leave the key out"
             )
         if self.mode == "pull" and demands.staleness_bound > 0:

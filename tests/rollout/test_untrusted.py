@@ -1,4 +1,4 @@
-"""Tokens of an engine that is not trusted any more leave by one door, whatever they were doing."""
+"""Tokens of an engine that is no longer trusted leave by one door, whatever they were doing."""
 
 from __future__ import annotations
 

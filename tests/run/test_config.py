@@ -258,7 +258,7 @@ def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_un
         ("embedded", "inflight", None),
         ("sglang", "inflight", "rollout.strategy 'inflight' loads weights under running samples, but with"),
         ("keep", "april", "trainer.lora.publish 'adapter' does not work with engine.kv_on_update 'keep'"),
-        ("swarm", "april", "trainer.lora.publish 'adapter' is for engines of this machine: a swarm sends adapters"),
+        ("swarm", "april", "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters"),
     ],
 )
 def test_adapters_alone_are_for_engines_that_can_change_them(engine: str, strategy: str, message: str | None) -> None:

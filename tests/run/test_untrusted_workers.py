@@ -42,7 +42,7 @@ DEADLINE_S = 120.0
 STEPS = 8
 ENGINE = EmbeddedConfig(max_running=6, max_context_tokens=80, kv_cache_bytes=2**22, stream_interval_tokens=2)
 OUT = Path("out")
-BY_DECODING, BY_DRIFT = "it does not sample what its seeds and weights make", "nats from the trainer's on average"
+BY_DECODING, BY_DRIFT = "it does not sample what its seeds and weights produce", "nats from the trainer's on average"
 GROUPS_OF_8 = ("--rollout.group_size", "8")
 MAX_SAMPLES = 100
 """Trained of a worker that reports other log-probs, until it is found for its drift, where responses have 7 tokens of
@@ -133,7 +133,7 @@ def assert_the_liar_is_out(workers: Workers, *says: str, steps: int = STEPS, lin
     """It is sent away for one of the reasons ``says``, nothing of it is trained from a batch on, and honest workers have
     stayed to the end."""
     ending = str(workers.endings["liar"])
-    assert "is not trusted any more" in ending and any(reason in ending for reason in says)
+    assert "is no longer trusted" in ending and any(reason in ending for reason in says)
     assert all(ending is None for name, ending in workers.endings.items() if name != "liar")
     members = {w.name: w for w in StatusFile(OUT / "swarm" / "status.json").read().workers}
     assert members["liar"].state == "sent away" and any(reason in members["liar"].note for reason in says)

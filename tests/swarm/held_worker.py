@@ -78,7 +78,7 @@ class HeldWorker:
         return Ready(max_running=self.room, max_context_tokens=64, seeded=True, number_format="float32")
 
     def change(self) -> list[FromWorker]:
-        """Serve the newest version that was heard of."""
+        """Serve the newest version that was announced."""
         assert self.newest is not None and self.serves is not None
         if self.newest.version <= self.serves.version:
             return []

@@ -41,7 +41,7 @@ def test_a_plain_address_without_a_port_is_refused(url: str) -> None:
     "url", ["swarm.example", "ftp://a", "ws://", "ws://a:0", "ws://a:70000", "ws://a b", "", "ws://[1"]
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="no coordinator's address"):
+    with pytest.raises(ConfigError, match="not a coordinator's address"):
         CoordinatorAddress.parse(url, insecure=True)
 
 

@@ -51,16 +51,16 @@ def test_a_blob_is_written_once_unless_it_is_damaged(folder: BlobFolder) -> None
 )
 def test_no_other_name_becomes_a_path(folder: BlobFolder, name: str) -> None:
     for use in (folder.path, folder.read, folder.partial, folder.accept, folder.__contains__):
-        with pytest.raises(PublicationError, match="is no name of a blob"):
+        with pytest.raises(PublicationError, match="is not a blob name"):
             use(name)
-    with pytest.raises(PublicationError, match="is no name of a blob"):
+    with pytest.raises(PublicationError, match="is not a blob name"):
         folder.keep([name])
 
 
 def test_a_damaged_blob_is_found_out_and_deleted(folder: BlobFolder) -> None:
     folder.put(CONTENT)
     folder.path(NAME).write_bytes(b"weightz")
-    with pytest.raises(PublicationError, match=f"{NAME} has another content than its name says"):
+    with pytest.raises(PublicationError, match=f"{NAME} has content other than its name says"):
         folder.read(NAME)
     with pytest.raises(PublicationError, match="is not in"):
         folder.read(NAME)

@@ -18,7 +18,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lease": ({"lease_s": 0.0}, "lease_s must be positive"),
     "anchors": ({"anchor_every": 0}, "anchor_every must be at least 1"),
     "room": ({"max_running": 0}, "max_running must be at least 1"),
-    "open page": ({"admin": "0.0.0.0:8791"}, "whoever opens the page needs no token: take '127.0.0.1:8791'"),
+    "open page": ({"admin": "0.0.0.0:8791"}, "opening the page needs no token: use '127.0.0.1:8791'"),
     "page without port": ({"admin": "localhost"}, "admin must look like '127.0.0.1:8791', got 'localhost'"),
     "relay": ({"blob_urls": ("ftp://x",)}, "blob_urls must look like"),
 }

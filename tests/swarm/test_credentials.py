@@ -30,7 +30,7 @@ def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_
     header = f"Bearer {token.text}"
     assert here.member_of(header) == "laptop"
     assert [here.member_of(h) for h in (None, "", token.text, f"Basic {token.text}", f"{header}x")] == [None] * 5
-    with pytest.raises(ConfigError, match="'laptop' has a token already"):
+    with pytest.raises(ConfigError, match="'laptop' already has a token"):
         here.add("laptop", KEY)
     elsewhere.revoke("laptop")
     assert here.member_of(header) is None

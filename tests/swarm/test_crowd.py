@@ -65,7 +65,7 @@ def test_in_virtual_time_every_call_of_the_dead_goes_on_elsewhere_within_a_lease
                         perform(hub.journaled(f"{sample}.", len(done[sample])))
                 case Fail(call_id, reason):
                     failed += 1
-                    assert "has not been heard of" in reason
+                    assert "has not been heard from" in reason
                     del open_calls[call_id]
                 case Close():
                     pass

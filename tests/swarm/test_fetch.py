@@ -263,7 +263,7 @@ def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(publisher: S
             before = await fetch(fetcher, first, server)
             with pytest.raises(EngineTimeout) as refusal:
                 await fetch(fetcher, second, server, deadline_s=0.3)
-            assert "version 1 of the weights was not there within" in str(refusal.value)
+            assert "version 1 of the weights did not arrive within" in str(refusal.value)
             assert f"blob {name[:16]} from" in str(refusal.value) and server.url in str(refusal.value)
             assert fetcher.held is before
             assert_same(tensors(before), served(VERSIONS[0]))
@@ -452,7 +452,7 @@ def test_old_publications_played_again_also_to_a_worker_that_was_started_again(
     publisher: SwarmPublisher, tmp_path: Path
 ) -> None:
     first, second = publish(publisher, 0, 1)
-    message = "version 0 of epoch 1 is no news: this worker has had version 1 of epoch 1"
+    message = "version 0 of epoch 1 is outdated: this worker has already had version 1 of epoch 1"
     refused(publisher, tmp_path / "worker", first, message, second, error=PublicationRefused)
     refused(publisher, tmp_path / "worker", first, message, error=PublicationRefused)
 
@@ -460,13 +460,13 @@ def test_old_publications_played_again_also_to_a_worker_that_was_started_again(
 def test_a_second_manifest_of_one_version(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
     twin = forge(publisher, head, files=())
-    refused(publisher, tmp_path / "worker", twin, "version 0 of epoch 1 is no news", head)
+    refused(publisher, tmp_path / "worker", twin, "version 0 of epoch 1 is outdated", head)
 
 
 def test_another_tokenizer(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
     other = forge(publisher, second, model="0" * 64)
-    message = "version 1 has another config or tokenizer than version 0"
+    message = "version 1 has a config or tokenizer other than version 0"
     refused(publisher, tmp_path / "a", other, message, first, error=PublicationRefused)
     alone = forge(publisher, first, model="0" * 64)
     refused(publisher, tmp_path / "b", alone, "config and tokenizer of version 0 are not those of its model")
@@ -498,7 +498,7 @@ def test_a_delta_that_rests_on_a_later_version(publisher: SwarmPublisher, tmp_pa
 
 def test_weights_beyond_this_machines_memory(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
-    message = "the weights of version 0 take 46,720 bytes, this worker has memory for 40,000"
+    message = "the weights of version 0 take 46,720 bytes, but this worker has memory for 40,000"
     refused(publisher, tmp_path / "a", head, message, error=PublicationRefused, max_model_bytes=40_000)
     tensors = manifest_of(publisher, head).tensors
     huge = msgspec.structs.replace(tensors[0], shape=(2**30, 16), encoding="overwrite", num_bytes=0)

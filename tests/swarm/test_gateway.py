@@ -209,7 +209,7 @@ def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
         async with swarm(tmp_path, lease_s=0.3) as engine, joined(engine, ModelWorker("a")) as wire:
             call = asyncio.create_task(collect(engine, "g0.0"))
             await wire.hear()
-            with pytest.raises(EngineError, match=r"a has not been heard of for 0\.3 s"):
+            with pytest.raises(EngineError, match=r"a has not been heard from for 0\.3 s"):
                 await call
 
     run(law)
@@ -221,7 +221,7 @@ def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
         ({"additional_headers": {"Authorization": "Bearer nobody"}}, 401, "revoked"),
         ({"additional_headers": {}}, 401, "revoked"),
         ({"subprotocols": ["rollover.swarm.v0"]}, 426, "rollover.swarm.v1"),
-        ({"subprotocols": None}, 426, "offers: none"),
+        ({"subprotocols": None}, 426, "offers none"),
     ],
 )
 def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], status: int, says: str) -> None:
@@ -245,7 +245,7 @@ def test_a_path_where_no_worker_joins_is_told_from_a_refused_token(tmp_path: Pat
                 async with open_connection(address, TOKEN, None, timeout_s=10.0):
                     pass
             said = str(caught.value)
-            assert "takes no workers in at the path /foo/v1/session (HTTP 404): workers join this run at" in said
+            assert "accepts no workers at the path /foo/v1/session (HTTP 404): workers join this run at" in said
             assert "token" not in said
 
     run(law)
@@ -272,7 +272,7 @@ def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Pa
         (b"", "a frame begins with nothing"),
         (b"\x00\xc1", "a frame of 2 bytes cannot be read"),
         (b"\x01nonsense", "cannot be read"),
-        ("text", "a text frame, where all frames are binary"),
+        ("text", "it sent a text frame, but all frames are binary"),
         (encode(0, head(1)), "cannot be read"),
     ],
 )
@@ -290,7 +290,7 @@ def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_e
                         told.append(decode_down(await socket.recv()).message)
                 (goodbye,) = told
                 assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
-                assert goodbye.reason.startswith("this worker does not keep to the protocol: ")
+                assert goodbye.reason.startswith("this worker violates the protocol: ")
                 assert says in goodbye.reason
             async with joined(engine, ModelWorker("b")):
                 pass
@@ -445,8 +445,8 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
             while not isinstance(bye, Goodbye):
                 bye = await wire.hear()
             assert bye.is_final
-            assert "tokens of version 1, which it was not confirmed to serve" in bye.reason
-            with pytest.raises(EngineError, match="a is not trusted any more"):
+            assert "it sent tokens of version 1, which it has not confirmed to serve" in bye.reason
+            with pytest.raises(EngineError, match="a is no longer trusted"):
                 await call
             assert told == ["a"]
             async with dial(engine, "a") as socket:
@@ -474,7 +474,7 @@ def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(
                 with pytest.raises(EngineError, match="was revoked"):
                     await call
             assert not told
-            valid.add("a")  # a token that was made out anew
+            valid.add("a")  # a new token
             async with joined(engine, ModelWorker("a")):
                 pass
 

@@ -153,7 +153,7 @@ def test_a_liar_that_passes_the_log_prob_check_is_found_by_re_execution(
                 await until(lambda: serving(engine, 1, names))
             num_samples = await samples_until_found(engine, most=MAX_SAMPLES)
             assert 0 < num_samples <= MAX_SAMPLES + MAX_ON_THE_WAY
-            assert "what its seeds and weights make" in engine.coordinator.members["liar"].distrust
+            assert "what its seeds and weights produce" in engine.coordinator.members["liar"].distrust
             assert_only_the_liar_is_gone(engine, told)
             counters = engine.reexecutions.counters
             assert counters.num_disputed >= 1 and counters.num_tokens == engine.stats().reexecuted_tokens > 0

@@ -68,12 +68,12 @@ def test_a_port_that_was_tried_can_be_taken_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ends": NOW - DAY, "starts": NOW - 9 * DAY}, r"'.*cert\.pem' ended on 2026-11-22 12:00 UTC: renew it"),
+        ({"ends": NOW - DAY, "starts": NOW - 9 * DAY}, r"'.*cert\.pem' expired on 2026-11-22 12:00 UTC: renew it"),
         (
             {"starts": NOW + DAY},
-            r"is valid from 2026-11-24 12:00 UTC on, and this machine's clock says 2026-11-23 12:00",
+            r"is not valid before 2026-11-24 12:00 UTC, and this machine's clock says 2026-11-23 12:00",
         ),
-        ({"password": b"secret"}, r"tls_key: '.*cert\.key' is encrypted, and nobody is there to type its password"),
+        ({"password": b"secret"}, r"tls_key: '.*cert\.key' is encrypted, and a run cannot ask for its password"),
     ],
 )
 def test_a_certificate_that_no_worker_would_accept_is_refused(
@@ -126,14 +126,14 @@ def test_a_certificate_for_other_hosts_is_warned_of(
     tmp_path: Path, hosts: tuple[str, ...], listen: str, warns: bool
 ) -> None:
     lines = check(*made(tmp_path, *hosts), listen=listen)
-    assert any("will refuse the certificate, which is for" in line for line in lines) is warns
+    assert any("will reject the certificate, which is for" in line for line in lines) is warns
 
 
 def test_a_certificate_that_ends_soon_and_an_open_key_are_warned_of(tmp_path: Path) -> None:
     certificate, private = made(tmp_path, "trainer.lan", ends=NOW + 3 * DAY)
     Path(private).chmod(0o644)
     _, soon, open_key = check(certificate, private)
-    assert soon == "warning: the certificate ends on 2026-11-26 12:00 UTC; then no worker can come back"
+    assert soon == "warning: the certificate expires on 2026-11-26 12:00 UTC; after that no worker can connect"
     assert open_key.endswith(f"can read {private}: chmod 600 {private}")
 
 
@@ -164,7 +164,7 @@ def test_the_dry_run_and_the_run_itself_refuse_before_any_work(
     for more in (["--dry-run"], ["--run-dir", str(tmp_path / "run")]):
         assert main(["train", *argv, *more]) == 2
         said = capsys.readouterr().err
-        assert "ended on 2026-01-02" in said and "warm" not in said
+        assert "expired on 2026-01-02" in said and "warm" not in said
     Path(private).unlink()
     assert main(["train", *argv, "--dry-run"]) == 2
     assert f"engine.tls_key: '{private}' cannot be read" in capsys.readouterr().err, "a path is no secret"

@@ -237,7 +237,7 @@ def test_a_coordinator_that_died_is_noticed_by_the_next_message_and_its_successo
             await first.close()  # its sessions are not told
             await is_lost_when_it_speaks(one, "no coordinator answers on nats://.*is the trainer running")
             async with gateway(server.url, credentials, after):
-                await is_lost_when_it_speaks(two, "has ended the session: the coordinator does not know it")
+                await is_lost_when_it_speaks(two, "has ended the session: the coordinator does not know this session")
                 await greeted_again(server.url, token, after)
 
     with running(server):
@@ -249,9 +249,7 @@ def test_one_run_is_under_a_subject(tmp_path: Path, credentials: Credentials) ->
 
     async def law() -> None:
         async with gateway(f"{server.url}/one", credentials, RecordedSessions()):
-            with pytest.raises(
-                ConfigError, match=r"engine\.nats_url = .*another run is there already, under the subject 'one'"
-            ):
+            with pytest.raises(ConfigError, match=r"engine\.nats_url = .*another run already uses the subject 'one'"):
                 await NatsCluster(NatsAddress.parse(f"{server.url}/one")).open()
             async with gateway(f"{server.url}/two", credentials, RecordedSessions()):
                 pass
@@ -293,7 +291,9 @@ def test_a_coordinator_goes_on_at_another_server_and_tells_the_workers_there(
             async with dial(NatsAddress.parse(two.url), token, None, timeout_s=5.0) as connection:
                 await greeted(connection)
                 one.kill()
-                await is_lost(connection, "has ended the session: the coordinator had lost the NATS cluster")
+                await is_lost(
+                    connection, "has ended the session: the coordinator lost its connection to the NATS cluster"
+                )
             await greeted_again(both, token, sessions)
 
     with running(one, two):
@@ -468,10 +468,10 @@ def test_tls_is_checked_and_insisted_on(
         ):
             await greeted(connection)
         await refused(server, None, "its certificate cannot be trusted: .*--ca-file")
-        await refused(plain, certificate[0], "the server does not ask for TLS")
+        await refused(plain, certificate[0], "the server does not offer TLS")
         address = NatsAddress.parse(mutual.url.replace("nats://", "tls://"))
         async with gateway(str(address), credentials, sessions, tls=tls_context(certificate[0]), login=both):
-            with pytest.raises((Refused, Disconnected), match="if it wants a client certificate, name"):
+            with pytest.raises((Refused, Disconnected), match="if it requires a client certificate, name"):
                 async with dial(address, token, tls_context(certificate[0]), timeout_s=5.0):
                     pass
             async with dial(address.having(both), token, tls_context(certificate[0]), timeout_s=5.0) as connection:
@@ -515,7 +515,7 @@ def test_what_is_no_nats_server_is_named(token: WorkerToken) -> None:
             writer.close()
 
         for answer, error, says in (
-            (http, Refused, "does not answer as a NATS server does; is the address right"),
+            (http, Refused, "does not answer like a NATS server; is the address right"),
             (silent, Disconnected, r"did not open a connection within 0\.5 s"),
         ):
             server = await asyncio.start_server(answer, "127.0.0.1", 0)

@@ -36,13 +36,13 @@ def test_servers_and_subject(url: str, servers: tuple[str, ...], subject: str) -
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nats://", "no address on a NATS cluster"),
-        ("nats://a b", "no address on a NATS cluster"),
-        ("tls://a:70000", "no address on a NATS cluster"),
-        ("tls://a,,b", "no address on a NATS cluster"),
-        ("tls://a/x.*", "no NATS subject"),
-        ("tls://a/x..y", "no NATS subject"),
-        ("nats://a.example", "use tls://, or say --insecure"),
+        ("nats://", "is not an address on a NATS cluster"),
+        ("nats://a b", "is not an address on a NATS cluster"),
+        ("tls://a:70000", "is not an address on a NATS cluster"),
+        ("tls://a,,b", "is not an address on a NATS cluster"),
+        ("tls://a/x.*", "is not a NATS subject"),
+        ("tls://a/x..y", "is not a NATS subject"),
+        ("nats://a.example", "use tls://, or give --insecure"),
         ("tls://me:secret@a.example", "logins belong in a file"),
     ],
 )
@@ -62,7 +62,7 @@ def test_inboxes_belong_to_a_worker() -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "says"),
     [
-        ("two words", 0o600, "no login that NATS knows"),
+        ("two words", 0o600, "no login that NATS accepts"),
         ("user:secret", 0o644, "chmod 600"),
         (None, 0, "cannot be read"),
     ],
@@ -98,8 +98,8 @@ def test_settings_without_effect_or_sense_are_refused(settings: dict[str, Any], 
             ["--join", "ws://127.0.0.1:1", "--nats-credentials", "x"],
             "is not an address of a NATS cluster: leave out --nats-credentials",
         ),
-        (["--join", "nats://a.example"], "say --insecure"),
-        (["--join", "nats://127.0.0.1:1", "--nats-credentials", "none"], "none: the login at the NATS cluster cannot"),
+        (["--join", "nats://a.example"], "give --insecure"),
+        (["--join", "nats://127.0.0.1:1", "--nats-credentials", "none"], "none: the login for the NATS cluster cannot"),
     ],
 )
 def test_a_workers_mistake_is_one_message_and_exit_code_2(

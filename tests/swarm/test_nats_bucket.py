@@ -136,7 +136,7 @@ def test_downloads_outlive_the_server_and_a_damaged_object_does_not_count(tmp_pa
         while "Connect" not in fetching.waiting_for and "cannot be reached" not in fetching.waiting_for:
             await asyncio.sleep(0.01)
         server.start()
-        while "another content" not in fetching.waiting_for and "has the digest" not in fetching.waiting_for:
+        while "content other than" not in fetching.waiting_for and "has the digest" not in fetching.waiting_for:
             await asyncio.sleep(0.01)
         async with connected(server) as connection:
             store = await connection.client.jetstream().object_store("rollover-sums")

@@ -120,7 +120,7 @@ def test_a_store_that_fails_stops_no_run_and_gets_later_what_it_lacks(
     with caplog.at_level(logging.WARNING):
         publish(made, 1)
     (said,) = caplog.messages
-    assert said.startswith("version 1 is not copied, workers fetch it from the trainer: engine.blob_store = 's3://")
+    assert said.startswith("version 1 was not copied; workers fetch it from the trainer: engine.blob_store = 's3://")
     assert made.head is not None and made.head.version == 1
     bucket.fault = None
     publish(made, 2)

@@ -75,7 +75,7 @@ def test_a_liar_is_refused_after_the_trainer_was_killed_until_somebody_trusts_it
             after.on_distrust(told.append)
             assert told == ["liar", "liar"], "what it sampled may not have been dropped yet"
             async with joined(after, honest):
-                with pytest.raises(Refused, match="'liar' is not trusted any more: it says that it serves"):
+                with pytest.raises(Refused, match="'liar' is no longer trusted: it says that it serves"):
                     async with joined(after, liar):
                         pass
                 assert cli.main(["workers", str(run), "--trust", "liar"]) == 0
@@ -104,12 +104,12 @@ def test_a_disk_that_is_full_keeps_nobody_in(tmp_path: Path, model: Path, caplog
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Outcasts, "add", full)
                 await until_sent_away(engine, liar)
-            with pytest.raises(Refused, match="'liar' is not trusted any more"):
+            with pytest.raises(Refused, match="'liar' is no longer trusted"):
                 async with joined(engine, liar):
                     pass
 
     asyncio.run(main())
-    assert "liar may come back when the run is started again" in caplog.text
+    assert "liar may join again when the run is restarted" in caplog.text
 
 
 def test_the_file_says_who_when_and_why_and_is_changed_by_several_processes_at_once(tmp_path: Path) -> None:

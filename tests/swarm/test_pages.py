@@ -191,7 +191,8 @@ def test_a_page_of_the_web_cannot_read_it_by_a_name_of_its_own(tmp_path: Path) -
     for answer in asked(board, "/", "/status.json", "/metrics", host="evil.example:8791"):
         assert answer.status_code == 421
         assert (
-            "laptop" not in answer.text and "ask for 127.0.0.1 or localhost, not for 'evil.example:8791'" in answer.text
+            "laptop" not in answer.text
+            and "use the address 127.0.0.1 or localhost, not 'evil.example:8791'" in answer.text
         )
 
 

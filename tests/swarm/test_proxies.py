@@ -143,7 +143,9 @@ def test_a_proxy_that_is_not_there_is_named_without_its_login(monkeypatch: pytes
         return str(caught.value)
 
     said = asyncio.run(main())
-    assert f"wss://{TRAINER}:8790, by the proxy http://127.0.0.1:{port}, cannot be reached: nobody listens" in said
+    assert (
+        f"wss://{TRAINER}:8790, through the proxy http://127.0.0.1:{port}, cannot be reached: nothing listens" in said
+    )
     assert "hunter2" not in said and "anna" not in said
 
 
@@ -175,10 +177,10 @@ def test_the_environment_names_the_proxy(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ftp://p:3128", "HTTPS_PROXY = 'ftp://p:3128' is no proxy: it looks like 'http://proxy.example:3128'"),
-        ("http://anna:hunter2@p:1/path", "HTTPS_PROXY = 'http://p:1/path' is no proxy"),
+        ("ftp://p:3128", "HTTPS_PROXY = 'ftp://p:3128' is not a proxy: it must look like 'http://proxy.example:3128'"),
+        ("http://anna:hunter2@p:1/path", "HTTPS_PROXY = 'http://p:1/path' is not a proxy"),
         ("http://anna@p:3128", "HTTPS_PROXY = 'http://p:3128' has a user without a password"),
-        ("http://p:99999", "HTTPS_PROXY names no proxy"),
+        ("http://p:99999", "HTTPS_PROXY does not name a proxy"),
     ],
 )
 def test_what_is_no_proxy_is_refused_with_the_name_of_its_variable(

@@ -325,7 +325,7 @@ def test_the_key_is_made_once_and_its_owner_alone_can_read_it(tmp_path: Path) ->
 def test_a_key_that_was_cut_short_is_not_made_anew(tmp_path: Path) -> None:
     open_key(tmp_path / "key")
     (tmp_path / "key").write_bytes(b"short")
-    with pytest.raises(RunError, match="holds 5 bytes, a publisher's key has 32"):
+    with pytest.raises(RunError, match="holds 5 bytes, but a publisher's key has 32"):
         open_key(tmp_path / "key")
 
 

@@ -313,7 +313,7 @@ def test_who_sends_tokens_of_a_version_that_it_does_not_say_it_has_served_is_sen
     states = (CallState(call_id="g0.0#0.", start=0, sent=3),)
     after = type(beat)(**{f: getattr(beat, f) for f in beat.__struct_fields__} | {"calls": states, "number": 2})
     pair.up(after)
-    assert "tokens of version 1, which it was not confirmed to serve" in pair.hub.members["a"].distrust
+    assert "it sent tokens of version 1, which it has not confirmed to serve" in pair.hub.members["a"].distrust
     assert pair.tokens == [] and any(isinstance(m, Goodbye) and m.is_final for m in pair.sent)
 
 
@@ -377,7 +377,7 @@ class LossySwarm(DrivenSwarm):
                 case Fail(call_id, _):
                     del self.open[call_id]
                 case Send(lease, message):
-                    assert not isinstance(message, Goodbye) or "has not been heard of" in message.reason
+                    assert not isinstance(message, Goodbye) or "has not been heard from" in message.reason
                     for worker in self.workers.values():
                         if worker.lease == lease and worker.name in self.connected:
                             self.down[worker.name].append((lease, message))

@@ -115,25 +115,25 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         (
             ["--join", "wss://t:1", "--listen", "0.0.0.0:8795"],
-            "(--tls-certificate, --tls-key), or say --insecure",
+            "(--tls-certificate, --tls-key), or give --insecure",
         ),
         (["--join", "wss://t:1", "--listen", "8795"], "an address and a port are needed, such as 0.0.0.0:8795"),
         (
             ["--join", "wss://t:1", "--tls-key", "a.key"],
             "belong together: give both (--tls-certificate, --tls-key) or neither",
         ),
-        (["--join", "wss://10.0.0.1:1"], "nginx checks names in certificates, no addresses: say --trainer-name NAME"),
+        (["--join", "wss://10.0.0.1:1"], "nginx checks names in certificates, not addresses: give --trainer-name NAME"),
         (["--join", "wss://[::1]:1"], "nginx checks names in certificates"),
-        (["--join", "wss://t:1", "--trainer-name", "a;b"], "'a;b' is no name of a host"),
+        (["--join", "wss://t:1", "--trainer-name", "a;b"], "'a;b' is not a host name"),
         (["--join", "wss://t:1", "--ca-file", "none.pem"], "--ca-file none.pem: there is no such file"),
-        (["--join", "wss://t:1/a;b"], "cannot be written into a configuration of nginx"),
+        (["--join", "wss://t:1/a;b"], "cannot be written into an nginx configuration"),
         (["--join", "wss://t:1", "--max-cache-gb", "0"], "--max-cache-gb must be positive"),
         (["--join", "wss://t:1", "--max-cache-gb", "nan"], "must be positive and at most 1,000,000, got nan"),
         (["--join", "wss://t:1", "--max-cache-gb", "inf"], "must be positive and at most 1,000,000, got inf"),
         (["--join", "wss://t:1", "--max-cache-gb", "1e300"], "must be positive and at most 1,000,000, got 1e+300"),
         (["--join", "ws://127.0.0.1"], "ws://127.0.0.1: the port is missing"),
         (["--join", "ws://t:1"], "use wss://"),
-        (["--join", "ws://127.0.0.1:1", "--folder", "a$b"], "cannot be written into a configuration of nginx"),
+        (["--join", "ws://127.0.0.1:1", "--folder", "a$b"], "cannot be written into an nginx configuration"),
     ],
 )
 def test_what_no_relay_can_be_made_of_is_said(

@@ -41,7 +41,7 @@ def test_a_run_goes_on_without_its_relay_and_its_object_store_and_uses_them_when
             store.rename(experiment / "aside")
             (experiment / "store").write_text("no folder")
             it.join("b")
-            missed = "is not copied, workers fetch it from the trainer"
+            missed = "was not copied; workers fetch it from the trainer"
             it.until("the store is missed", experiment / "trainer.log", holds=missed)
             it.until_sampled("b")
             os.unlink(experiment / "store")

@@ -154,6 +154,6 @@ def test_limits_hold_for_who_knows_the_token_too() -> None:
     with pytest.raises(ProtocolError, match="a frame of more than"):
         exchanged(a, b)
     liar, c = pair()
-    with pytest.raises(ProtocolError, match="are said to be taken, of 0 sent"):
+    with pytest.raises(ProtocolError, match="are acknowledged, but only 0 were sent"):
         c.take(liar._sealed(b"\x03", (1000).to_bytes(8, "little")))
     assert "up=" not in repr(KEYS)

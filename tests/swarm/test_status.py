@@ -40,7 +40,7 @@ def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
     join(hub, worker)
     hub.received(worker.lease, beat(number=1, num_held=90, is_full=True), 1.0)
     (seen,) = swarm_status(hub, "ws://x").workers
-    assert (seen.state, seen.num_held) == ("full", 90) and "stands still until they are journaled" in seen.note
+    assert (seen.state, seen.num_held) == ("full", 90) and "pauses until they are journaled" in seen.note
     hub.received(worker.lease, beat(number=2, num_held=10), 2.0)
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.state, seen.note) == ("ready", "")

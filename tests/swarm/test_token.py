@@ -29,7 +29,7 @@ def test_two_tokens_of_one_name_differ() -> None:
 
 @pytest.mark.parametrize("name", ["", "a.b", "-a", "a" * 65, "a/b", "a b", "ä"])
 def test_a_name_that_would_not_read_back_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot name a worker"):
+    with pytest.raises(ConfigError, match="cannot be a worker's name"):
         WorkerToken.make(name, KEY.public_key())
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
         read_token(tmp_path / "none", {})
     os.mkfifo(tmp_path / "pipe", 0o600)
     for odd in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="is no file"):
+        with pytest.raises(ConfigError, match="it is not a file"):
             read_token(odd, {})
 
 

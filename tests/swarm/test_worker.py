@@ -173,8 +173,8 @@ def test_what_cannot_be_adopted_is_said_and_forgotten(tmp_path: Path) -> None:
             ends = [await back.ended(name) for name in ("a1", "b1", "c1")]
             assert ends == [
                 "failed: a is held from 0 to 5, not from 9",
-                "failed: b has other tokens before 5 than the coordinator",
-                "failed: c is not held here any more",
+                "failed: b has tokens before 5 that differ from the coordinator's",
+                "failed: c is no longer held here",
             ]
             await bench.until(lambda: bench.engine.stats().num_running == 0)
             await back.cut()
@@ -331,7 +331,7 @@ def test_a_call_whose_weights_do_not_come_is_handed_back(tmp_path: Path) -> None
         async with bench.joined():
             link = await bench.member(head(1))
             await link.send(assign("a", least_version=2))
-            assert await link.ended("a") == "failed: waited 0.01 s for weights version 2, this worker serves 1"
+            assert await link.ended("a") == "failed: waited 0.01 s for weights version 2, but this worker serves 1"
 
     run(main())
 
@@ -343,7 +343,7 @@ def test_a_call_that_cannot_be_understood_fails_alone(tmp_path: Path) -> None:
             link = await bench.member(head(0))
             await link.send(msgspec.structs.replace(assign("a"), prompt_ids=b"abc"))
             await link.send(msgspec.structs.replace(assign("b"), top_p=2.0))
-            assert "3 bytes are no whole number of 4-byte values" in await link.ended("a")
+            assert "3 bytes are not a whole number of 4-byte values" in await link.ended("a")
             assert "top_p must lie in (0, 1]" in await link.ended("b")
             assert not link.is_closed
 

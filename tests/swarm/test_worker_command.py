@@ -151,7 +151,7 @@ def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tm
             assert address.is_encrypted
             async with open_connection(address, token, tls_context(certificate), timeout_s=10.0) as connection:
                 assert isinstance(await greeted(connection), Welcome)
-            with pytest.raises(Refused, match=r"signed by nobody whom this worker trusts .*--ca-file"):
+            with pytest.raises(Refused, match=r"not signed by an authority that this worker trusts .*--ca-file"):
                 async with open_connection(address, token, tls_context(None), timeout_s=10.0):
                     pass
             plain = CoordinatorAddress.parse(f"ws://{address.netloc}")
@@ -168,7 +168,7 @@ def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp
         async with asyncio.timeout(30), swarm(root, model) as engine:
             assert engine.gateway is not None
             address = CoordinatorAddress.parse(engine.gateway.url.replace("ws://", "wss://"))
-            with pytest.raises(Refused, match=r"it does not speak TLS there .*is joined by ws://"):
+            with pytest.raises(Refused, match=r"it does not speak TLS there .*with ws://"):
                 async with open_connection(address, make_token(root), tls_context(None), timeout_s=10.0):
                     pass
 
@@ -237,15 +237,15 @@ def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
 
     assert asyncio.run(main()) == 2
     error = capsys.readouterr().err
-    assert "has another config or tokenizer than version 0, which this worker has had" in error and "--cache" in error
+    assert "has a config or tokenizer other than version 0, which this worker has had" in error and "--cache" in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "Missing option '--join'"),
-        (["--join", "swarm.example"], "no coordinator's address"),
-        (["--join", "ws://swarm.example"], "say --insecure"),
+        (["--join", "swarm.example"], "not a coordinator's address"),
+        (["--join", "ws://swarm.example"], "give --insecure"),
         (["--join", "ws://127.0.0.1"], "ws://127.0.0.1: the port is missing"),
         (["--join", "ws://127.0.0.1:1", "--token-file", "none"], "none: the worker's token cannot be read"),
         (["--join", "ws://127.0.0.1:1", "--engine.kind", "vlm"], "'vlm' is not allowed; did you mean 'vllm'?"),
@@ -266,7 +266,7 @@ def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
             ],
             "deterministic = true needs the embedded engine",
         ),
-        (["--join", "wss://127.0.0.1:1", "--ca-file", "none"], "none: holds no certificates that can be read"),
+        (["--join", "wss://127.0.0.1:1", "--ca-file", "none"], "none: holds no readable certificates"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(

@@ -59,7 +59,7 @@ def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
             first = bench.engine
             await link.send(head(1))
             failed = await link.first(NotServing)
-            reason = "the engine says that it has loaded version 1, and 1 of 1 tensors are others, the first is 'w'"
+            reason = "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it; the first is 'w'"
             assert failed == NotServing(version=1, reason=reason)
             assert await link.ended("a") == f"failed: {reason}"
             assert ("resume", 1) in first.events, "nothing is left standing"
@@ -88,7 +88,7 @@ def test_an_engine_that_has_other_weights_again_when_it_is_opened_anew_ends_the_
             await link.send(head(1))
             error = await bench.failure()
             assert isinstance(error, EngineBroken)
-            assert "the engine says that it has loaded version 1, and 1 of 1 tensors are others" in str(error)
+            assert "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it" in str(error)
             await link.until(lambda: link.is_closed)
             assert link.all(Leaving) == [Leaving(reason=str(error))]
             assert [message.version for message in link.all(Serving)] == [0]
@@ -165,7 +165,7 @@ def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(tmp_path: P
             await link.send(head(1))
             error = await bench.failure()
             assert isinstance(error, EngineBroken)
-            assert str(error) == "the engine stood still for new weights and does not go on: the device is lost"
+            assert str(error) == "the engine was paused for new weights and cannot be resumed: the device is lost"
             assert [message.version for message in link.all(Serving)] == [0]
 
     run(main())
@@ -288,7 +288,7 @@ def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_them(tm
             await bench.clock.move(11.0)
             error = await bench.failure()
             assert isinstance(error, EngineBroken)
-            assert str(error) == f"the engine does not answer any more: {bench.engine.why}"  # type: ignore[attr-defined]
+            assert str(error) == f"the engine no longer answers: {bench.engine.why}"  # type: ignore[attr-defined]
             assert link.all(Leaving) == [Leaving(reason=str(error))]
 
     run(main())

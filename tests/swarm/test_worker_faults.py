@@ -70,10 +70,10 @@ def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(tmp_path: Path) -
         bench = Bench(tmp_path)
         async with bench.joined():
             link = await bench.member(head(0))
-            bench.fetcher.failures = [EngineError("blob 9c1e has another content than its name says")] * 2
+            bench.fetcher.failures = [EngineError("blob 9c1e has content other than its name says")] * 2
             await link.send(head(1))
             failed = await link.first(NotServing)
-            assert failed == NotServing(version=1, reason="blob 9c1e has another content than its name says")
+            assert failed == NotServing(version=1, reason="blob 9c1e has content other than its name says")
             assert bench.engine.version == 0
             while not [s for s in link.all(Serving) if s.version == 1]:
                 await bench.clock.move(0.5)
@@ -126,7 +126,7 @@ def test_one_version_of_two_manifests_is_reported_and_not_taken(tmp_path: Path) 
             await link.send(head(4))
             await link.serving(4)
             (failed,) = link.all(NotServing)
-            assert failed.reason == f"version 3 is said to be {'f' * 64}, and was {head(3).manifest} before"
+            assert failed.reason == f"version 3 is said to be {'f' * 64}, but was {head(3).manifest} before"
 
     run(main())
 
@@ -391,10 +391,10 @@ def test_a_final_goodbye_ends_the_worker(tmp_path: Path) -> None:
         bench = Bench(tmp_path)
         async with bench.joined():
             link = await bench.member(head(0))
-            await link.send(Goodbye(reason="'laptop' is not trusted any more", is_final=True))
+            await link.send(Goodbye(reason="'laptop' is no longer trusted", is_final=True))
             error = await bench.failure()
             assert isinstance(error, Refused)
-            assert str(error).endswith("does not want this worker: 'laptop' is not trusted any more")
+            assert str(error).endswith("refuses this worker: 'laptop' is no longer trusted")
 
     run(main())
 
@@ -404,10 +404,10 @@ def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(tmp_path: Path
         bench = Bench(tmp_path)
         async with bench.joined():
             link = await bench.member(head(0))
-            await link.send(Goodbye(reason="fenced: not heard of for 15 s", is_final=False))
+            await link.send(Goodbye(reason="fenced: not heard from for 15 s", is_final=False))
             back = await bench.member_again(head(0))
             assert back.lease == link.lease + 1
-            assert any("fenced: not heard of for 15 s; trying again" in line for line in bench.lines)
+            assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
 
     run(main())
 
@@ -431,7 +431,7 @@ def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
         (401, "the token was revoked", "refuses the token of 'laptop' (HTTP 401): the token was revoked"),
         (403, "", "refuses the token of 'laptop' (HTTP 403)"),
         (426, "this run speaks v2", "does not speak this worker's protocol: this run speaks v2"),
-        (404, "", "takes no workers in at the path /v1/session (HTTP 404); are the address and its path right?"),
+        (404, "", "accepts no workers at the path /v1/session (HTTP 404); are the address and its path right?"),
     ],
 )
 def test_a_refusal_that_time_does_not_mend_ends_the_worker(
@@ -505,7 +505,7 @@ def test_a_run_that_stays_in_an_older_epoch_is_left(tmp_path: Path) -> None:
             bench.coordinator.raw = old
             error = await bench.failure()
             assert isinstance(error, Refused) and num_welcomed == 10
-            assert "an old coordinator must still be running; where the run was set back" in str(error)
+            assert "an old coordinator must still be running; if the run was set back" in str(error)
 
     run(main())
 
@@ -517,7 +517,7 @@ def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
         async with bench.joined():
             error = await bench.failure()
             assert isinstance(error, Refused)
-            assert "speaks another protocol, this worker rollover.swarm.v1" in str(error)
+            assert "speaks another protocol, but this worker speaks rollover.swarm.v1" in str(error)
 
     run(main())
 
@@ -616,13 +616,13 @@ def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_path: 
         said = {
             "silence": "did not answer a Hello within 0.2 s",
             "head": "answered a Hello with a Head, not with a Welcome",
-            "ttl": "gave a lease of nan s, which cannot be kept",
+            "ttl": "gave a lease of nan s, which is not a valid time",
         }
         async with bench.joined():
             if first == "protocol":
                 error = await bench.failure()
                 assert isinstance(error, Refused)
-                assert "chose version 2 of the protocol, this worker speaks 1" in str(error)
+                assert "chose version 2 of the protocol, but this worker speaks 1" in str(error)
             else:
                 await bench.until(lambda: any(said[first] in line for line in bench.lines))
 

@@ -168,7 +168,7 @@ class SwarmEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.gateway is not None:
-            stopped = Goodbye(reason="the run was stopped; it may go on later", is_final=False)
+            stopped = Goodbye(reason="the run was stopped; it may be resumed later", is_final=False)
             ended = Goodbye(reason="the run has ended", is_final=True, has_ended=True)
             self._connections.say_goodbye(ended if self._has_ended else stopped)
             await self.gateway.close()
@@ -222,9 +222,11 @@ class SwarmEngine:
         if self._is_closed:
             raise EngineError("the swarm is closed; generate came too late")
         if len(request.response_ids) >= request.params.max_new_tokens:
-            raise EngineError(f"{call_id} has {len(request.response_ids)} tokens and may have no more")
+            raise EngineError(
+                f"{call_id} already has {len(request.response_ids)} tokens, of at most {request.params.max_new_tokens}"
+            )
         if (needed := len(request.prompt_ids) + request.params.max_new_tokens) > limit:
-            raise EngineError(f"{call_id} needs a context of {needed} tokens, the model's holds {limit}")
+            raise EngineError(f"{call_id} needs a context of {needed} tokens, but the model's holds {limit}")
         outlet = self._outlets.open(request)
         if only is None:
             self.reexecutions.opened(request)
@@ -423,7 +425,7 @@ class SwarmEngine:
         try:
             self._outcasts.add(sent_away.member, sent_away.reason)
         except (ResourceError, OSError) as e:
-            logger.warning("%s may come back when the run is started again: %s", sent_away.member, e)
+            logger.warning("%s may join again when the run is restarted: %s", sent_away.member, e)
 
     def disputes(self, version: int) -> Sequence[Dispute]:
         """See ``DisputedMembers.disputes``."""

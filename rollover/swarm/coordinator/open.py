@@ -176,7 +176,7 @@ class _Fits:
         for name, shape in self._shapes.items():
             if given.get(name) != shape:
                 raise EngineError(
-                    f"the swarm: tensor {name!r} has the shape {given.get(name)}, the model's has {shape}"
+                    f"the swarm: tensor {name!r} has the shape {given.get(name)}, but the model's has {shape}"
                 )
 
 
@@ -185,6 +185,6 @@ def _next_epoch(file: Path) -> int:
     try:
         epoch = int(file.read_text()) + 1 if file.exists() else 1
     except ValueError:
-        raise RunError(f"{file} holds no number; write into it how often this run was started") from None
+        raise RunError(f"{file} does not hold a number; write into it how many times this run was started") from None
     replace_file(file, f"{epoch}\n".encode())
     return epoch

@@ -47,21 +47,22 @@ class NatsAddress:
             raise _no_address(url)
         if "@" in hosts or "?" in url or "#" in url:
             raise ConfigError(
-                "the NATS address holds a login, a query or a fragment: leave it out; logins belong in a file"
-                " (--nats-credentials)"
+                "the NATS address contains a login, a query or a fragment: remove it; logins belong"
+                " in a file (--nats-credentials)"
             )
         servers = tuple(_server(scheme, host, url) for host in hosts.split(","))
         subject = subject.rstrip("/") or _DEFAULT_SUBJECT
         if not _SUBJECT.fullmatch(subject) or len(subject) > _MAX_SUBJECT:
             raise ConfigError(
-                f"{subject!r} is no NATS subject for a run: words of letters, digits, '_' and '-' with dots between"
-                " them are, such as 'runs.sums'"
+                f"{subject!r} is not a NATS subject for a run: use words of letters, digits, '_' and"
+                " '-', separated by dots, such as 'runs.sums'"
             )
         open_hosts = [host for server in servers if not is_loopback(host := urlsplit(server).hostname or "")]
         if scheme == "nats" and open_hosts and not insecure:
             raise ConfigError(
-                f"{url}: over a network, a plain connection shows and lets change all that is said: use tls://, or say"
-                " --insecure (engine.insecure = true) where the network itself is private"
+                f"{url}: on a network, anyone on the way can read and change what a plain connection"
+                " carries: use tls://, or give --insecure (engine.insecure = true) if the network"
+                " itself is private"
             )
         return cls(servers=servers, subject=subject)
 
@@ -128,6 +129,6 @@ def _server(scheme: str, host: str, url: str) -> str:
 
 def _no_address(url: str) -> ConfigError:
     return ConfigError(
-        f"{url!r} is no address on a NATS cluster: it looks like 'tls://nats.example:4222/rollover' or"
-        " 'nats://127.0.0.1:4222/rollover'"
+        f"{url!r} is not an address on a NATS cluster: it must look like"
+        " 'tls://nats.example:4222/rollover' or 'nats://127.0.0.1:4222/rollover'"
     )

@@ -42,7 +42,7 @@ _LEAST_PAYLOAD_BYTES = 4096
 _MAX_PENDING_BYTES = 64 * 2**20
 """Messages that came and were not dealt with; beyond, they are dropped, which the sessions notice."""
 _MAX_REASON = 300
-_CERTIFICATE_WANTED = "if it wants a client certificate, name its file by --nats-credentials"
+_CERTIFICATE_WANTED = "if it requires a client certificate, name its file with --nats-credentials"
 
 
 class NatsFailure(EngineError):
@@ -232,7 +232,7 @@ async def _connect(
     if not client.is_connected:
         await _close(client)
         raise NatsFailure(
-            f"{server} has closed the connection instead of letting us in; {_CERTIFICATE_WANTED}",
+            f"{server} closed the connection instead of accepting the login; {_CERTIFICATE_WANTED}",
             is_final=False,
         )
     connection = NatsConnection(client, server)
@@ -240,8 +240,8 @@ async def _connect(
     if client.max_payload < _LEAST_PAYLOAD_BYTES:
         await connection.close()
         raise NatsFailure(
-            f"{server} takes messages of {client.max_payload:,} bytes at most: set its max_payload to at least"
-            f" {_LEAST_PAYLOAD_BYTES:,}",
+            f"{server} accepts messages of at most {client.max_payload:,} bytes: set its"
+            f" max_payload to at least {_LEAST_PAYLOAD_BYTES:,}",
             is_final=True,
         )
     return connection
@@ -265,7 +265,7 @@ class _OneServer(Client):
         if "permissions violation" in str(error).lower():
             self.owner.ended(NatsFailure(f"{_said(error)}: grant it to the NATS user", is_final=True))
         elif not isinstance(error, nats.errors.Error | OSError):
-            logger.error("a message was not dealt with", exc_info=error)
+            logger.error("a message could not be handled", exc_info=error)
 
     async def closed(self) -> None:
         if self.owner is not None:
@@ -274,7 +274,9 @@ class _OneServer(Client):
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if self._needs_tls and initial_connection and not info.get("tls_required"):
-            raise ssl.SSLError("the server does not ask for TLS: let it, or use nats:// where the network is private")
+            raise ssl.SSLError(
+                "the server does not offer TLS: configure TLS on it, or use nats:// if the network is private"
+            )
         await super()._process_info(info, initial_connection)
 
 
@@ -302,8 +304,8 @@ def _not_connected(server: str, error: Exception, timeout_s: float) -> NatsFailu
     text = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return NatsFailure(
-            f"{server}: its certificate cannot be trusted: {error.verify_message}; with a certificate of your own, name"
-            " its authority with --ca-file (engine.nats_ca_file)",
+            f"{server}: its certificate cannot be trusted: {error.verify_message}; if the"
+            " certificate is your own, name its authority with --ca-file (engine.nats_ca_file)",
             is_final=True,
         )
     if isinstance(error, ssl.SSLError):
@@ -312,13 +314,13 @@ def _not_connected(server: str, error: Exception, timeout_s: float) -> NatsFailu
         return NatsFailure(f"{server}: TLS failed: {reason}{wanted}", is_final=True)
     if "authorization" in text.lower() or "authentication" in text.lower():
         return NatsFailure(
-            f"{server} refuses the login ({_said(error)}): name the file with a valid one by --nats-credentials",
+            f"{server} refuses the login ({_said(error)}): name a file with a valid one with --nats-credentials",
             is_final=True,
         )
     if isinstance(error, TimeoutError):
         return NatsFailure(f"{server} did not open a connection within {timeout_s:g} s", is_final=False)
     if "INFO" in text:
-        return NatsFailure(f"{server} does not answer as a NATS server does; is the address right?", is_final=True)
+        return NatsFailure(f"{server} does not answer like a NATS server; is the address right?", is_final=True)
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return NatsFailure(f"{server} has closed the connection at once; {_CERTIFICATE_WANTED}", is_final=False)
     if isinstance(error, OSError):

@@ -49,12 +49,12 @@ class NatsCredentials:
         try:
             mode, size = file.stat().st_mode, file.stat().st_size
             if not stat.S_ISREG(mode) or size > _MAX_BYTES:
-                raise ConfigError(f"{file}: is no file that could hold a login at a NATS cluster")
+                raise ConfigError(f"{file}: it is not a file that could hold a login for a NATS cluster")
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(f"{file}: others than its owner can read it; take that from them: chmod 600 {file}")
+                raise ConfigError(f"{file}: users other than its owner can read it; restrict it with chmod 600 {file}")
             text = file.read_text(errors="replace").strip()
         except OSError as e:
-            raise ConfigError(f"{file}: the login at the NATS cluster cannot be read: {e.strerror or e}") from None
+            raise ConfigError(f"{file}: the login for the NATS cluster cannot be read: {e.strerror or e}") from None
         if "BEGIN NATS USER JWT" in text and "BEGIN USER NKEY SEED" in text:
             return cls(file=file, options={"user_credentials": str(file)})
         if "BEGIN CERTIFICATE" in text and "PRIVATE KEY" in text:
@@ -63,8 +63,8 @@ class NatsCredentials:
             return cls(file=file, options={"nkeys_seed_str": text})
         if not _WORD.fullmatch(text):
             raise ConfigError(
-                f"{file}: holds no login that NATS knows: a .creds file, a certificate with its key (PEM), the seed of"
-                " an nkey, USER:PASSWORD or a token"
+                f"{file}: holds no login that NATS accepts: it must be a .creds file, a certificate"
+                " with its key (PEM), the seed of an nkey, USER:PASSWORD or a token"
             )
         user, colon, password = text.partition(":")
         return cls(file=file, options={"user": user, "password": password} if colon else {"token": text})

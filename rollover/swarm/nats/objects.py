@@ -190,8 +190,8 @@ def _failure(bucket: str, error: Exception) -> NatsFailure:
     is_missing = isinstance(error, nats.js.errors.ServiceUnavailableError | nats.errors.NoRespondersError)
     if is_missing or getattr(error, "err_code", None) in _NOT_ENABLED:
         return NatsFailure(
-            "there is no JetStream, so it cannot hold the weights: enable JetStream for the account, or name in"
-            " engine.blob_urls a server that has what is in swarm/blobs of the run directory",
+            "there is no JetStream here to hold the weights: enable JetStream for the account, or name in"
+            " engine.blob_urls a server that serves swarm/blobs of the run directory",
             is_final=True,
         )
     reason = getattr(error, "description", None) or str(error).removeprefix("nats: ") or type(error).__name__

@@ -154,7 +154,7 @@ class SealedChannel:
     def _peer_has_taken(self, content: bytes) -> None:
         taken = int.from_bytes(content, "little")
         if not self._taken_by_peer <= taken <= self._sent_bytes:
-            raise ProtocolError(f"{taken:,} bytes are said to be taken, of {self._sent_bytes:,} sent")
+            raise ProtocolError(f"{taken:,} bytes are acknowledged, but only {self._sent_bytes:,} were sent")
         self._taken_by_peer = taken
 
     def _sealed(self, kind: bytes, content: bytes) -> bytes:

@@ -81,7 +81,7 @@ class BlobFolder:
             raise PublicationError(f"blob {digest} is not in {self.root}") from None
         if (found := digest_of(content)) != digest:
             path.unlink(missing_ok=True)
-            raise PublicationError(f"blob {digest} has another content than its name says ({found}), and was deleted")
+            raise PublicationError(f"blob {digest} has content other than its name says ({found}) and was deleted")
         return content
 
     def keep(self, digests: Collection[str]) -> None:
@@ -154,7 +154,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _checked(digest: str) -> str:
     if not DIGEST.fullmatch(digest):
-        raise PublicationError(f"{digest[:80]!r} is no name of a blob: 64 hexadecimal digits are")
+        raise PublicationError(f"{digest[:80]!r} is not a blob name, which has 64 hexadecimal digits")
     return digest
 
 
@@ -167,5 +167,6 @@ def space_on(folder: Path, what: str) -> Iterator[None]:
         if not is_full(error):
             raise
         raise ResourceError(
-            f"no space left on the disk of {str(folder)!r}: {what} was not written, what was there is intact; make room"
+            f"no space left on the disk of {str(folder)!r}: {what} was not written, and what was"
+            " there is intact; free some space"
         ) from error

@@ -118,8 +118,8 @@ class WeightFetcher:
             if not deadline.expired():
                 raise
             raise EngineTimeout(
-                f"version {head.version} of the weights was not there within {deadline_s:g} s; still waiting for"
-                f" {self._downloads.waiting_for}"
+                f"version {head.version} of the weights did not arrive within {deadline_s:g} s; still"
+                f" waiting for {self._downloads.waiting_for}"
             ) from None
 
     async def _fetch(self, head: Head, run_epoch: int) -> FetchedWeights:
@@ -144,7 +144,7 @@ class WeightFetcher:
         """Config and tokenizer."""
         files = {file.name: load(file.blob, self._blobs) for file in manifest.files}
         if model_digest(files) != manifest.model:
-            raise PublicationError(f"config and tokenizer of version {manifest.version} are not those of its model")
+            raise PublicationError(f"the config and tokenizer of version {manifest.version} are not those of its model")
         return files
 
     async def _contents(self, newest: _Link) -> tuple[tuple[_Link, ...], TensorBytes]:
@@ -213,14 +213,15 @@ class WeightFetcher:
         if seen is not None and link.digest != seen.manifest:
             if manifest.order <= (seen.run_epoch, seen.version):
                 raise PublicationRefused(
-                    f"version {manifest.version} of epoch {manifest.run_epoch} is no news: this worker has had version"
-                    f" {seen.version} of epoch {seen.run_epoch}; where the run was set back on purpose, start the"
-                    " worker with another folder (--cache)"
+                    f"version {manifest.version} of epoch {manifest.run_epoch} is outdated: this worker"
+                    f" has already had version {seen.version} of epoch {seen.run_epoch}; if the run was"
+                    " set back on purpose, start the worker with another folder (--cache)"
                 )
             if manifest.model != seen.model:
                 raise PublicationRefused(
-                    f"version {manifest.version} has another config or tokenizer than version {seen.version}, which"
-                    " this worker has had; where that is meant, start the worker with another folder (--cache)"
+                    f"version {manifest.version} has a config or tokenizer other than version"
+                    f" {seen.version}, which this worker has had; if that is intended, start the worker"
+                    " with another folder (--cache)"
                 )
         self._check_size(manifest)
 
@@ -244,8 +245,8 @@ class WeightFetcher:
         num_bytes = manifest.weights.num_bytes
         if num_bytes > self._max_model_bytes:
             raise PublicationRefused(
-                f"the weights of version {manifest.version} take {num_bytes:,} bytes, this worker has memory for"
-                f" {self._max_model_bytes:,}: it takes a machine with more"
+                f"the weights of version {manifest.version} take {num_bytes:,} bytes, but this worker"
+                f" has memory for {self._max_model_bytes:,}: use a machine with more memory"
             )
 
     # -- what a restart of the worker remembers -----------------------------------------------------------------------

@@ -27,8 +27,8 @@ def open_key(file: Path) -> Ed25519PrivateKey:
     content = file.read_bytes()
     if len(content) != _KEY_BYTES:
         raise RunError(
-            f"{file} holds {len(content)} bytes, a publisher's key has {_KEY_BYTES}; bring the file back, or delete it"
-            " and give every worker a new token"
+            f"{file} holds {len(content)} bytes, but a publisher's key has {_KEY_BYTES}; restore"
+            " the file, or delete it and give every worker a new token"
         )
     return Ed25519PrivateKey.from_private_bytes(content)
 

@@ -189,7 +189,7 @@ def open_manifest(blob: bytes, key: Ed25519PublicKey) -> PublicationManifest:
         ) from None
     except (msgspec.DecodeError, RecursionError) as e:
         raise PublicationRefused(
-            f"the manifest cannot be read: {e}; install the same version of rollover on both sides"
+            f"the manifest cannot be read: {e}; install the same version of Rollover on both sides"
         ) from None
     if mistake := _mistake(manifest):
         raise PublicationError(f"the manifest of version {manifest.version} is wrong: {mistake}")

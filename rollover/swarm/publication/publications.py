@@ -63,11 +63,13 @@ class PublicationLog:
             self.kept = ()
             return
         except msgspec.DecodeError as error:
-            raise RunError(f"{self._file} cannot be read: {error}; delete its folder to publish anew") from None
+            raise RunError(
+                f"{self._file} cannot be read: {error}; delete its folder to start with full weights"
+            ) from None
         if state.run_id != self._run_id:
             raise RunError(f"{self._file} lists publications of the run {state.run_id!r}, this is {self._run_id!r}")
         if state.kept and state.kept[0].kind != "full":
-            raise RunError(f"{self._file} begins with a delta; delete its folder to publish anew")
+            raise RunError(f"{self._file} begins with a delta; delete its folder to start with full weights")
         self.kept = state.kept
 
     def move_head(self, manifest: PublicationManifest, digest: str) -> Head:
@@ -93,12 +95,13 @@ class PublicationLog:
         newest = self.kept[-1]
         if run_epoch < newest.run_epoch:
             raise RunError(
-                f"epoch {newest.run_epoch} of the run {self._run_id!r} is listed in {self._file}; this start would be"
-                f" epoch {run_epoch}, which workers would take for old news"
+                f"epoch {newest.run_epoch} of the run {self._run_id!r} is listed in {self._file};"
+                f" this start would be epoch {run_epoch}, which workers would refuse as outdated"
             )
         if version is not None and (run_epoch, version) <= (newest.run_epoch, newest.version):
             raise PublicationError(
-                f"version {version} cannot be published: version {newest.version} has been, and versions go up"
+                f"version {version} cannot be published: version {newest.version} has been published,"
+                " and versions only increase"
             )
 
 

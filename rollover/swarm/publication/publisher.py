@@ -120,7 +120,7 @@ class SwarmPublisher:
         mirror: BlobMirror | None = None,
     ) -> None:
         if anchor_every < 1 or keep_versions < 1:
-            raise ValueError(f"anchor_every={anchor_every} and keep_versions={keep_versions} are at least 1")
+            raise ValueError(f"anchor_every={anchor_every} and keep_versions={keep_versions} must be at least 1")
         self.blobs = BlobFolder(root / "blobs")
         self._root, self._run_id, self._run_epoch = root, run_id, run_epoch
         self._anchor_every = anchor_every
@@ -327,7 +327,7 @@ class SwarmPublisher:
         try:
             self._mirror.hold(needed)
         except EngineError as e:
-            logger.warning("version %d is not copied, workers fetch it from the trainer: %s", manifest.version, e)
+            logger.warning("version %d was not copied; workers fetch it from the trainer: %s", manifest.version, e)
 
     # -- what the next publication is made from ---------------------------------------------------------------------
 

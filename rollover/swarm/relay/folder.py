@@ -99,11 +99,11 @@ def _path(path: Path) -> str:
     """Return an absolute path, in quotes; nginx resolves others against its own folder."""
     text = os.path.abspath(path)
     if any(c in text for c in '"\\$\n{};'):
-        raise ConfigError(f'{text}: a path with one of "\\${{}}; cannot be written into a configuration of nginx')
+        raise ConfigError(f'{text}: a path with one of "\\${{}}; cannot be written into an nginx configuration')
     return f'"{text}"'
 
 
 def _plain(text: str) -> str:
     if text and not _PLAIN.fullmatch(text):
-        raise ConfigError(f"{text!r} cannot be written into a configuration of nginx")
+        raise ConfigError(f"{text!r} cannot be written into an nginx configuration")
     return text

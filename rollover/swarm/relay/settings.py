@@ -50,19 +50,21 @@ class RelaySettings:
             )
         if self.tls_certificate is None and not self.insecure and not is_loopback(match["host"].strip("[]")):
             raise ConfigError(
-                f"--listen {self.listen} can be reached from other machines: give a certificate and its key"
-                " (--tls-certificate, --tls-key), or say --insecure where the network itself is private"
+                f"--listen {self.listen} can be reached from other machines: give a certificate and"
+                " its key (--tls-certificate, --tls-key), or give --insecure if the network itself"
+                " is private"
             )
         if not 0 < self.max_cache_gb <= _MOST_CACHE_GB:  # a NaN is neither
             raise ConfigError(
                 f"--max-cache-gb must be positive and at most {_MOST_CACHE_GB:,.0f}, got {self.max_cache_gb:g}"
             )
         if self.trainer_name is not None and not _NAME.fullmatch(self.trainer_name):
-            raise ConfigError(f"--trainer-name {self.trainer_name!r} is no name of a host")
+            raise ConfigError(f"--trainer-name {self.trainer_name!r} is not a host name")
         if self.trainer.is_encrypted and self.trainer_name is None and _is_number(self.trainer_host):
             raise ConfigError(
-                f"{self.trainer}: nginx checks names in certificates, no addresses: say --trainer-name NAME with a name"
-                " that is in the trainer's certificate (subjectAltName=DNS:NAME)"
+                f"{self.trainer}: nginx checks names in certificates, not addresses: give"
+                " --trainer-name NAME with a name from the trainer's certificate"
+                " (subjectAltName=DNS:NAME)"
             )
 
     @property

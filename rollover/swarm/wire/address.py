@@ -39,11 +39,11 @@ class CoordinatorAddress:
         scheme = _SCHEMES[parts.scheme]
         if scheme == "ws" and not insecure and not is_loopback(parts.hostname or ""):
             raise ConfigError(
-                f"{url}: over a network, a plain connection shows the worker's token to all on the way: use wss://,"
-                " or say --insecure where the network itself is private"
+                f"{url}: on a network, anyone on the way can read the worker's token from a plain"
+                " connection: use wss://, or give --insecure if the network itself is private"
             )
         if scheme == "ws" and parts.port is None:
-            raise ConfigError(f"{url}: the port is missing; it looks like 'ws://127.0.0.1:8790'")
+            raise ConfigError(f"{url}: the port is missing; the address must look like 'ws://127.0.0.1:8790'")
         return cls(scheme=scheme, netloc=parts.netloc, path=parts.path.rstrip("/").removesuffix(SESSION_PATH))
 
     @property
@@ -98,10 +98,11 @@ def _split(url: str) -> SplitResult:
         is_address = False
     if not is_address or any(c.isspace() for c in url):
         raise ConfigError(
-            f"{url!r} is no coordinator's address: it looks like 'wss://host:8790' or 'ws://127.0.0.1:8790'"
+            f"{url!r} is not a coordinator's address: it must look like 'wss://host:8790' or 'ws://127.0.0.1:8790'"
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            "the coordinator's address holds a login, a query or a fragment: leave it out; the token is what counts"
+            "the coordinator's address contains a login, a query or a fragment: remove it; the"
+            " token alone admits a worker"
         )
     return parts

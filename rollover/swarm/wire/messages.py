@@ -233,7 +233,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
     protocol: int
     member: str
-    """The name under which the worker's token was made out."""
+    """The name for which the worker's token was created."""
     lease: int
     ttl_s: float
     """The lease ends when so much time has passed without a message of the worker."""
@@ -418,7 +418,7 @@ def _body(frame: bytes) -> bytes:
         raise ProtocolError(f"a frame begins with {kind.hex() or 'nothing'}, not with 00 (plain) or 01 (zstd)")
     size = zstandard.frame_content_size(body)
     if not 0 <= size <= MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame says it holds {size:,} bytes, allowed are 0 to {MAX_FRAME_BYTES:,}")
+        raise ProtocolError(f"a frame says that it holds {size:,} bytes, but 0 to {MAX_FRAME_BYTES:,} are allowed")
     return _CODECS.decompressor.decompress(body, max_output_size=MAX_FRAME_BYTES)
 
 
@@ -451,7 +451,7 @@ def _little(code: str, values: Sequence[float]) -> array[float]:
 
 def _unpack(code: str, packed: bytes) -> array[Any]:
     if len(packed) % 4:
-        raise ProtocolError(f"{len(packed)} bytes are no whole number of 4-byte values")
+        raise ProtocolError(f"{len(packed)} bytes are not a whole number of 4-byte values")
     values: array[Any] = array(code)
     values.frombytes(packed)
     if sys.byteorder == "big":

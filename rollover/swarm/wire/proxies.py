@@ -44,12 +44,14 @@ def _checked(proxy: str, variable: str) -> str:
         parts = urlsplit(proxy)
         is_address = bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
     except ValueError:
-        raise ConfigError(f"{variable} names no proxy: it looks like 'http://proxy.example:3128'") from None
+        raise ConfigError(f"{variable} does not name a proxy: it must look like 'http://proxy.example:3128'") from None
     shown = shown_proxy(proxy)
     if not is_address or parts.query or parts.fragment or parts.scheme not in (*_SCHEMES, *_SOCKS_SCHEMES):
-        raise ConfigError(f"{variable} = {shown!r} is no proxy: it looks like 'http://proxy.example:3128'")
+        raise ConfigError(f"{variable} = {shown!r} is not a proxy: it must look like 'http://proxy.example:3128'")
     if parts.username is not None and parts.password is None:
-        raise ConfigError(f"{variable} = {shown!r} has a user without a password: 'http://USER:PASSWORD@HOST:PORT'")
+        raise ConfigError(
+            f"{variable} = {shown!r} has a user without a password: it must look like 'http://USER:PASSWORD@HOST:PORT'"
+        )
     if parts.scheme in _SOCKS_SCHEMES:
         missing = [package for name, package in _FOR_SOCKS.items() if importlib.util.find_spec(name) is None]
         if missing:

@@ -50,7 +50,7 @@ class WorkerToken:
         raw = publisher.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
         token = cls(name=name, secret=secrets.token_urlsafe(_SECRET_BYTES), publisher=raw.hex())
         if _FORM.fullmatch(token.text) is None:
-            raise ConfigError(f"{name!r} cannot name a worker: take up to 64 letters, digits, '_' and '-'")
+            raise ConfigError(f"{name!r} cannot be a worker's name: use up to 64 letters, digits, '_' and '-'")
         return token
 
     @classmethod
@@ -58,8 +58,8 @@ class WorkerToken:
         """Invert ``text``. Raises ``ConfigError``, which does not repeat what was given."""
         if (match := _FORM.fullmatch(text.strip())) is None:
             raise ConfigError(
-                f"this is no worker's token: {len(text.strip())} characters that do not read 'rw1.NAME.SECRET.KEY';"
-                " copy the whole line that the coordinator made out"
+                f"this is not a worker's token: {len(text.strip())} characters that do not read"
+                " 'rw1.NAME.SECRET.KEY'; copy the whole line that rollover workers printed"
             )
         return cls(name=match["name"], secret=match["secret"], publisher=match["key"])
 
@@ -123,9 +123,9 @@ def _read_private(file: Path) -> str:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{file}: is no file; the worker's token is one line of text")
+            raise ConfigError(f"{file}: it is not a file; a worker's token is one line of text in a file")
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{file}: others than its owner can read it; take that from them: chmod 600 {file}")
+            raise ConfigError(f"{file}: users other than its owner can read it; restrict it with chmod 600 {file}")
         return os.read(descriptor, _MAX_BYTES).decode(errors="replace")
     finally:
         os.close(descriptor)

@@ -247,7 +247,7 @@ class WorkerCalls:
         try:
             request = call.request()
         except (ValueError, EngineError) as e:
-            return StreamEnding(failure=f"the call cannot be understood: {e}")
+            return StreamEnding(failure=f"the call cannot be read: {e}")
         ids = list(request.response_ids)
         while True:
             if (failure := await self._until_it_may_run(call)) is not None:
@@ -260,7 +260,7 @@ class WorkerCalls:
             if reason is not FinishReason.ABORT or call.is_aborted:
                 return StreamEnding(reason=reason, version=max(0, self._version))
             if not call.is_interrupted:
-                raise EngineError(f"the engine stopped a call after {len(ids)} tokens, which nobody asked for")
+                raise EngineError(f"the engine stopped a call after {len(ids)} tokens without being asked to")
 
     async def _generate(self, call: OpenCall, request: GenerateRequest, ids: list[int]) -> FinishReason:
         """Decode on behind ``ids``, which grows, until the engine ends the generation call."""
@@ -314,7 +314,7 @@ class WorkerCalls:
                 )
         except TimeoutError:
             serves = self._version if self._engine is not None else "none"
-            return f"waited {self._version_timeout_s:g} s for weights version {least}, this worker serves {serves}"
+            return f"waited {self._version_timeout_s:g} s for weights version {least}, but this worker serves {serves}"
         await self._changes.until(
             lambda: call.is_aborted or (self._num_stops == 0 and not self._held.is_full and self._engine is not None)
         )

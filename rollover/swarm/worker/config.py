@@ -45,6 +45,6 @@ class WorkerConfig:
             raise ValueError("engine.colocated has no effect in a worker, which has no trainer beside it: leave it out")
         if self.deterministic and not self.engine.declared.deterministic:
             raise ValueError(
-                f"deterministic = true needs the embedded engine, which alone repeats itself bit for bit; got"
-                f" engine.kind = {self.engine.kind!r}"
+                "deterministic = true needs the embedded engine, the only one that repeats itself"
+                f" bit for bit; got engine.kind = {self.engine.kind!r}"
             )

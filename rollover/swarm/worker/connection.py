@@ -42,12 +42,12 @@ _REFUSALS = (401, 403)
 _NOT_FOUND = 404
 _OTHER_PROTOCOL = 426
 _MAX_REASON = 300
-SAME_VERSION = "install the same version of rollover on both sides"
+SAME_VERSION = "install the same version of Rollover on both sides"
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class Refused(EngineError):
-    """The coordinator does not want this worker, for a reason that time does not mend."""
+    """The coordinator refuses this worker, for a reason that time does not mend."""
 
 
 class Disconnected(EngineError):
@@ -103,7 +103,7 @@ class CoordinatorConnection:
             if envelope.lease != self._lease:
                 raise ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
         except ProtocolError as e:
-            raise Disconnected(f"{self._where} does not keep to the protocol: {e}") from e
+            raise Disconnected(f"{self._where} violates the protocol: {e}") from e
         return message
 
     async def close(self) -> None:
@@ -129,8 +129,8 @@ class _WebSocketLink:
             raise Disconnected(_closed(self._address, e)) from e
         if isinstance(frame, str):
             raise Disconnected(
-                f"{self._address} does not keep to the protocol: a text frame of {len(frame):,} characters came where"
-                " all frames are binary"
+                f"{self._address} violates the protocol: it sent a text frame of {len(frame):,}"
+                " characters, but all frames are binary"
             )
         return frame
 
@@ -166,13 +166,13 @@ async def open_connection(
     except (OSError, InvalidHandshake, InvalidProxy) as e:
         if isinstance(e, InvalidMessage) and await _is_for_tls(address, timeout_s):
             raise Refused(f"{address} speaks TLS: join {address.over_tls}") from e
-        where = address if proxy is None else f"{address}, by the proxy {shown_proxy(proxy)},"
+        where = address if proxy is None else f"{address}, through the proxy {shown_proxy(proxy)},"
         path = urlsplit(address.session_url).path
         raise _not_opened(where, path, token, e, timeout_s, has_been_member=has_been_member) from e
     try:
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
-            raise Refused(f"{address} speaks {spoken}, this worker {SUBPROTOCOL}; {SAME_VERSION}")
+            raise Refused(f"{address} speaks {spoken}, but this worker speaks {SUBPROTOCOL}; {SAME_VERSION}")
         yield CoordinatorConnection(_WebSocketLink(socket, address), address)
     finally:
         await socket.close()
@@ -186,8 +186,8 @@ def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     except (OSError, ssl.SSLError) as e:
-        reason = "no certificate in PEM form stands in it" if isinstance(e, ssl.SSLError) else e.strerror or e
-        raise ConfigError(f"{ca_file}: holds no certificates that can be read: {reason}") from None
+        reason = "it contains no certificate in PEM format" if isinstance(e, ssl.SSLError) else e.strerror or e
+        raise ConfigError(f"{ca_file}: holds no readable certificates: {reason}") from None
 
 
 def _final(has_been_member: bool) -> type[EngineError]:
@@ -211,19 +211,18 @@ def _not_opened(
             return Refused(f"{address} does not speak this worker's protocol{said}; {SAME_VERSION}")
         if status == _NOT_FOUND:
             return _final(has_been_member)(
-                f"{address} takes no workers in at the path {path} (HTTP 404){said};"
-                " are the address and its path right?"
+                f"{address} accepts no workers at the path {path} (HTTP 404){said}; are the address and its path right?"
             )
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
-        return kind(f"{address} answers HTTP {status}, which no coordinator does{said}; is the address right?")
+        return kind(f"{address} answers HTTP {status}, as a coordinator never does{said}; is the address right?")
     if isinstance(error, ssl.SSLCertVerificationError):
         return _final(has_been_member)(f"{address}: {certificate_refused(error)}")
     if isinstance(error, ssl.SSLError):
         return _final(has_been_member)(f"{address}: {tls_failed(error)}")
     if isinstance(error, TimeoutError):
         return Disconnected(
-            f"{address} did not open a connection within {timeout_s:g} s: is the address right, and does no firewall"
-            " stand before it?"
+            f"{address} did not open a connection within {timeout_s:g} s: is the address right,"
+            " or does a firewall block it?"
         )
     if isinstance(error, OSError):
         return Disconnected(f"{address} cannot be reached: {_unreachable(error)}")
@@ -232,9 +231,9 @@ def _not_opened(
 
 def _unreachable(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return f"its name is not known here ({error.strerror}); is it right?"
+        return f"its name cannot be resolved ({error.strerror}); is it right?"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there (connection refused); is the port right, and does the trainer run?"
+        return "nothing listens there (connection refused); is the port right, and is the trainer running?"
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 
@@ -251,5 +250,5 @@ def _goodbye(where: object, goodbye: Goodbye) -> EngineError:
     if goodbye.has_ended:
         return RunEnded(reason)
     if goodbye.is_final:
-        return Refused(f"{where} does not want this worker: {reason}")
+        return Refused(f"{where} refuses this worker: {reason}")
     return Disconnected(f"{where} ended the connection: {reason}")

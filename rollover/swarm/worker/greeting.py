@@ -39,11 +39,11 @@ async def greet(connection: CoordinatorConnection, hello: Hello, address: JoinAd
         raise Disconnected(f"{address} answered a Hello with a {type(welcome).__name__}, not with a Welcome")
     if welcome.protocol != PROTOCOL:
         raise Refused(
-            f"{address} chose version {welcome.protocol} of the protocol, this worker speaks {PROTOCOL}: install the"
-            " same version of rollover on both sides"
+            f"{address} chose version {welcome.protocol} of the protocol, but this worker speaks"
+            f" {PROTOCOL}: install the same version of Rollover on both sides"
         )
     if not welcome.ttl_s > 0:
-        raise Disconnected(f"{address} gave a lease of {welcome.ttl_s:g} s, which cannot be kept")
+        raise Disconnected(f"{address} gave a lease of {welcome.ttl_s:g} s, which is not a valid time")
     return welcome
 
 
@@ -53,7 +53,7 @@ def since(last: Welcome | None, welcome: Welcome, address: JoinAddress) -> Since
         return Since.NEW_RUN
     if welcome.run_epoch < last.run_epoch:
         raise OlderEpoch(
-            f"{address} is at epoch {welcome.run_epoch} of {welcome.run_id}, which was at {last.run_epoch} before: an"
-            " old coordinator must still be running"
+            f"{address} is at epoch {welcome.run_epoch} of {welcome.run_id}, but was at"
+            f" {last.run_epoch} before: an old coordinator must still be running"
         )
     return Since.SAME_EPOCH if welcome.run_epoch == last.run_epoch else Since.NEW_EPOCH

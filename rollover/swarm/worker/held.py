@@ -135,15 +135,15 @@ class HeldCalls:
         if stream is None and (stream := self._streams.get(adopt.call_id)) is not None:
             return stream  # the message came twice
         if stream is None:
-            return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is not held here any more")
+            return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is no longer held here")
         if adopt.call_id == adopt.held and not stream.is_offered and adopt.offset < stream.start:
             return stream  # it is older than an acknowledgement
         if not stream.start <= adopt.offset <= stream.end:
             reason = f"{adopt.held} is held from {stream.start} to {stream.end}, not from {adopt.offset}"
         elif stream.prefix_digest(adopt.offset) != adopt.prefix:
-            reason = f"{adopt.held} has other tokens before {adopt.offset} than the coordinator"
+            reason = f"{adopt.held} has tokens before {adopt.offset} that differ from the coordinator's"
         elif adopt.call_id != adopt.held and adopt.call_id in self._streams:
-            reason = f"{adopt.call_id} is another call that is held here"
+            reason = f"{adopt.call_id} is the id of another call that is held here"
         else:
             self._take_up(stream, adopt)
             return stream

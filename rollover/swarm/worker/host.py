@@ -119,7 +119,7 @@ class EngineHost:
                 await self._until_up(self.engine)
             await self.engine.abort((f"heartbeat~{next(self._probes)}.",))
         except EngineError as e:
-            raise EngineBroken(f"the engine does not answer any more: {e}") from e
+            raise EngineBroken(f"the engine no longer answers: {e}") from e
 
     async def _until_up(self, engine: MayBeDown) -> None:
         """Wait as long as the servers may be away, and as one that is started anew may take to start."""
@@ -229,8 +229,9 @@ class EngineHost:
         if not isinstance(engine, ReadsBack) or not (names := await engine.differing(source)):
             return
         reason = (
-            f"{engine!r} says that it has loaded version {head.version}, and {len(names)} of"
-            f" {len(source.manifest.tensors)} tensors are others, the first is {min(names)[:120]!r}"
+            f"{engine!r} says that it has loaded version {head.version}, but {len(names)} of"
+            f" {len(source.manifest.tensors)} tensors differ from it; the first is"
+            f" {min(names)[:120]!r}"
         )
         self._calls.fail_all(reason)
         self.forget()
@@ -281,4 +282,4 @@ async def _paused(engine: TrainedEngine) -> AsyncIterator[None]:
         try:
             await engine.resume()
         except EngineError as e:
-            raise EngineBroken(f"the engine stood still for new weights and does not go on: {e}") from e
+            raise EngineBroken(f"the engine was paused for new weights and cannot be resumed: {e}") from e

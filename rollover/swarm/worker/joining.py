@@ -51,7 +51,7 @@ def join(
         started: given a function that stops the worker, which any thread and any signal handler may call.
 
     Raises:
-        RolloverError: the coordinator does not want this worker, or its engine cannot be used.
+        RolloverError: the coordinator refuses this worker, or its engine cannot be used.
     """
     with _own(cache):
         asyncio.run(work_for(address, token, config, cache, tls, software, say, started))

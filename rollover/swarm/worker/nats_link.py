@@ -145,7 +145,7 @@ class NatsLink:
         if self._channel is not None and self._channel.is_authentic:
             return  # who is in a session hears of its end in the session
         if cause == "token":
-            text = f"refuses the token of {self._token.name!r}: {reason}; ask for a new one"
+            text = f"refuses the token of {self._token.name!r}: {reason}; ask the owner of the run for a new one"
         else:
             text = f"does not speak this worker's protocol: {reason}; {SAME_VERSION}"
         self._fail(Refused(f"{self._address} {text}"))

@@ -138,7 +138,7 @@ class WorkerSession:
             try:
                 self._handle(message)
             except ProtocolError as e:
-                raise Disconnected(f"the coordinator does not keep to the protocol: {e}") from e
+                raise Disconnected(f"the coordinator violates the protocol: {e}") from e
 
     def _handle(self, message: FromCoordinator) -> None:
         match message:
@@ -163,7 +163,7 @@ class WorkerSession:
                     self._calls.beaten(self._clock.now_s())
                 self._aim(message.head)
             case _:
-                raise ProtocolError(f"a {type(message).__name__} came in the middle of a session")
+                raise ProtocolError(f"it sent a {type(message).__name__} in the middle of a session")
 
     async def _send(self) -> None:
         while True:
@@ -230,7 +230,7 @@ class WorkerSession:
                 self.post(Leaving(reason=reason))
                 await self._until_sent()
         except TimeoutError:
-            raise Disconnected(f"the coordinator did not read within {timeout_s:g} s what was handed over") from None
+            raise Disconnected(f"the coordinator did not take what was handed over within {timeout_s:g} s") from None
 
     async def _until_sent(self) -> None:
         await self._drained.until(lambda: not (self._queue or self._is_sending or self._wake.is_set()))

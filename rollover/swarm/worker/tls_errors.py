@@ -23,18 +23,21 @@ def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | 
     clock = f"this machine's clock says {now or datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     code, reason = error.verify_code, error.verify_message.rstrip(".")
     if code == _NOT_YET_VALID:
-        return f"its certificate is not valid yet; {clock}: set it if that is wrong, else wait"
+        return f"its certificate is not valid yet; {clock}: set the clock if it is wrong; otherwise, wait"
     if code == _EXPIRED:
-        return f"its certificate has expired; {clock}: set it if that is wrong, else have the trainer's owner renew it"
+        return (
+            f"its certificate has expired; {clock}: set the clock if it is wrong; otherwise, ask"
+            " the trainer's owner to renew the certificate"
+        )
     if code in _WRONG_HOST:
         return (
-            f"its certificate is for another host ({reason}): join by a name or address that stands in it, or have it"
-            " made with this one as a subjectAltName"
+            f"its certificate is for another host ({reason}): join with a name or address that it"
+            " contains, or have it created with this one as a subjectAltName"
         )
     if code in _UNKNOWN_AUTHORITY:
         return (
-            f"its certificate is signed by nobody whom this worker trusts ({reason}): name the file of its authority,"
-            " or of the certificate itself, with --ca-file"
+            f"its certificate is not signed by an authority that this worker trusts ({reason}):"
+            " name the file of its authority, or of the certificate itself, with --ca-file"
         )
     return f"its certificate cannot be trusted: {reason}"
 
@@ -47,8 +50,8 @@ def tls_failed(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
     if reason in _NOT_TLS:
         return (
-            f"it does not speak TLS there ({reason}): is the port right? A trainer without a certificate is joined by"
-            " ws://"
+            f"it does not speak TLS there ({reason}): is the port right? Join a trainer that has"
+            " no certificate with ws://"
         )
     return f"TLS failed: {reason}"
 

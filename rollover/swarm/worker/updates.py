@@ -91,7 +91,7 @@ class HeadFollower:
             self._changes.notify()
         elif head.version == self._head.version and head not in self._named:
             self._named.add(head)
-            reason = f"version {head.version} is said to be {head.manifest}, and was {self._head.manifest} before"
+            reason = f"version {head.version} is said to be {head.manifest}, but was {self._head.manifest} before"
             self._report(NotServing(version=head.version, reason=reason))
 
     async def run(self) -> None:
@@ -153,6 +153,6 @@ async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, None]) -> b
 def _check(fetched: Fetched, head: Head) -> None:
     if (fetched.version, fetched.digest) != (head.version, head.manifest):
         raise RolloverError(
-            f"version {fetched.version} ({fetched.digest}) was fetched where version {head.version} ({head.manifest})"
-            " was asked for"
+            f"version {fetched.version} ({fetched.digest}) was fetched, but version"
+            f" {head.version} ({head.manifest}) was requested"
         )

@@ -120,7 +120,7 @@ class SwarmWorker:
         """Serve until stopped, or until the run has ended.
 
         Raises:
-            Refused: the coordinator does not want this worker.
+            Refused: the coordinator refuses this worker.
             EngineBroken: the engine cannot be used any more.
             PublicationRefused: the weights that are offered are not for this worker.
         """
@@ -157,7 +157,7 @@ class SwarmWorker:
                 num_failures = 1 if self._was_member else num_failures + 1
                 num_older = num_older + 1 if isinstance(e, OlderEpoch) else 0
                 if num_older == _MAX_OLDER:
-                    remedy = "where the run was set back, start this worker with another folder (--cache)"
+                    remedy = "if the run was set back, start this worker with another folder (--cache)"
                     raise Refused(f"{e}; {remedy}") from e
                 if self._stopping.is_set():
                     break
@@ -215,7 +215,9 @@ class SwarmWorker:
         """Take part in the run and epoch of the last welcome, in a later epoch, or in another run."""
         relation = since(self._welcome, welcome, self._address)
         if relation is not Since.SAME_EPOCH and (self._host.is_switching or hello.served != self._served.needed()):
-            raise Disconnected(f"{self._address} has begun another epoch while weights of the last were being loaded")
+            raise Disconnected(
+                f"{self._address} has begun another epoch while weights of the last one were being loaded"
+            )
         if relation is Since.NEW_RUN and self._welcome is not None:
             self._calls.release([stream.call_id for stream in self._held])
             self._host.forget()

@@ -163,7 +163,7 @@ class SwarmCalls:
             if call.unconfirmed is not None:
                 end, version = call.unconfirmed
                 if sent.get(call_id, -1) >= end and version not in member.served:
-                    raise ProtocolError(f"tokens of version {version}, which it was not confirmed to serve")
+                    raise ProtocolError(f"it sent tokens of version {version}, which it has not confirmed to serve")
 
     def repaired(self, member: SwarmMember, beat: Heartbeat, offers: Iterable[str]) -> list[Effect]:
         """Repair what two heartbeats in a row show to have been lost. ``offers``: ids of calls that the member may keep

@@ -63,14 +63,14 @@ from rollover.types import FinishReason
 NUM_SERVED = 64
 """Versions of a member that are remembered."""
 
-_TWICE = "another process has joined with the token of {!r}, and took its place: each worker needs a token of its own"
+_TWICE = "another process has joined with the token of {!r} and has taken its place: each worker needs its own token"
 
 
 class Coordinator:
     """Assigns calls to the members of a swarm and puts their tokens in order.
 
     Args:
-        ttl_s: a lease ends when its member was not heard of for so long.
+        ttl_s: a lease ends when its member has not been heard from for this long.
         exact: assign calls to members with the newest version only (sequential pull), not to all whose version a call
             accepts (asynchronous push-pull).
         checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
@@ -182,14 +182,14 @@ class Coordinator:
         return []
 
     def expire(self, now_s: float) -> list[Effect]:
-        """End the leases whose members were not heard of for ``ttl_s``, and promises that nobody took up."""
+        """End the leases of members that have been silent for longer than ``ttl_s``, and promises that lapsed."""
         effects: list[Effect] = []
         for lease, member in list(self._leases.items()):
             self._placing.lapse(member, now_s)
             if now_s - member.heard_s > self._ttl_s:
                 self.counters.expired_leases += 1
                 member.has_lapsed = True
-                reason = f"{member.name} has not been heard of for {self._ttl_s:g} s"
+                reason = f"{member.name} has not been heard from for {self._ttl_s:g} s"
                 if member.is_connected:
                     effects += self._goodbye(lease, reason, is_final=False)
                 effects += self._ended(member, reason)
@@ -215,7 +215,7 @@ class Coordinator:
             self._ranking.changed(member)
             release = Release(call_ids=(found.call_id,))
             self._calls.acknowledgements.dropped(found.call_id)
-            reason = f"{member.name} would have taken another {found.left_s:.0f} s, others have nothing to do"
+            reason = f"{member.name} would have taken another {found.left_s:.0f} s, while other workers are idle"
             moved = self._calls.failed(member, reason, {found.call_id}, is_displaced=True)
             effects += [*moved, Send(member.lease, release)]
             self.counters.relieved_calls += 1
@@ -274,7 +274,7 @@ class Coordinator:
                 left = f"{member.name} has left: {reason}"
                 return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
             case Hello():
-                raise ProtocolError("a second hello on one connection")
+                raise ProtocolError("it sent a second hello on one connection")
 
     def _failed_at(self, member: SwarmMember, call_id: str, reason: str) -> list[Effect]:
         """A call has failed at its member. It is no failed attempt where others do better, as far as can be told."""
@@ -291,10 +291,12 @@ class Coordinator:
 
     def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
         if ready.max_running < 1:
-            raise ProtocolError(f"room for {ready.max_running} calls")
+            raise ProtocolError(
+                f"it says that it has room for {ready.max_running} calls, but it needs room for at least one"
+            )
         if ready.max_context_tokens < self.run.max_context_tokens:
             reason = (
-                f"its engine holds contexts of {ready.max_context_tokens} tokens, the run needs"
+                f"its engine holds contexts of {ready.max_context_tokens} tokens, but the run needs"
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
@@ -361,7 +363,10 @@ class Coordinator:
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
         if not (0 <= beat.tokens_per_s < math.inf and 0 <= beat.mean_running < math.inf):
-            raise ProtocolError(f"a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g} calls")
+            raise ProtocolError(
+                f"it reports a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g}"
+                " calls, which is impossible"
+            )
         member.last_heartbeat = beat.number
         member.measured(beat.tokens_per_s, beat.mean_running)
         member.is_resting = member.is_resting and self._placing.now_s < member.rests_until_s
@@ -399,7 +404,7 @@ class Coordinator:
             return []
         member.distrust = reason
         self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
-        said = f"{name} is not trusted any more: {reason}"
+        said = f"{name} is no longer trusted: {reason}"
         bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
         return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
@@ -412,7 +417,7 @@ class Coordinator:
         if (member := self.members.get(name)) is None or not member.distrust:
             return []
         member.distrust = member.last_error = ""
-        return [Changed(f"{name} may come back")]
+        return [Changed(f"{name} may join again")]
 
     def revoked(self, name: str) -> list[Effect]:
         """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""

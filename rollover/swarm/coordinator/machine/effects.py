@@ -45,7 +45,7 @@ class Deliver:
 class Fail:
     """End a call with an error; what was delivered stays valid.
 
-    Example: ``Fail("a#1.", "laptop has not been heard of for 15 s")``
+    Example: ``Fail("a#1.", "laptop has not been heard from for 15 s")``
     """
 
     call_id: str
@@ -67,7 +67,7 @@ class CheckLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SentAway:
-    """A member is not trusted any more: what it has sampled and nobody has trained yet is not to be trained.
+    """A member is no longer trusted: what it has sampled and nobody has trained yet is not to be trained.
 
     Example: ``SentAway("laptop", "token 70000, where the vocabulary has 50257")``
     """

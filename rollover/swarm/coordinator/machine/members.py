@@ -42,7 +42,7 @@ class SwarmMember:
     """Its current lease; 0 when it has none."""
     is_connected: bool = False
     heard_s: float = 0.0
-    """When it was heard of last."""
+    """When it was last heard from."""
     ready: Ready | None = None
     """What its engine can do, once it is open."""
     version: int | None = None
@@ -83,7 +83,7 @@ class SwarmMember:
     distrust: str = ""
     """Why it gets no call any more."""
     is_revoked: bool = False
-    """Its token was revoked; one that is made out anew for the same name may join again."""
+    """Its token was revoked; a worker with a new token of the same name may join."""
     last_error: str = ""
     num_failures: int = 0
     """Calls that failed at it, one trial after the other, since it decoded a token."""
@@ -95,10 +95,11 @@ class SwarmMember:
         if PROTOCOL not in hello.protocols:
             spoken = ", ".join(map(str, hello.protocols)) or "none"
             return (
-                f"this run speaks version {PROTOCOL} of the swarm protocol, the worker ({hello.software}) {spoken}:"
-                " install the same version of rollover on both sides"
+                f"this run speaks version {PROTOCOL} of the swarm protocol, but the worker"
+                f" ({hello.software}) speaks {spoken}: install the same version of Rollover on both"
+                " sides"
             )
-        return f"{self.name!r} is not trusted any more: {self.distrust}" if self.distrust else ""
+        return f"{self.name!r} is no longer trusted: {self.distrust}" if self.distrust else ""
 
     @property
     def num_running(self) -> int:

@@ -101,17 +101,22 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
     true."""
     ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
     if len(ids) != len(logprobs):
-        raise ProtocolError(f"{len(ids)} tokens with {len(logprobs)} log-probs")
+        raise ProtocolError(f"it sent {len(ids)} tokens with {len(logprobs)} log-probs, but each token has one")
     if ids and not 0 <= message.version <= newest:
-        raise ProtocolError(f"tokens of version {message.version}, where the newest is {newest}")
+        raise ProtocolError(f"it sent tokens of version {message.version}, but the newest version is {newest}")
     if ids and message.version < call.least_version:
-        raise ProtocolError(f"tokens of version {message.version} for a call that accepts {call.least_version}")
+        raise ProtocolError(
+            f"it sent tokens of version {message.version} for a call that needs version"
+            f" {call.least_version} or a newer one"
+        )
     if max(ids, default=0) >= vocab_size:
-        raise ProtocolError(f"token {max(ids)}, where the vocabulary has {vocab_size}")
+        raise ProtocolError(f"it sent token {max(ids)}, but the vocabulary has {vocab_size} tokens")
     if not (math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= _LOGPROB_SLACK):  # a NaN makes the sum one
-        raise ProtocolError("a log-prob that is not a finite number below 0")
+        raise ProtocolError("it sent a log-prob that is not a finite number of at most 0")
     if message.offset < 0 or message.offset + len(ids) > call.limit:
-        raise ProtocolError(f"tokens up to {message.offset + len(ids)}, asked for were {call.limit}")
+        raise ProtocolError(
+            f"it sent tokens up to position {message.offset + len(ids)}, but the call ends at {call.limit}"
+        )
     return Piece(
         offset=message.offset,
         token_ids=ids,

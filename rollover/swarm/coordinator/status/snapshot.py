@@ -188,7 +188,7 @@ def _assignments(coordinator: Coordinator, member: SwarmMember) -> Iterable[Assi
 
 def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
-        return "holds all the tokens that it may (--max_held_tokens) and stands still until they are journaled"
+        return "holds as many tokens as it may (--max_held_tokens) and pauses until they are journaled"
     is_well = state == "ready" and not member.num_failures
     return member.distrust or ("" if is_well else member.last_error)
 
@@ -218,7 +218,7 @@ class StatusFile:
             return _read_status(json.loads(self.path.read_text()))
         except FileNotFoundError:
             raise RunError(
-                f"{self.path.parents[1]} has no swarm: its engine.kind is another, or it was never started"
+                f"{self.path.parents[1]} has no swarm: its engine.kind is not 'swarm', or it was never started"
             ) from None
         except (ValueError, TypeError, KeyError) as e:
             raise RunError(f"{self.path} cannot be read: {e}") from None

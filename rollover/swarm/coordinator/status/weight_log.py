@@ -154,7 +154,7 @@ class WeightLog:
                     file.write(json.dumps({"record": _KINDS[type(record)], **fields}) + "\n")
             except OSError as e:
                 if not self._has_failed:
-                    logger.warning("%s cannot be written, the run goes on without it: %s", self._path, e)
+                    logger.warning("%s cannot be written; the run continues without it: %s", self._path, e)
                 self._has_failed = True
 
 
@@ -179,4 +179,6 @@ def _decoded(lines: Sequence[str], path: Path) -> Iterator[Record]:
             told: dict[str, Any] = {name: math.nan if value is None else value for name, value in fields.items()}
             yield kind(**told)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise RunError(f"{path}:{number} is no record of weights ({e!r}); remove that line to read the rest") from e
+            raise RunError(
+                f"{path}:{number} is not a record of weights ({e!r}); remove that line to read the rest"
+            ) from e

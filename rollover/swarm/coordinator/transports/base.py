@@ -130,7 +130,7 @@ class WorkerConversation:
 
     def say_why(self, error: ProtocolError) -> None:
         """Tell the worker what was wrong, as the last that is sent. It may come back: perhaps the way was to blame."""
-        reason = f"this worker does not keep to the protocol: {error}"
+        reason = f"this worker violates the protocol: {error}"
         self._connection.send(encode(self._lease or 0, Goodbye(reason=reason, is_final=False)))
         self._connection.close()
 

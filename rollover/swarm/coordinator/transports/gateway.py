@@ -142,7 +142,7 @@ class Gateway:
             return
         if SUBPROTOCOL not in websocket.scope["subprotocols"]:
             offered = ", ".join(websocket.scope["subprotocols"]) or "none"
-            text = f"this run speaks {SUBPROTOCOL}, the worker offers: {offered}\n"
+            text = f"this run speaks {SUBPROTOCOL}, but the worker offers {offered}\n"
             await websocket.send_denial_response(PlainTextResponse(text, status_code=426))
             return
         await websocket.accept(subprotocol=SUBPROTOCOL)
@@ -210,7 +210,7 @@ async def _next_frame(websocket: WebSocket) -> bytes | None:
     try:
         return await websocket.receive_bytes()
     except KeyError:
-        raise ProtocolError("a text frame, where all frames are binary") from None
+        raise ProtocolError("it sent a text frame, but all frames are binary") from None
     except (WebSocketDisconnect, RuntimeError):  # gone while we looked away
         return None
 
@@ -291,5 +291,5 @@ class _SessionProtocol(WebSocketsSansIOProtocol):
 
 
 def _unauthorized() -> Response:
-    text = "it is not one of this run, or was revoked\n"
+    text = "it does not belong to this run, or was revoked\n"
     return PlainTextResponse(text, status_code=401, headers={"www-authenticate": "Bearer"})

@@ -54,28 +54,28 @@ def check_certificate(config: SwarmConfig, *, now: datetime) -> list[str]:
     if now < starts:
         _refuse(
             config.tls_certificate,
-            f"is valid from {starts:%Y-%m-%d %H:%M} UTC on, and this machine's clock says {now:%Y-%m-%d %H:%M}: set the"
-            " clock, or make a new one",
+            f"is not valid before {starts:%Y-%m-%d %H:%M} UTC, and this machine's clock says"
+            f" {now:%Y-%m-%d %H:%M}: set the clock, or create a new certificate",
         )
     if now > ends:
-        _refuse(config.tls_certificate, f"ended on {ends:%Y-%m-%d %H:%M} UTC: renew it")
+        _refuse(config.tls_certificate, f"expired on {ends:%Y-%m-%d %H:%M} UTC: renew it")
     names = _names(leaf)
     if not names:
         _refuse(
             config.tls_certificate,
-            "names no host, so no worker would accept it: make one with a subjectAltName (openssl req -addext"
-            " 'subjectAltName=DNS:trainer.example,IP:192.168.1.10')",
+            "names no host, so no worker would accept it: create one with a subjectAltName"
+            " (openssl req -addext 'subjectAltName=DNS:trainer.example,IP:192.168.1.10')",
         )
     lines = [f"with a certificate for {' and '.join(names)}, valid until {ends:%Y-%m-%d}"]
     host = config.address[0]
     if host not in _ANY_HOST and not _covers(names, host):
         lines.append(
-            f"warning: workers that join by {host!r} will refuse the certificate, which is for {' and '.join(names)}"
+            f"warning: workers that join at {host!r} will reject the certificate, which is for {' and '.join(names)}"
         )
     if ends - now < _SOON:
-        lines.append(f"warning: the certificate ends on {ends:%Y-%m-%d %H:%M} UTC; then no worker can come back")
+        lines.append(f"warning: the certificate expires on {ends:%Y-%m-%d %H:%M} UTC; after that no worker can connect")
     if os.stat(config.tls_key).st_mode & stat.S_IROTH:
-        lines.append(f"warning: everybody on this machine can read {config.tls_key}: chmod 600 {config.tls_key}")
+        lines.append(f"warning: every user of this machine can read {config.tls_key}: chmod 600 {config.tls_key}")
     return lines
 
 
@@ -92,7 +92,7 @@ def _leaf(file: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificates(Path(file).read_bytes())[0]
     except ValueError:
-        _refuse(file, "holds no certificate in PEM form: '-----BEGIN CERTIFICATE-----' begins one")
+        _refuse(file, "holds no certificate in PEM format, which begins with '-----BEGIN CERTIFICATE-----'")
 
 
 def _pair(certificate: str, key: str) -> None:
@@ -100,8 +100,8 @@ def _pair(certificate: str, key: str) -> None:
 
     def ask() -> str:
         raise ConfigError(
-            f"engine.tls_key: {key!r} is encrypted, and nobody is there to type its password: give a key without one"
-            f" (openssl pkey -in {key} -out plain.pem)"
+            f"engine.tls_key: {key!r} is encrypted, and a run cannot ask for its password: give a"
+            f" key without one (openssl pkey -in {key} -out plain.pem)"
         )
 
     try:

@@ -106,7 +106,7 @@ class MemberChecks:
             if member.version != version:
                 return  # it is gone, or serves other weights by now: these are checked when it says so
             member.last_error = f"log-prob check of version {version}, attempt {attempt}: {problem}"
-            logger.warning("%s gets no call: %s", name, member.last_error)
+            logger.warning("%s gets no calls: %s", name, member.last_error)
             await wait_for_any(self._clock, AGAIN_S, again)
 
 

@@ -27,10 +27,10 @@ class Credentials:
         self._table = SharedTable(file, str, remedy="delete it and give the workers new tokens")
 
     def add(self, name: str, publisher: Ed25519PublicKey) -> WorkerToken:
-        """Make out a token for a new worker. Raises ``ConfigError`` for a name that is taken or cannot be one."""
+        """Create a token for a new worker. Raises ``ConfigError`` for a name that is taken or cannot be one."""
         with self._table.changing() as hashes:
             if name in hashes:
-                raise ConfigError(f"{name!r} has a token already: revoke it first, or take another name")
+                raise ConfigError(f"{name!r} already has a token: revoke it first, or choose another name")
             token = WorkerToken.make(name, publisher)
             hashes[name] = token.hash
         return token

@@ -38,7 +38,7 @@ class Outcasts:
     """
 
     def __init__(self, file: Path) -> None:
-        remedy = "delete it, and workers that were sent away may come back"
+        remedy = "delete it, and workers that were sent away may join again"
         self._table = SharedTable(file, Outcast, remedy=remedy)
         self._known = {*self.listed()}
 

@@ -203,7 +203,9 @@ class Reexecutions:
             Verdict.BOTH: (dispute.stretch.engine, dispute.second),
         }[verdict]
         for name in liars:
-            reason = f"it does not sample what its seeds and weights make: {dispute.about}; {by} decided against {name}"
+            reason = (
+                f"it does not sample what its seeds and weights produce: {dispute.about}; {by} decided against {name}"
+            )
             self._perform(self._coordinator.distrust(name, reason))
 
     async def close(self) -> None:
@@ -309,7 +311,7 @@ class Reexecutions:
         try:
             found = await opinion.verdict(opened.dispute)
         except (EngineError, TimeoutError) as e:
-            logger.info("%s has no opinion: %s", name, e)
+            logger.info("%s could not decide: %s", name, e)
             return
         finally:
             self.counters.num_tokens += opinion.num_tokens
@@ -319,7 +321,7 @@ class Reexecutions:
     def _undecided(self, opened: _OpenDispute) -> None:
         self._open.remove(opened)
         self.counters.num_undecided += 1
-        logger.warning("nobody can tell who is right: %s", opened.dispute.about)
+        logger.warning("it cannot be decided who is right: %s", opened.dispute.about)
 
 
 def _room(member: SwarmMember) -> int:

@@ -119,7 +119,10 @@ class _OnlyHere:
         headers = dict(scope.get("headers", ()))
         host = headers.get(b"host", b"").decode("latin-1")
         if not names_this_machine(host):
-            text = f"this page is for programs of this machine: ask for 127.0.0.1 or localhost, not for {host!r}\n"
+            text = (
+                "this page is only for programs on this machine: use the address 127.0.0.1 or"
+                f" localhost, not {host!r}\n"
+            )
             await PlainTextResponse(text, status_code=421)(scope, receive, send)
             return
 

@@ -26,13 +26,13 @@ _COUNTERS = {
     "late_tokens": ("late_tokens", "Tokens in such messages."),
     "reexecuted_tokens": ("reexecuted_tokens", "Tokens decoded to check what another worker has sampled."),
     "reexecuted_drawn": ("reexecuted_drawn", "Parts of responses that were drawn to be decoded again."),
-    "reexecuted_missed": ("reexecuted_missed", "Those that no other worker could decode again."),
-    "reexecuted_disputed": ("reexecuted_disputed", "Those of which the other worker sampled something else."),
-    "reexecuted_undecided": ("reexecuted_undecided", "Disputes that nobody could decide."),
-    "adopted_calls": ("adopted_calls", "Calls that went on with what a worker had kept."),
-    "late_accepted": ("late_accepted", "Those of them whose worker had lost its lease in between."),
-    "expired_leases": ("expired_leases", "Workers that were not heard of in time."),
-    "relieved_calls": ("relieved_calls", "Calls that were taken from slow workers, for others that had nothing to do."),
+    "reexecuted_missed": ("reexecuted_missed", "Drawn parts that no other worker could decode again."),
+    "reexecuted_disputed": ("reexecuted_disputed", "Drawn parts of which the other worker sampled something else."),
+    "reexecuted_undecided": ("reexecuted_undecided", "Disputes that could not be decided."),
+    "adopted_calls": ("adopted_calls", "Calls that continued with what a worker had kept."),
+    "late_accepted": ("late_accepted", "Calls among them whose worker had lost its lease in between."),
+    "expired_leases": ("expired_leases", "Workers that lost their lease because they were silent for too long."),
+    "relieved_calls": ("relieved_calls", "Calls that were taken from slow workers and given to idle ones."),
 }
 
 
@@ -123,7 +123,7 @@ def _of_workers(workers: Iterable[WorkerStatus]) -> Iterator[Family]:
     yield each("spool_depth", "Tokens that the worker holds until they are journaled.", (w.num_held for w in workers))
     yield each("logprob_drift", "Distance of its log-probs from the trainer's, in nats.", (w.drift for w in workers))
     yield each("prepare_s", "Time to fetch and make the last weights.", (w.prepare_s for w in workers))
-    yield each("pause_s", "Time that decoding stood still for them.", (w.pause_s for w in workers))
+    yield each("pause_s", "Time for which decoding was paused for them.", (w.pause_s for w in workers))
     fetched = (None if w.prepare_s is None else w.wire_bytes for w in workers)
     yield each("wire_bytes", "Bytes fetched for them.", fetched)
 

@@ -62,11 +62,11 @@ class NatsCluster:
         while True:
             assert self._connection is not None, "the cluster is open"
             failure = await self._connection.until_ended()
-            logger.warning("%s is lost: %s", self.address, failure)
+            logger.warning("the connection to %s is lost: %s", self.address, failure)
             lost()
             await self._connection.close()
             await self._come_back(back)
-            logger.warning("%s is there again", self.address)
+            logger.warning("the connection to %s is back", self.address)
 
     async def close(self) -> None:
         """Leave the cluster, behind what was sent."""
@@ -98,8 +98,8 @@ class NatsCluster:
         try:
             if await connection.asks(self.address.coordinator, timeout_s=_ASK_TIMEOUT_S):
                 raise NatsFailure(
-                    f"another run is there already, under the subject {self.address.subject!r}: end it, or name"
-                    " another subject at the end of the address",
+                    f"another run already uses the subject {self.address.subject!r}: end that run, or"
+                    " name another subject at the end of the address",
                     is_final=True,
                 )
         except NatsFailure:

@@ -38,7 +38,7 @@ from rollover.swarm.wire.messages import SUBPROTOCOL, ProtocolError
 logger = logging.getLogger(__name__)
 
 _MAX_UNGREETED = 4096
-_UNKNOWN = "the worker's token is not one of this run, or was revoked"
+_UNKNOWN = "the worker's token does not belong to this run, or was revoked"
 
 
 class NatsGateway:
@@ -103,7 +103,7 @@ class NatsGateway:
 
     async def _connection_back(self, connection: NatsConnection) -> None:
         await self._listen(connection)
-        ended = encode_answer(SessionEnded(reason="the coordinator had lost the NATS cluster"))
+        ended = encode_answer(SessionEnded(reason="the coordinator lost its connection to the NATS cluster"))
         for inbox in self._lost:  # workers elsewhere on the cluster have not noticed
             await connection.publish(inbox, ended)
 
@@ -124,7 +124,7 @@ class NatsGateway:
             self._answer(message.reply, SessionRefused(cause="protocol", reason=str(e)))
             return
         if SUBPROTOCOL not in offered:
-            text = f"this run speaks {SUBPROTOCOL}, the worker offers: {', '.join(offered) or 'none'}"
+            text = f"this run speaks {SUBPROTOCOL}, but the worker offers {', '.join(offered) or 'none'}"
             self._answer(message.reply, SessionRefused(cause="protocol", reason=text))
             return
         if (token_hash := self._hashes().get(name)) is None:
@@ -148,7 +148,7 @@ class NatsGateway:
         session = self._sessions.get(message.subject)
         if session is None:
             if self._address.inbox_owner(message.reply) is not None:
-                reason = "the coordinator does not know it, since it was started again or has lost messages"
+                reason = "the coordinator does not know this session, because it was restarted or has lost messages"
                 self._answer(message.reply, SessionEnded(reason=reason))
             return
         if message.is_unheard:  # the worker does not listen any more

@@ -20,6 +20,7 @@ from typing import Any
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rollover-staging-"
+_LOCK = "lock"
 
 
 class Staging:
@@ -64,9 +65,9 @@ class Staging:
 
     def close(self) -> None:
         """Delete the folder. Does nothing the second time."""
+        shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, None
         if lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
 
     def _folder(self, name: str) -> Path:
@@ -84,32 +85,37 @@ def lay_down(path: Path, value: Any) -> Path:
 
 
 def _held_folder(root: Path) -> tuple[Path, int | None]:
-    """Make a folder and hold it. Returns it with the descriptor of its lock."""
+    """Make a folder and hold it. Returns it with the descriptor of its lock; ``None`` where the file system has no
+    locks, so that no trainer clears anything away there."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        # Another trainer may have taken it for one that nobody holds, before it was held.
-        if (lock := _lock(folder)) is not None:
-            if folder.exists():
-                return folder, lock
-            os.close(lock)
+        try:
+            lock = _locked(folder)
+        except (BlockingIOError, FileNotFoundError):  # another trainer has taken it for one that nobody holds
+            continue
+        except OSError:
+            return folder, None
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
 
 
 def _clear_left_behind(root: Path) -> None:
     """Delete the folders that no process holds."""
     for folder in root.glob(f"{_PREFIX}*"):
-        if (lock := _lock(folder)) is not None:
+        with suppress(OSError):  # it is held, or another user's
+            lock = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder, and return the descriptor that holds the lock; ``None`` where another process holds it, and where
-    it is another user's or gone."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except OSError:
-            os.close(descriptor)
-    return None
+def _locked(folder: Path) -> int:
+    """Hold a folder until the descriptor that is returned is closed. Raises ``BlockingIOError`` when another process
+    holds it."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_the_folder_of_a_process_that_was_killed_is_cleared_away(shared_memory: 
         f"staging.Staging(0, fallback=Path()).meeting(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False)
-    assert len([*shared_memory.glob("*/*")]) == 1
+    assert len([*shared_memory.glob("*/ranks-*")]) == 1
     own = Staging(0, fallback=tmp_path)
     assert [*shared_memory.iterdir()] == [own.path]
     own.close()
@@ -88,6 +89,20 @@ def test_a_new_folder_that_another_trainer_takes_for_one_left_behind_is_made_aga
     own = Staging(0, fallback=tmp_path)
     assert own.path.exists() and own.path != taken[0]
     own.close()
+
+
+def test_where_the_file_system_has_no_locks_nothing_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(staging.fcntl, "flock", refused)
+    theirs, ours = Staging(0, fallback=tmp_path), Staging(0, fallback=tmp_path)
+    assert theirs.path.exists() and ours.path.exists()
+    for own in (theirs, ours):
+        own.close()
+        assert not own.path.exists()
 
 
 def test_values_lie_below_the_run_where_shared_memory_is_too_small(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ async def measure(name: str, learning_rate: float) -> dict[str, Any]:
             await merged.publish(MemoryWeights(step, dict(trainer.weights())))
             if step < STEPS:
                 trainer.step(make_batch(step))
-        row = {"model": name, "rank": rank, "learning_rate": learning_rate}
+        row: dict[str, Any] = {"model": name, "rank": rank, "learning_rate": learning_rate}
         row["full_bytes"] = merged.rows[0]["bytes"]
         row |= {"alone": alone.means(), "merged": merged.means()}
         await alone.close()

@@ -57,7 +57,14 @@ from tests.swarm.nginx_kit import NGINX  # noqa: E402
 
 STEPS = 20
 KILLS_A_RUN = 40
-_TASK = ("--trainer.learning_rate", "1e-2", "--rollout.rollout_batch_size", "16", "--rollout.group_size", "4")
+_TASK: tuple[str, ...] = (
+    "--trainer.learning_rate",
+    "1e-2",
+    "--rollout.rollout_batch_size",
+    "16",
+    "--rollout.group_size",
+    "4",
+)
 _TASK += ("--rollout.max_new_tokens", "24")
 """With these the mean reward of an undisturbed run rises from .04 to some .2 in twenty steps."""
 _SETTINGS = (*_TASK, "--engine.max_running", "32")

@@ -21,6 +21,7 @@ import json
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def make_model(seed: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape, **more)).float()
 
 
-def train(model: torch.nn.Module, data: torch.Tensor, learning_rate: float, num_steps: int, rng: np.random.Generator):
+def train(
+    model: torch.nn.Module, data: torch.Tensor, learning_rate: float, num_steps: int, rng: np.random.Generator
+) -> Iterator[float]:
     """Yield the loss after each step of a fresh AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.999), weight_decay=0.0)
     for step in range(num_steps):

@@ -79,6 +79,7 @@ def config_of(kind: str) -> EngineConfig:
     from tests.real import sglang_server, test_vllm
 
     shared: dict[str, Any] = {"launch": True, "max_running": RUNNING, "stream_interval_tokens": 16}
+    arguments: tuple[str, ...]
     match kind:
         case "embedded":
             return EmbeddedConfig(device="cpu", max_running=RUNNING, kv_cache_bytes=2**28)
@@ -136,7 +137,12 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
                 await publisher.publish_to_all(staged)
                 loaded_s = time.perf_counter()
                 decode_s, logprobs = await decode(engine, version)
-                row = {"way": way, "round": number, "bytes": source.manifest.num_bytes, "logprobs": logprobs}
+                row: dict[str, Any] = {
+                    "way": way,
+                    "round": number,
+                    "bytes": source.manifest.num_bytes,
+                    "logprobs": logprobs,
+                }
                 times = {"stage_s": staged_s - began_s, "load_s": loaded_s - staged_s, "decode_s": decode_s}
                 found.append(row | times)
     finally:

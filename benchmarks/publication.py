@@ -210,8 +210,8 @@ def main() -> None:
         if "SGLANG_PYTHON" in os.environ:
             real = asyncio.run(real_server(folder, alone, root / "server.log", arguments.rounds))
     for name, row in rows.items():
-        seconds, held, bucket = statistics.median(row["s_per_gb"]), max(row["held_mb"]), max(row["bucket_mb"])
-        print(f"{name:38} {seconds:6.2f} s/GB {held:6.0f} MB held, {bucket:4.0f} MB in buckets")
+        s_per_gb, held_mb, bucket_mb = statistics.median(row["s_per_gb"]), max(row["held_mb"]), max(row["bucket_mb"])
+        print(f"{name:38} {s_per_gb:6.2f} s/GB {held_mb:6.0f} MB held, {bucket_mb:4.0f} MB in buckets")
     for name, values in real.items():
         print(f"{name:38} {statistics.median(values) / num_bytes * GB:6.2f} s/GB")
     result = {

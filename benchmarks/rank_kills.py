@@ -102,7 +102,7 @@ class Saboteur:
                 for thread in threads:
                     thread.join()
 
-        ranks.Ranks._answers = answers  # type: ignore[method-assign]
+        ranks.Ranks._answers = answers  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def campaign(options: argparse.Namespace, chosen: Sequence[str], folder: Path) -> None:
-    began_s, rows = time.monotonic(), []
+    began_s, rows = time.monotonic(), list[dict[str, Any]]()
     print(f"{'case':14} {'losses':>6} {'killed':>7} {'stopped':>8} {'runs':>5}", flush=True)
     for i, case in enumerate(chosen):
         wanted = options.losses // len(chosen) + (i < options.losses % len(chosen))

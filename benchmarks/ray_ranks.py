@@ -40,7 +40,7 @@ def ray_share(load: Load, num_steps: int) -> dict[str, Any]:
     """Return what two ranks took, by the way they are started: seconds, and the share of a step outside of them."""
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 2, "object_store_memory": 400 * 2**20, "include_dashboard": False}
+    node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 400 * 2**20, "include_dashboard": False}
     with tempfile.TemporaryDirectory() as folder:
         model = load.save_model(Path(folder) / "model")
         found = {"processes of this machine": measured(load, model, None, num_steps)}

@@ -122,7 +122,8 @@ class Replayed:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         length = self.length(request.sample_key)
         params = replace(request.params, max_new_tokens=length)
-        async with aclosing(self._engine.generate(replace(request, params=params))) as chunks:
+        calls: Any = self._engine.generate(replace(request, params=params))
+        async with aclosing(calls) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is FinishReason.LENGTH and length < request.params.max_new_tokens:
                     chunk = replace(chunk, finish_reason=FinishReason.STOP)

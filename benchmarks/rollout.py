@@ -203,9 +203,11 @@ def settings(batch: int, group: int, cap: int) -> list[Setting]:
         )  # fmt: skip
         return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute")
 
-    num_samples, twice = batch * group, {"over_sampling_batch_size": 2 * batch}
-    groups, samples = {"lag_target": 1.0}, {"unit": "sample", "lag_target": 1.0}
-    packaged = {"max_staleness": RolloutConfig().max_staleness}
+    num_samples = batch * group
+    twice: dict[str, Any] = {"over_sampling_batch_size": 2 * batch}
+    groups: dict[str, Any] = {"lag_target": 1.0}
+    samples: dict[str, Any] = {"unit": "sample", "lag_target": 1.0}
+    packaged: dict[str, Any] = {"max_staleness": RolloutConfig().max_staleness}
     return [
         setting("sync", "sync"),
         setting("april, recompute", "april", keep=False, **twice),

@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rollover.rollout.events import Event
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
@@ -50,8 +51,12 @@ def timed(strategy: str, scenario: Scenario, *, steps: int, **config: Any) -> tu
     rollout = SimulatedRollout.of(strategy, max_new_tokens=LAW.cap_tokens, **config)
     made = rollout.build_strategy(scenario.capabilities)
     num_events = count()
+
+    def observe(event: Event) -> None:
+        next(num_events)
+
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    simulation = simulate(made, Generator(LAW), scenario, steps=steps, observer=lambda event: next(num_events))
+    simulation = simulate(made, Generator(LAW), scenario, steps=steps, observer=observe)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
     events = next(num_events)
     return simulation, {"events": events, "cpu_s": cpu_s, "wall_s": wall_s, "events_per_s": events / cpu_s}

@@ -22,7 +22,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -134,7 +134,7 @@ class BySpeed:
         return self._ranking.drain_s(num_tokens)
 
 
-RULES: dict[str, type[Rule]] = {"even": Even, "rule": BySpeed}
+RULES: dict[str, Callable[[Sequence[Machine]], Rule]] = {"even": Even, "rule": BySpeed}
 
 
 def machines(num: int, rng: random.Random) -> list[Machine]:
@@ -253,7 +253,9 @@ class Swarm:
         self.rule.changed(machine)
 
 
-def pull(machines: Sequence[Machine], rule: type[Rule], seed: int, *, num_batches: int, batch: int) -> list[float]:
+def pull(
+    machines: Sequence[Machine], rule: Callable[[Sequence[Machine]], Rule], seed: int, *, num_batches: int, batch: int
+) -> list[float]:
     """Seconds for each batch, all of whose responses are waited for, after new weights were published."""
     swarm, took = Swarm(machines, rule(machines), random.Random(seed)), []
     drawn = random.Random(seed + 1)

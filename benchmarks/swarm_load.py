@@ -14,6 +14,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -241,7 +242,7 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     members = []
     for i in range(args.first, args.first + args.members):
-        _, member = await loop.create_connection(lambda i=i: Member(f"m{i:04d}", load), "127.0.0.1", args.port)
+        _, member = await loop.create_connection(partial(Member, f"m{i:04d}", load), "127.0.0.1", args.port)
         members.append(member)
     while True:
         counts = {name: value for name, value in vars(load).items() if isinstance(value, int)}

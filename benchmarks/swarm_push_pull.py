@@ -199,7 +199,7 @@ class PushPull:
         identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=2 * load.limit, max_context_tokens=2 * load.limit)
         self.hub = Coordinator(identity, _head(0), ttl_s=LEASE_S, exact=False, checks=False)
         if not dealing.by_speed:
-            self.hub._ranking.choose = _evenly(self.hub._ranking)  # type: ignore[method-assign]
+            self.hub._ranking.choose = _evenly(self.hub._ranking)  # type: ignore[assignment, method-assign]
         self.by_lease: dict[int, Worker] = {}
         state = RolloutState()
         self.ledger = state.ledger
@@ -264,7 +264,7 @@ class PushPull:
         for worker in self.workers:
             self._comes(worker)
         self.at(KEEP_S, "keep", None)
-        happen = {
+        happen: dict[str, Callable[[Any], None]] = {
             "beat": self._beat,
             "ends": self._ends,
             "fetched": self._fetched,

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from edge import EdgeMachine
@@ -142,6 +143,14 @@ def _num_equal(one: Sequence[Record], other: Sequence[Record], what: str) -> int
     return len(one)
 
 
+def _figure(keys: Sequence[str], run: Record) -> float:
+    """Return what stands in a record under these keys, one inside the other."""
+    found: Any = run
+    for key in keys:
+        found = found[key]
+    return found
+
+
 def _of_members(runs: Sequence[Record]) -> Record:
     def interval(figure: Callable[[Record], float]) -> list[float | None]:
         return Interval.of([figure(run) for run in runs]).json()
@@ -153,13 +162,13 @@ def _of_members(runs: Sequence[Record]) -> Record:
     return {
         "members_idle": interval(lambda r: statistics.fmean(m["machine"] for m in r[idle[0]][idle[1]].values())),
         "places_idle": interval(lambda r: statistics.fmean(m["places"] for m in r[idle[0]][idle[1]].values())),
-        "idle_by_member": {name: interval(lambda r, name=name: r[idle[0]][idle[1]][name]["machine"]) for name in names},
+        "idle_by_member": {name: interval(partial(_figure, (*idle, name, "machine"))) for name in names},
         "full_bytes": weights[0]["full_bytes"],
         "full_wire_bytes": weights[0]["publications"]["full"]["wire_bytes"],
         "delta_wire_bytes": statistics.fmean(d["wire_bytes"] for d in deltas) if deltas else None,
         "wire_bytes": interval(lambda r: r["weights"]["wire_bytes"]),
         **{
-            name: {key: interval(lambda r, k=key, n=name: r["weights"][n][k]) for key in ("mean", "p95", "max")}
+            name: {key: interval(partial(_figure, ("weights", name, key))) for key in ("mean", "p95", "max")}
             for name in ("prepare_s", "pause_s", "convergence_s")
         },
         "late_iterations": interval(lambda r: r["machines"]["late"] / max(1, r["machines"]["iterations"])),
@@ -206,7 +215,7 @@ def forecast(
         for m in machines
     )
     scenario = Scenario(replicas=replicas, trainer=trainer)
-    shape = {"rollout_batch_size": groups, "group_size": group_size, "max_new_tokens": max_new_tokens}
+    shape: Record = {"rollout_batch_size": groups, "group_size": group_size, "max_new_tokens": max_new_tokens}
     room = sum(m.max_running for m in machines)
     configs = {
         "pull": RolloutConfig(strategy=SyncConfig(), **shape),
@@ -231,6 +240,7 @@ def markdown(summary: Record) -> str:
         if value is None or value[0] is None:
             return "–"
         mean, half = value
+        assert mean is not None
         return f"{mean * scale:{form}}" + ("" if half is None else f" ± {half * scale:{form}}") + unit
 
     last = max(map(int, arms["co-located"]["accuracy_by_step"]), default=0)

@@ -84,7 +84,8 @@ def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
     nodes = [{"GPU": 2.0, "CPU": 8.0, "memory": 1e9, "node:10.0.0.1": 1.0}, {"CPU": 4.0}]
     assert refusal(wanted(1, 1), nodes) is None
     assert refusal(wanted(4), nodes) == (
-        "engine-0 needs GPU 4 on one node, and no node of the cluster has as much; its nodes have: GPU 2, CPU 8; CPU 4"
+        "engine-0 needs GPU 4 on one node, but no node of the cluster has that much; its nodes have: GPU 2, CPU 8;"
+        " CPU 4"
     )
     assert refusal(wanted(2, 1), nodes) == (
         "the nodes of the cluster have no room for engine-1 beside the others, 2 in all (GPU 1 for engine-1); its nodes"

@@ -80,7 +80,7 @@ def room_for(demand: NodeDemand, nodes: Sequence[ClusterNode]) -> int:
 
 def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) -> None:
     """Raise ``ConfigError`` naming the first node where Python, Ray, PyTorch or Rollover is another than here, or one
-    that does not answer within ``timeout_s``."""
+    that does not answer within ``timeout_s``. Nodes that have gone meanwhile are passed over."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def asked() -> dict[str, str]:  # sent by value, as all that is defined in functions is: a node may lack Rollover
@@ -107,6 +107,8 @@ def check_versions(ray: Any, nodes: Sequence[ClusterNode], *, timeout_s: float) 
         try:
             theirs = ray.get(answer, timeout=timeout_s)
         except ray.exceptions.RayError as error:
+            if all(other.node_id != node.node_id for other in alive_nodes(ray)):
+                continue  # it has gone since the nodes were listed
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise ConfigError(f"node {node.address} of the Ray cluster cannot run a task: {reason}") from error
         for name, version in theirs.items():

@@ -90,3 +90,14 @@ def test_nodes_of_another_version_are_named(cluster: Any, monkeypatch: pytest.Mo
         ConfigError, match=rf"^node \S+ of the Ray cluster has Rollover {real}, this process {other}: install"
     ):
         check_versions(ray, nodes, timeout_s=60.0)
+
+
+def test_a_node_that_has_gone_since_it_was_listed_keeps_no_run_from_beginning(cluster: Any) -> None:
+    ray = connect(ClusterConfig(address=cluster.address))
+    gone = ClusterNode(node_id="ab" * 28, address="10.0.0.9", resources={"CPU": 4.0})
+    check_versions(ray, [*alive_nodes(ray), gone], timeout_s=60.0)
+    here = alive_nodes(ray)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_nodes, "alive_nodes", lambda ray: [gone])
+        with pytest.raises(ConfigError, match=r"^node 10\.0\.0\.9 of the Ray cluster cannot run a task: "):
+            check_versions(ray, [here, gone], timeout_s=60.0)

@@ -118,7 +118,7 @@ def test_only_a_plan_that_can_be_run_is_read(plan: Plan, tmp_path: Path) -> None
     with pytest.raises(PlanError, match=r"cannot be run: it trains pipeline parallel \d+ .* --for-launch"):
         read_plan(file)
     file.write_text('{"fleet": {}}')
-    with pytest.raises(PlanError, match=r"is no plan of this version: fleet\.name: .*rollover plan FLEET --json"):
+    with pytest.raises(PlanError, match=r"is not a plan of this version: fleet\.name: .*rollover plan FLEET --json"):
         read_plan(file)
     file.write_text(plan.to_json())
     assert read_plan(file) == plan

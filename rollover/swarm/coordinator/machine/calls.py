@@ -13,6 +13,7 @@ from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair, confirmed, disagreements
+from rollover.swarm.coordinator.machine.streams import Piece
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.coordinator.machine.waiting import WaitingCalls
 from rollover.swarm.wire.messages import Abort, Ack, Heartbeat, ProtocolError, Release
@@ -154,6 +155,26 @@ class SwarmCalls:
             if member.is_connected:
                 ack = Ack(call_id=due.call_id, offset=due.offset, is_over=due.is_over)
                 effects.append(Send(member.lease, ack))
+        return effects
+
+    def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
+        """Tokens of a call have come from its member. Returns what comes out now, which is nothing while the member has
+        not confirmed their version: that news was lost or is late, and heartbeats bring it, and the tokens again."""
+        call = self._calls[call_id]
+        if piece.token_ids and piece.version not in member.served:
+            self._counters.unconfirmed_tokens += len(piece.token_ids)
+            call.unconfirmed = (piece.end, piece.version)
+            return []
+        before = call.stream.position
+        effects: list[Effect] = []
+        for each in call.stream.arrived(piece):
+            call.came_out(each)
+            effects.append(Deliver(call_id, each, member.name))
+        if not call.stream.num_early:
+            self._counters.repeated_tokens += max(0, len(piece.token_ids) - (call.stream.position - before))
+        if effects and not call.request.is_journaled:
+            ack = Ack(call_id=call_id, offset=call.stream.position, is_over=call.stream.is_over)
+            effects.append(Send(member.lease, ack))
         return effects
 
     def check_confirmed(self, member: SwarmMember, beat: Heartbeat) -> None:

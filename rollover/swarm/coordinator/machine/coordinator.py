@@ -15,7 +15,6 @@ the member has confirmed and the call accepts; a message under a lease that has 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 
 from rollover.engine.base import GenerateRequest
@@ -25,7 +24,6 @@ from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
     Close,
-    Deliver,
     Effect,
     Fail,
     Send,
@@ -41,7 +39,6 @@ from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_pie
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
-    Ack,
     Beat,
     CallFailed,
     Decoded,
@@ -329,28 +326,16 @@ class Coordinator:
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
         piece = checked_piece(message, call, newest=self.head.version, vocab_size=self.run.vocab_size)
-        if piece.token_ids and piece.version not in member.served:
-            self.counters.unconfirmed_tokens += len(piece.token_ids)
-            call.unconfirmed = (piece.end, piece.version)
-            return []  # the news of that version was lost or is late: the heartbeats bring it, and the tokens again
         before = call.stream.position
-        out = call.stream.arrived(piece)
+        effects = self._calls.arrived(member, message.call_id, piece)
         num_new = call.stream.position - before
-        self.counters.repeated_tokens += max(0, len(piece.token_ids) - num_new) if not call.stream.num_early else 0
         if num_new:
             self._blame.forget(call.request.sample_key)
             if member.num_failures:
                 self._ranking.changed(member)
         member.decoded_tokens(num_new)
-        effects: list[Effect] = []
-        for each in out:
-            call.came_out(each)
-            effects.append(Deliver(message.call_id, each, member.name))
-        if out and not call.request.is_journaled:
-            ack = Ack(call_id=message.call_id, offset=call.stream.position, is_over=call.stream.is_over)
-            effects.append(Send(member.lease, ack))
         if call.stream.is_over:
-            if out[-1].finish_reason is not FinishReason.ABORT and not call.is_directed:
+            if call.stream.finish_reason is not FinishReason.ABORT and not call.is_directed:
                 self._placing.remaining.ended(call.stream.position)
                 effects += self._placing.withdraw(call.request.sample_key)
             self._calls.ended(message.call_id)
@@ -362,16 +347,8 @@ class Coordinator:
         effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
-        if not (0 <= beat.tokens_per_s < math.inf and 0 <= beat.mean_running < math.inf):
-            raise ProtocolError(
-                f"it reports a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g}"
-                " calls, which is impossible"
-            )
-        member.last_heartbeat = beat.number
-        member.measured(beat.tokens_per_s, beat.mean_running)
-        member.is_resting = member.is_resting and self._placing.now_s < member.rests_until_s
+        member.beaten(beat, self._placing.now_s)
         self._ranking.changed(member)
-        member.num_held, member.is_full = beat.num_held, beat.is_full
         self._confirm(member, beat.served)
         if beat.serving is not None:
             effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))

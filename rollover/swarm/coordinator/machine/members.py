@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from rollover.swarm.coordinator.machine.dispatch import Candidate
 from rollover.swarm.coordinator.machine.reconcile import Disagreement
-from rollover.swarm.wire.messages import PROTOCOL, Decoded, FromWorker, HeldCall, Hello, Ready, Serving
+from rollover.swarm.wire.messages import (
+    PROTOCOL,
+    Decoded,
+    FromWorker,
+    Heartbeat,
+    HeldCall,
+    Hello,
+    ProtocolError,
+    Ready,
+    Serving,
+)
 
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
 """How long a member gets no call after one has failed at it."""
@@ -158,6 +168,19 @@ class SwarmMember:
     def awaited_until_s(self) -> float:
         """Return the time from a publication on for which it is waited for."""
         return 0.0 if self.prepare_s is None else 2 * self.prepare_s + 1
+
+    def beaten(self, beat: Heartbeat, now_s: float) -> None:
+        """Take note of what a heartbeat says about the member itself. Raises ``ProtocolError`` for what cannot be
+        true."""
+        if not (0 <= beat.tokens_per_s < math.inf and 0 <= beat.mean_running < math.inf):
+            raise ProtocolError(
+                f"it reports a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g} calls, which is"
+                " impossible"
+            )
+        self.last_heartbeat = beat.number
+        self.num_held, self.is_full = beat.num_held, beat.is_full
+        self.is_resting = self.is_resting and now_s < self.rests_until_s
+        self.measured(beat.tokens_per_s, beat.mean_running)
 
     def measured(self, tokens_per_s: float, mean_running: float) -> None:
         """Take note of what a heartbeat says about its speed: the tokens per second of all its calls, and how many

@@ -55,8 +55,13 @@ class TokenStream:
 
     position: int
     """Position behind the last token that came out."""
-    is_over: bool = False
+    finish_reason: FinishReason | None = None
+    """Why it has ended, once its end has come out."""
     _early: dict[int, Piece] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
 
     def arrived(self, piece: Piece) -> list[Piece]:
         """Return what can come out now that ``piece`` is here."""
@@ -71,8 +76,8 @@ class TokenStream:
             if piece.token_ids or piece.finish_reason is not None:
                 out.append(piece)
             self.position = max(self.position, piece.end)
-            self.is_over = piece.finish_reason is not None
-        if self.is_over:
+            self.finish_reason = piece.finish_reason
+        if self.finish_reason is not None:
             self._early.clear()
         return out
 

@@ -96,6 +96,7 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
         place.mkdir(parents=True)
         runs.write_experiment(place, model)
     survivor = asyncio.run(survive(case, hit))
+    made = row(survivor)
     if case.mode == "pull":
         rewards, lag = _co_located(case, calm), 0.0
         assert survivor.trained == sampled(calm / "out"), f"{folder}: other tokens than without a swarm"
@@ -104,7 +105,7 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
         held = asyncio.run(survive(quiet, calm)).held
         rewards, lag = held.rewards, held.mean_lag
     shutil.rmtree(folder)
-    return {**row(survivor), "undisturbed_mean_lag": round(lag, 2), "undisturbed_rewards": _rounded(rewards)}
+    return {**made, "undisturbed_mean_lag": round(lag, 2), "undisturbed_rewards": _rounded(rewards)}
 
 
 def calm_returns(seed: int) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from tests.swarm.chaos.stage import LEASE_S, SPEEDS
 LAST = 8
 """Steps at the end of a run over which the reward is compared."""
 COORDINATOR_LIMIT_S, MEMBER_LIMIT_S = 5.0, 2 * LEASE_S
+BUSY = 4.0
+"""Load average from which a machine of two cores has other work than a run, which makes a load of two."""
 
 
 def whole_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -38,7 +40,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, count in kills.items():
         who, way = name.split("/")
         roles[f"{who if who in ('coordinator', 'nginx') else 'member'}/{way}"] += count
-    returns = [Return(**back) for row in rows for back in row["returns"]]
     return {
         "runs": len(rows),
         "cases": dict(sorted(Counter(row["case"] for row in rows).items())),
@@ -50,7 +51,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "decoded_tokens": sum(row["decoded_tokens"] for row in rows),
         "acknowledged_tokens": sum(row["acknowledged_tokens"] for row in rows),
         "runs_in_pull_mode_with_the_tokens_of_no_swarm": sum(row["case"].startswith("pull") for row in rows),
-        "returns": returns_of(returns),
+        "returns": {
+            name: {"runs": len(chosen), **returns_of([Return(**back) for row in chosen for back in row["returns"]])}
+            for name, chosen in (
+                ("on an idle machine", [row for row in rows if row["load_average"] < BUSY]),
+                ("on a busy machine", [row for row in rows if row["load_average"] >= BUSY]),
+            )
+        },
         "reward_in_push_pull": _difference([row for row in rows if row["case"].startswith("push_pull")]),
     }
 

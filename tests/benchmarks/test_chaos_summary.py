@@ -20,7 +20,7 @@ def back(name: str, seconds: float, outcome: str = "back", *, is_watched: bool =
     return {"name": name, "is_watched": is_watched, "outcome": outcome, "seconds": seconds}
 
 
-def row(case: str, rewards: list[float], *returns: dict[str, Any]) -> dict[str, Any]:
+def row(case: str, rewards: list[float], *returns: dict[str, Any], load: float = 2.0) -> dict[str, Any]:
     return {
         "case": case,
         "kills": {"phone/clock": 2, "laptop/clock": 1, "coordinator/event": 1},
@@ -34,6 +34,7 @@ def row(case: str, rewards: list[float], *returns: dict[str, Any]) -> dict[str, 
         "rewards": rewards,
         "undisturbed_rewards": [0.1, 0.1, *[0.4] * 8],
         "returns": list(returns),
+        "load_average": load,
     }
 
 
@@ -45,8 +46,11 @@ def test_limits_are_kept_or_missed_by_watched_processes_alone(chaos_summary: Mod
         back("tablet", 1.0, "hit again"),
         back("tablet", 12.0, is_watched=False),
     )
-    found = chaos_summary.whole_of([row("push_pull-april", [0.1] * 10, *returns), {"cold_s": 4.0}])
-    coordinator, member = found["returns"]["coordinator"], found["returns"]["member"]
+    busy = row("pull-sync", [0.1] * 10, back("coordinator", 9.0), load=12.0)
+    found = chaos_summary.whole_of([row("push_pull-april", [0.1] * 10, *returns), busy, {"cold_s": 4.0}])
+    assert found["returns"]["on a busy machine"]["coordinator"]["missed"] == 1
+    idle = found["returns"]["on an idle machine"]
+    coordinator, member = idle["coordinator"], idle["member"]
     assert (coordinator["num"], coordinator["missed"], coordinator["median_s"], coordinator["max_s"]) == (
         3,
         1,
@@ -55,7 +59,7 @@ def test_limits_are_kept_or_missed_by_watched_processes_alone(chaos_summary: Mod
     )
     assert (member["num"], member["missed"], member["num_hit_again"], member["max_s"]) == (3, 2, 1, 30.0)
     assert member["while_others_were_hit"]["seconds_of_those_back"]["median"] == 12.0
-    assert found["kills"] == 4 and found["kills_by_role_and_way"] == {"coordinator/event": 1, "member/clock": 3}
+    assert found["kills"] == 8 and found["kills_by_role_and_way"] == {"coordinator/event": 2, "member/clock": 6}
     assert found["cold_starts_of_the_coordinator"] == [{"cold_s": 4.0}]
 
 

@@ -96,13 +96,7 @@ def test_docstrings_begin_with_a_sentence(module: Path) -> None:
     assert not FRAGMENTS & {*first_words}
 
 
-FRAGMENTED = ("swarm",)
-"""Packages whose fields are still described by fragments; a package that passes leaves the list."""
-
-
-@pytest.mark.parametrize(
-    "module", [m for m in MODULES if m.relative_to(ROOT / "rollover").parts[0] not in FRAGMENTED], ids=name_of
-)
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
     found = [
         f"line {described.lineno}: {' '.join(text.split()[:6])}"

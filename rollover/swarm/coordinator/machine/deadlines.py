@@ -32,7 +32,7 @@ class Deadline:
     start_version: int = 0
     """The version under which the group has to start for that."""
     per_version_s: float = 0.0
-    """What each older version takes off; 0 for a group that has started, since its version is fixed."""
+    """Seconds that each older version takes off; 0 for a group that has started, since its version is fixed."""
 
     def under(self, version: int) -> float:
         """Return the seconds left where the call is with a member that serves ``version``."""

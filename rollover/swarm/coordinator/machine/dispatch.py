@@ -66,7 +66,7 @@ class Work:
     """Time in which all members together would be done with the work that is due no later; infinite where a response is
     never waited for."""
     deadline: Deadline | None = None
-    """When a training step waits for the response, where that is known."""
+    """Time at which a training step waits for the response, where that is known."""
 
     def limit_s(self, version: int) -> float:
         """Return the time within which a member that serves ``version`` should finish it."""

@@ -20,9 +20,9 @@ from rollover.swarm.wire.messages import (
 )
 
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
-"""How long a member gets no call after one has failed at it."""
+"""Shortest and longest time for which a member gets no call after one has failed at it."""
 _KEPT = 0.7
-"""What a measurement of a member's speed still weighs when the next one comes."""
+"""Weight that a measurement of a member's speed keeps when the next one comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class SwarmMember:
     """Its current lease; 0 when it has none."""
     is_connected: bool = False
     heard_s: float = 0.0
-    """When it was last heard from."""
+    """Time at which it was last heard from."""
     ready: Ready | None = None
-    """What its engine can do, once it is open."""
+    """Capabilities of its engine, once it is open."""
     version: int | None = None
     """The version that its engine has confirmed."""
     checked_version: int | None = None
@@ -65,7 +65,7 @@ class SwarmMember:
     last_heartbeat: int = 0
     """The highest number of a heartbeat of this connection."""
     suspected: dict[str, Disagreement] = field(default_factory=dict)
-    """What that heartbeat has shown for the first time, by call."""
+    """Disagreements that the heartbeat has shown for the first time, by call."""
     reserved: dict[str, float] = field(default_factory=dict)
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class SwarmMember:
     num_verified: int = 0
     """Tokens that another member has decoded again and found the same."""
     distrust: str = ""
-    """Why it gets no call any more."""
+    """Reason for which it gets no more calls."""
     is_revoked: bool = False
     """Its token was revoked; a worker with a new token of the same name may join."""
     last_error: str = ""
@@ -210,7 +210,7 @@ class SwarmCounters:
     repeated_tokens: int = 0
     adopted_calls: int = 0
     late_accepted: int = 0
-    """Those of them whose member had lost its lease before it came back with them."""
+    """Calls among them whose member had lost its lease before it came back with them."""
     expired_leases: int = 0
     relieved_calls: int = 0
     """Calls that were taken from slow members, for faster ones that had nothing to do."""

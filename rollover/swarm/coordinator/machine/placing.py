@@ -50,9 +50,9 @@ class Placing:
         self._pace = Pace()
         self.newest = 0
         self.now_s = 0.0
-        """When something was heard last."""
+        """Time at which something was last heard."""
         self._to_come: tuple[int, Deadline | None] = 0, None
-        """How many calls were still to come when a place was asked for last, and when they would be due."""
+        """Number of calls that were still to come when a place was last asked for, and when they would be due."""
         self._promises: dict[str, str] = {}
         """Member by sample key."""
         self._offers: dict[str, list[str]] = {}

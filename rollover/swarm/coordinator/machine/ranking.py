@@ -71,7 +71,7 @@ class Ranking:
         self._speeds: list[float] = []
         """Known speeds, the slowest first."""
         self._typical: dict[tuple[int, int], tuple[tuple[float, float], float]] = {}
-        """What members of unknown speed are taken for, by the versions that were asked about: the times between which
+        """Speed that is assumed of members whose speed is unknown, by the versions asked about: the times between which
         an answer holds, and the answer."""
 
     def changed(self, member: SwarmMember) -> None:

@@ -62,7 +62,7 @@ class Disagreement:
     held: str
     """The id under which the member holds the call."""
     position: int = 0
-    """How far the call has come here: one that moves on is not stuck."""
+    """Position that the call has reached here: one that moves on is not stuck."""
 
 
 def disagreements(

@@ -37,7 +37,7 @@ class HeldUp:
     call_id: str
     member: str
     tokens_per_s: float
-    """What the member decodes of it, at most."""
+    """Tokens a second that the member decodes of it, at most."""
     left_s: float
 
 
@@ -66,7 +66,7 @@ class Relief:
     def __init__(self, *, patience_s: float) -> None:
         self._patience_s = patience_s
         self._seen: dict[str, tuple[float, int]] = {}
-        """When the last new token of a call was seen, and how many there were."""
+        """Time at which the last new token of a call was seen, and number of tokens then."""
 
     def rest(self) -> None:
         """Take note that there is work for all: nothing is held up."""

@@ -56,7 +56,7 @@ class TokenStream:
     position: int
     """Position behind the last token that came out."""
     finish_reason: FinishReason | None = None
-    """Why it has ended, once its end has come out."""
+    """Reason for which it ended, once its end has come out."""
     _early: dict[int, Piece] = field(default_factory=dict)
 
     @property

@@ -19,7 +19,7 @@ from rollover.swarm.wire.messages import (
 from rollover.types import FinishReason
 
 _LOGPROB_SLACK = 1e-4
-"""How far above 0 rounding may put a log-prob."""
+"""Largest value above 0 to which rounding may take a log-prob."""
 
 
 class SwarmCall:

@@ -264,7 +264,7 @@ def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Probl
 
 def test_the_least_cost_needs_every_price() -> None:
     built = stock_problem({device(price_per_hour=None): 4}, MODEL, workload(), max_staleness=1)
-    with pytest.raises(PlanError, match=r"without the price of a$"):
+    with pytest.raises(PlanError, match=r"needs a price: write price_per_hour for a$"):
         solve(replace(built, target_steps_per_s=1e-3))
 
 

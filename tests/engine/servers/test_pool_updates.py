@@ -301,7 +301,7 @@ def test_a_server_that_goes_on_sampling_after_a_pause_is_not_waited_for_for_ever
                 return Answer(body={"status": "paused"})
 
             server._post_pause = deaf  # type: ignore[method-assign]
-            with pytest.raises(EngineTimeout, match="goes on sampling 5 s after it was paused"):
+            with pytest.raises(EngineTimeout, match="still samples 5 s after it was paused"):
                 await engine.pause()
             await engine.resume()
             call.cancel()

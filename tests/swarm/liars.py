@@ -132,37 +132,38 @@ class Replay(Liar):
 
     def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
         super().__init__(honest, other)
-        self.answers: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        """By version and prompt."""
+        self.answers: dict[tuple[int, tuple[int, ...]], Chunk] = {}
+        """Whole ones, by version and prompt."""
 
-    def recalled(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    def recalled(self, request: GenerateRequest) -> Chunk | None:
         """Return an answer to another prompt."""
         return next((a for (_, prompt), a in self.answers.items() if prompt != request.prompt_ids), None)
 
     async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         limit = request.params.max_new_tokens - len(request.response_ids)
-        if (recalled := self.recalled(request)) is not None and len(recalled[0]) >= limit:
-            ids, logprobs = recalled[0][:limit], recalled[1][:limit]
-            yield Chunk(
-                token_ids=ids,
-                logprobs=logprobs,
+        if (recalled := self.recalled(request)) is not None:
+            is_cut = len(recalled.token_ids) >= limit
+            yield replace(
+                recalled,
+                token_ids=recalled.token_ids[:limit],
+                logprobs=recalled.logprobs[:limit],
                 policy_version=self.version,
                 kv_version=self.version,
-                finish_reason=FinishReason.LENGTH,
+                finish_reason=FinishReason.LENGTH if is_cut else recalled.finish_reason,
             )
             return
         ids, logprobs, began_at = (), (), self.version
         async for chunk in self.honest.generate(request):
             ids, logprobs = (*ids, *chunk.token_ids), (*logprobs, *chunk.logprobs)
             if chunk.finish_reason is not None and not request.response_ids and self.version == began_at:
-                self.answers[self.version, request.prompt_ids] = ids, logprobs
+                self.answers[self.version, request.prompt_ids] = replace(chunk, token_ids=ids, logprobs=logprobs)
             yield chunk
 
 
 class ReplayToSibling(Replay):
     """Answers a prompt as it has answered it before under the same weights, so that its log-probs are true."""
 
-    def recalled(self, request: GenerateRequest) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    def recalled(self, request: GenerateRequest) -> Chunk | None:
         return self.answers.get((self.version, request.prompt_ids))
 
 

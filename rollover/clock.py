@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary origin, and a way to wait for them to pass."""
+    """Seconds since an arbitrary origin, and a way to wait for them to pass.
+
+    Example: with ``clock = SystemClock(origin_s=100.0)``, ``clock.now_s()`` starts at 100.0 and is at least 102.5 after
+    ``await clock.sleep(2.5)``.
+    """
 
     def now_s(self) -> float: ...
 

@@ -5,13 +5,13 @@ Tree::
     RolloverError                 the command line prints the message alone and exits with code 2
       ConfigError                 a key of the run's TOML file or a command-line override
       DataError                   a dataset, a row or a reward function
-        RewardError               ... one response that cannot be scored; its sample fails and the run goes on
+        RewardError               ... one response that cannot be scored; its sample fails and the run continues
       ModelError                  a model folder, a tokenizer or a checkpoint
       RunError                    the run directory: in use, of another config, not resumable
       EngineError                 an inference engine that answers wrongly, late or not at all
-        EngineTimeout             ... named with whom we waited for
+        EngineTimeout             ... that did not answer in time; the message names the call
         EngineMismatch            ... that samples from another policy than the trainer's
-      PlanError                   no plan can do what was asked of the fleet; the message says which limit is in the way
+      PlanError                   no plan meets the request; the message says which limit is in the way
       ResourceError               disk or memory ran out; the message says what to lower
       MissingExtra                a package that is not installed; the message holds the pip command
 
@@ -80,7 +80,8 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class CallDisplaced(EngineError):
-    """A call that was ended for a reason that is not its own: it goes on elsewhere, and this is no failed attempt."""
+    """A call that ended for a reason outside it: it continues elsewhere, and this does not count as a failed
+    attempt."""
 
 
 class EngineMismatch(EngineError):
@@ -88,7 +89,7 @@ class EngineMismatch(EngineError):
 
 
 class PlanError(RolloverError, ValueError):
-    """A fleet, model and aim that no plan can meet."""
+    """A fleet, a model and a goal that no plan can meet."""
 
 
 class ResourceError(RolloverError, RuntimeError):
@@ -96,7 +97,7 @@ class ResourceError(RolloverError, RuntimeError):
 
 
 class MissingExtra(RolloverError, ImportError):
-    """A package that is needed and not installed, since its extra was not asked for."""
+    """A package that is needed but not installed, because its extra was not requested."""
 
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -130,8 +131,8 @@ def require(*modules: str, purpose: str) -> None:
 
 
 def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """Return what to tell the user when ``error`` is that of a module of an extra; ``None`` for any other module, whose
-    absence is a mistake in the code."""
+    """Return the error to show the user when ``error`` concerns a module of an extra; ``None`` for any other module,
+    whose absence is a bug."""
     module = (error.name or "").partition(".")[0]
     return MissingExtra(_missing(module, "this")) if _extra_of(module) is not None else None
 
@@ -152,8 +153,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error behind ``error``, also where safetensors has kept its text alone; ``None``
-    for errors of other kinds."""
+    """Return the operating system's error behind ``error``, even where safetensors has kept only its text; ``None`` for
+    errors of other kinds."""
     if isinstance(error, OSError):
         return error if error.errno is not None else None
     number = re.search(r"\bos error (\d+)\)|\bOs \{ code: (\d+)", str(error))
@@ -170,11 +171,11 @@ def refusal(error: OSError) -> str:
     """Describe in one line what the operating system refused: which file, why, and what can be done."""
     file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     reason = error.strerror or str(error).partition("\n")[0]
-    return f"{file}{reason[:1].lower()}{reason[1:]}; {_mend(error)}"
+    return f"{file}{reason[:1].lower()}{reason[1:]}; {_remedy(error)}"
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MENDS = {
+_REMEDIES = {
     errno.EACCES: "change its permissions, or choose another place",
     errno.EPERM: "change its permissions, or choose another place",
     errno.EROFS: "choose a place on a disk that can be written",
@@ -192,7 +193,7 @@ _MENDS = {
 }
 
 
-def _mend(error: OSError) -> str:
+def _remedy(error: OSError) -> str:
     if is_full(error):
         return "make room, or choose a place on another disk"
-    return _MENDS.get(error.errno or 0, "the operating system refused it: see that the place is usable")
+    return _REMEDIES.get(error.errno or 0, "the operating system refused it: see that the place is usable")

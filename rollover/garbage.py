@@ -1,8 +1,8 @@
 """Sets how often Python looks for garbage: cycles of records that nothing refers to any more.
 
-The collector, left alone, walks over the young records at every 700th and over all of them again and again. Where many
-live long and hardly any makes a cycle, that is for nothing: half of the time of a large simulation, a fifth of that of
-a coordinator with a thousand members. The module stands on the lowest floor because both of these use it, and neither
+Left alone, the collector scans the young objects after every 700 new ones, and all objects again and again. Where many
+objects live long and hardly any form a cycle, this is wasted work: half the time of a large simulation, and a fifth of
+that of a coordinator with a thousand members. This module is at the lowest level because both use it and neither
 imports the other.
 """
 
@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def rare_collections(num_new: int) -> Iterator[None]:
-    """Have the collector run at every ``num_new`` records that are allocated and not freed, and afterwards as before.
-    It is not switched off, so that whoever does make cycles stays bounded; where it is off, it stays off.
+    """Let the collector run once per ``num_new`` records that are allocated and not freed, and as before afterwards. It
+    is never switched off, so that memory stays bounded in code that does create cycles; if it is already off, it stays
+    off.
 
     Example: ``with rare_collections(20_000): ...``
     """

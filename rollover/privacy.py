@@ -3,8 +3,8 @@
 What it keeps true: a value is hidden when its name says that it is a secret (``api_key``, ``HF_TOKEN``, ``--password``,
 ``Cookie``), when it is an environment variable of a server that a run starts, when it is the login or the query of a
 URL, or when it looks like a well-known kind of token. Names are judged word by word, so ``max_new_tokens``,
-``tokenizer`` and ``num_key_value_heads`` are none; where a name leaves a doubt, its value is hidden. A text is redacted
-before it is cut to length, since half a secret is no longer recognised as one.
+``tokenizer`` and ``num_key_value_heads`` are not secrets; when in doubt, the value is hidden. A text is redacted before
+it is cut to length, since half a secret is no longer recognised as one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _TOKEN = (
 )
 """The forms of well-known tokens."""
 _ENVIRONMENT = "launch_env"
-"""The table whose values are all hidden: what programs are handed in it is keys and logins more often than not."""
+"""The table whose values are all hidden, because most of them are keys and logins for the programs that a run
+starts."""
 _MIN_KNOWN_CHARACTERS = 8
-"""Shorter values are not looked for in other texts: ``1`` and ``cuda`` stand everywhere for something else."""
+"""Shorter values are not searched for in other texts: ``1`` and ``cuda`` appear everywhere with other meanings."""
 
 _ALWAYS = re.compile(
     r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwd|auth|oauth|authentication|authorization"
@@ -81,25 +82,25 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """``value`` (nested mappings, lists, scalars), which stands under ``name``, without its secrets."""
+    """Return ``value`` (nested mappings, lists and scalars), which belongs to ``name``, without its secrets."""
     return Redactor().value(value, name)
 
 
 def redacted_text(text: str) -> str:
-    """A message, a log or a part of a file without the secrets in it."""
+    """Return a message, a log or part of a file without the secrets in it."""
     return Redactor().text(text)
 
 
 def redacted_command(arguments: Sequence[str]) -> str:
-    """A command line as a shell takes it, without its secrets."""
+    """Return a command line, quoted for a shell, without its secrets."""
     return shlex.join(Redactor().value(list(arguments)))
 
 
 class Redactor:
-    """Blanks secrets, and blanks those it has met again wherever they turn up without their name."""
+    """Blanks secrets, and blanks those that it has seen before wherever they appear without their name."""
 
     def __init__(self, *known: Any) -> None:
-        """The secrets in ``known`` (configs, command lines) are met at once."""
+        """Start with the secrets in ``known`` (configs, command lines) as if they had been redacted already."""
         self._met: set[str] = set()
         for value in known:
             self.value(value)
@@ -126,7 +127,7 @@ class Redactor:
         return text
 
     def _string(self, text: str) -> str:
-        """A table or list that is written out (``--engine '{...}'``) is judged by its parts."""
+        """Redact a string; a table or list that is written out (``--engine '{...}'``) is judged by its parts."""
         flag, equals, value = text.partition("=") if text.startswith("-") else ("", "", text)
         if value[:1] in ("{", "["):
             with suppress(ValueError, RecursionError):
@@ -136,7 +137,7 @@ class Redactor:
         return self.text(text)
 
     def _arguments(self, values: Sequence[Any]) -> Iterator[Any]:
-        """A list; what follows a flag that names a secret belongs to the flag."""
+        """Yield the redacted elements of a list; the element after a flag that names a secret is its value."""
         flag, first = "", False
         for value in values:
             is_flag = isinstance(value, str) and value.startswith("-")
@@ -155,7 +156,7 @@ class Redactor:
         return self._without(match)
 
     def _without(self, match: re.Match[str]) -> str:
-        """The match with its value blanked, in its quotes where it has some."""
+        """Return the match with its value blanked, inside its quotes if it has any."""
         start, end = match.start("value") - match.start(), match.end("value") - match.start()
         value = match["value"]
         quote = value[0] if value[:1] in ("'", '"') else ""
@@ -163,7 +164,7 @@ class Redactor:
         return f"{match[0][:start]}{quote}{HIDDEN}{quote}{match[0][end:]}"
 
     def _blanked(self, value: Any) -> Any:
-        """Return what is left of a value that is secret as a whole: which keys it has, and whether it is set."""
+        """Return what remains of a value that is secret as a whole: which keys it has, and whether it is set."""
         if isinstance(value, Mapping):
             return {key: self._blanked(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -190,7 +191,8 @@ def _names_secret(key: str) -> bool:
 
 
 def _names_variable(name: str, value: Any) -> bool:
-    """Return whether it is the name of an environment variable (``api_key_env = "MY_KEY"``) and no secret itself."""
+    """Return whether ``value`` is the name of an environment variable (``api_key_env = "MY_KEY"``) rather than a
+    secret."""
     if _words(name)[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
         return False
     return isinstance(value, str) and bool(_VARIABLE.fullmatch(value)) and not re.match(_TOKEN, value)
@@ -201,9 +203,9 @@ def _words(name: str) -> list[str]:
 
 
 def make_private(file: Path) -> None:
-    """Make an empty ``file`` that others cannot read; of one that exists, take the right to read it from them.
+    """Create an empty ``file`` that others cannot read; if it exists, take away their permission to read it.
 
-    Raises ``OSError`` when it cannot be made. What belongs to somebody else is left as it is.
+    Raises ``OSError`` when it cannot be created. A file of another owner is left as it is.
     """
     try:
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _OWNER_ONLY))

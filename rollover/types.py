@@ -42,7 +42,7 @@ class SampleId(NamedTuple):
     """
 
     group: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a sample
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no code calls on a sample
 
     def __str__(self) -> str:
         return f"g{self.group}.{self.index}"
@@ -50,7 +50,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings by which tokens are drawn. Every field is sent to every engine explicitly.
+    """Settings for drawing tokens. Every field is sent to every engine explicitly.
 
     Examples:
         Greedy decoding, for evaluation:
@@ -188,7 +188,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The response, exactly as sampled."""
+        """Return the tokens of the response, exactly as sampled."""
         return tuple(t for s in self.segments for t in s.token_ids)
 
     @property
@@ -197,7 +197,7 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Version that sampled each response token."""
+        """Return the version that sampled each response token."""
         return tuple(s.policy_version for s in self.segments for _ in s.token_ids)
 
     @property
@@ -206,7 +206,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest sampled token; ``None`` while there is none."""
+        """Return the version of the oldest sampled token; ``None`` while there is none."""
         return min((s.policy_version for s in self.segments if s.token_ids), default=None)
 
     @property
@@ -215,7 +215,7 @@ class Trajectory:
 
     @property
     def num_resumes(self) -> int:
-        """Return how often the rollout was stopped and taken up again."""
+        """Return how often the rollout was stopped and resumed."""
         return sum(s.finish_reason is FinishReason.ABORT for s in self.segments[:-1])
 
     def extended(self, segment: Segment) -> Trajectory:
@@ -226,7 +226,11 @@ class Trajectory:
 
 
 class Baseline(NamedTuple):
-    """The reward that was expected of a prompt when a sample began (``rollover.rollout.reward_history``)."""
+    """The reward that was expected of a prompt when a sample began (``rollover.rollout.reward_history``).
+
+    Example: with ``Baseline(mean=0.25, std=0.5, num_siblings=7)``, a response that earns a reward of 1 is 1.5
+    deviations above what was expected.
+    """
 
     mean: float
     std: float
@@ -258,7 +262,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token in the group; what ``max_staleness`` bounds."""
+        """Return the version of the oldest token in the group; ``max_staleness`` bounds its age."""
         versions = [v for t in self.trajectories if (v := t.oldest_version) is not None]
         assert versions, f"group {self.group_id} holds no token"
         return min(versions)
@@ -299,6 +303,8 @@ class WasteCause(StrEnum):
 
     The first five never reach the trainer; the others are in a batch, and the loss gives them no gradient. A token
     whose ratio is clipped is trained: the clip ends a movement that it made.
+
+    Example: ``WasteCause("zero_advantage").is_by_rollout`` is false, and ``WasteCause.FAILED.is_by_rollout`` true.
     """
 
     SURPLUS_GROUP = "surplus_group"
@@ -312,7 +318,7 @@ class WasteCause(StrEnum):
     FAILED = "failed_or_crashed"
     """Its sample failed, or too few of its siblings succeeded, or the process died before it was on record."""
     SKIPPED = "skipped_batch"
-    """The user had its batch stepped over."""
+    """The user skipped its batch."""
     MASKED_TRUNCATED = "masked_truncated"
     """Its response was cut by the token budget (``algorithm.mask_truncated``)."""
     MASKED_STALE = "masked_stale"
@@ -326,8 +332,8 @@ class WasteCause(StrEnum):
 
     @property
     def is_by_rollout(self) -> bool:
-        """Return whether the token never reached the trainer. The others were in a batch, and the loss used none of
-        them."""
+        """Return whether the token never reached the trainer; otherwise it was in a batch, and the loss did not use
+        it."""
         return self in _BY_ROLLOUT
 
 
@@ -343,8 +349,12 @@ _BY_ROLLOUT = frozenset(
 
 
 class Drift(NamedTuple):
-    """The distance by which the log-probs that an engine reported are from the trainer's, over tokens that the current
-    weights sampled (lag 0), where both are the same number up to rounding."""
+    """Distance between the log-probs that an engine reported and the trainer's, over tokens sampled by the current
+    weights (lag 0), for which the two agree up to rounding.
+
+    Example: ``Drift(num_tokens=3, mean_abs=0.02)`` for reported log-probs of -1.00, -2.00 and -0.50 and the trainer's
+    -1.01, -2.02 and -0.53.
+    """
 
     num_tokens: int
     mean_abs: float
@@ -353,7 +363,10 @@ class Drift(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """The result of one training step."""
+    """The result of one training step.
+
+    Example: ``TrainedStep(metrics={"loss": -0.002}, untrained={WasteCause.ZERO_ADVANTAGE: 512})``
+    """
 
     metrics: Mapping[str, float]
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import os
 import re
 import resource
@@ -11,8 +13,11 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+
+from rollover.run.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "rollover").rglob("*.py"))
@@ -110,6 +115,110 @@ def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
         and text.split()[0] in FRAGMENTS | {"Those"}
     ]
     assert not found
+
+
+ROOMS_A = ("settings", "hf")
+ROOMS_B: tuple[str, ...] = ()
+
+
+def is_described(module: Path) -> bool:
+    place = module.relative_to(ROOT / "rollover").parts
+    return len(place) == 1 or place[0] in ROOMS_A + ROOMS_B
+
+
+DESCRIBED = [module for module in MODULES if is_described(module)]
+VERBS = frozenset(
+    ["Abort", "Account", "Add", "Allocate", "Allow", "Answer", "Append", "Apply", "Ask", "Attend", "Average", "Begin", "Bring", "Build", "Call", "Carry", "Change", "Check", "Choose", "Close", "Combine", "Compare", "Compile", "Compress", "Compute", "Connect", "Convert", "Copy", "Count", "Create", "Cut", "Deal", "Decide", "Decode", "Delete", "Derive", "Describe", "Download", "Draw", "Drop", "Empty", "End", "Enter", "Estimate", "Evaluate", "Exchange", "Expand", "Expect", "Explain", "Fetch", "Fill", "Find", "Fit", "Follow", "Force", "Forget", "Free", "Gather", "Generate", "Give", "Hand", "Hash", "Hold", "Identify", "Import", "Invert", "Join", "Keep", "Kill", "Lay", "Leave", "Let", "List", "Load", "Locate", "Lock", "Look", "Make", "Map", "Match", "Measure", "Merge", "Move", "Name", "Note", "Notice", "Open", "Overwrite", "Pack", "Park", "Parse", "Plan", "Prefer", "Print", "Probe", "Promise", "Propose", "Prove", "Publish", "Put", "Queue", "Raise", "Read", "Reassign", "Rebuild", "Record", "Redact", "Redirect", "Refuse", "Reject", "Release", "Remember", "Remove", "Rename", "Renew", "Repair", "Replace", "Report", "Resume", "Return", "Run", "Save", "Say", "Scale", "Score", "Send", "Serve", "Set", "Shard", "Share", "Show", "Sign", "Simulate", "Solve", "Split", "Spread", "Start", "Stop", "Store", "Stream", "Sum", "Summarise", "Swap", "Switch", "Tabulate", "Take", "Tell", "Thaw", "Tokenise", "Train", "Treat", "Try", "Turn", "Unwrap", "Use", "Wait", "Write", "Yield"]
+)
+"""The verbs that docstrings of functions begin with. Many are nouns too: none of these takes "of" as its next word."""
+
+
+def is_imperative(text: str) -> bool:
+    first, *rest = text.split()
+    return first.rstrip(",.:") in VERBS and rest[:1] not in (["of"], ["which"], ["whose"], ["is"], ["are"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Return the next batch, consumed and journaled.", True),
+        ("Stop.", True),
+        ("The next batch, consumed and journaled.", False),
+        ("Waiting and parked samples in order.", False),
+        ("Returns the next batch.", False),
+        ("Score of each response.", False),
+        ("``None`` where there is no batch.", False),
+    ],
+)
+def test_an_imperative_is_told_from_a_noun_phrase(text: str, expected: bool) -> None:
+    assert is_imperative(text) == expected
+
+
+@pytest.mark.parametrize("module", DESCRIBED, ids=name_of)
+def test_docstrings_of_functions_begin_with_an_imperative(module: Path) -> None:
+    found = [
+        f"line {node.lineno}: {' '.join(text.split()[:6])}"
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+        and not is_imperative(text)
+    ]
+    assert not found, "begin with a verb in the imperative; if there is one already, add it to VERBS"
+
+
+CLASSES = {
+    node.name: node
+    for module in MODULES
+    for node in ast.walk(ast.parse(module.read_text()))
+    if isinstance(node, ast.ClassDef)
+}
+RECORD_BASES = frozenset({"Struct", "NamedTuple", "Enum", "StrEnum", "IntEnum", "BaseModel", "TypedDict"})
+
+
+def names(expressions: list[ast.expr]) -> set[str]:
+    """The last part of each name: ``Struct`` for ``msgspec.Struct``, ``dataclass`` for ``dataclass(frozen=True)``."""
+    return {re.split(r"[(\[]", ast.unparse(expression))[0].rpartition(".")[2] for expression in expressions}
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    parents = names(node.bases)
+    return bool(RECORD_BASES & parents) or any(is_record(CLASSES[name]) for name in parents & {*CLASSES} - {node.name})
+
+
+def needs_example(node: ast.ClassDef) -> bool:
+    is_told = "dataclass" in names(node.decorator_list) or "Protocol" in names(node.bases) or is_record(node)
+    return is_told and not node.name.startswith("_") and node.name not in sections_of_the_config()
+
+
+@functools.cache
+def sections_of_the_config() -> frozenset[str]:
+    """The classes that docs/configuration.md describes setting by setting, and their base classes."""
+    found: set[str] = set()
+
+    def enter(hint: object) -> None:
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint.__name__ not in found:
+            found.update(base.__name__ for base in hint.__mro__ if dataclasses.is_dataclass(base))
+            hints = get_type_hints(hint)
+            inner = [hints[field.name] for field in dataclasses.fields(hint)]
+        else:
+            inner = [*get_args(hint)]
+        for part in inner:
+            enter(part)
+
+    enter(RunConfig)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("module", DESCRIBED, ids=name_of)
+def test_records_and_protocols_have_an_example(module: Path) -> None:
+    bare = [
+        node.name
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and needs_example(node)
+        and not re.search(r"\bExamples?:.*(``|>>>|\d)", ast.get_docstring(node) or "", re.DOTALL)
+    ]
+    assert not bare, "add an `Example:` with values to the docstring of each"
 
 
 def test_imports_go_down_only() -> None:

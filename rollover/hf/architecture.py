@@ -1,7 +1,7 @@
 """The architecture of a decoder, read from a model folder's ``config.json``. Torch-free.
 
-The trainer reads the same file through transformers: what is left out, or said twice, means here what it means there.
-Whatever would change the mathematics and is not implemented is refused by name, never ignored.
+The trainer reads the same file through transformers: a key that is missing or given twice means the same here as there.
+Anything that would change the mathematics and is not implemented is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Architecture:
     """Rotary angle per position, one for each of ``head_dim / 2`` pairs."""
     max_position_embeddings: int
     tied_embeddings: bool
-    """The config asks for it; weights that hold two different matrices are not tied all the same
+    """Whether the config asks for it; weights that hold two different matrices are not tied even then
     (``engine.embedded.weights.are_tied``)."""
     qkv_bias: bool
     output_bias: bool
-    """The attention's output projection has a bias."""
+    """Whether the attention's output projection has a bias."""
     qk_norm: bool
-    """Each query and key head has an RMS norm (Qwen3)."""
+    """Whether each query and key head has an RMS norm (Qwen3)."""
 
     def __post_init__(self) -> None:
         for key in _COUNTS:
@@ -82,7 +82,8 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:
-        """Raises ``ModelError`` for what is not supported, ``KeyError`` for what is missing."""
+        """Read the architecture from the contents of ``config.json``. Raises ``ModelError`` for a model that is not
+        supported, ``KeyError`` for a missing key."""
         family = _family(config)
         heads = config["num_attention_heads"]
         head_dim = _head_dim(config, family)
@@ -139,7 +140,7 @@ def _slides(config: Mapping[str, Any]) -> bool:
 
 
 def _inv_freq(config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Rotary frequencies (Su et al., arXiv 2104.09864), scaled as the config asks."""
+    """Compute the rotary frequencies (Su et al., arXiv 2104.09864), scaled as the config asks."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError("rotary frequencies that differ from layer to layer are not supported")
@@ -160,7 +161,8 @@ def _inv_freq(config: Mapping[str, Any], head_dim: int) -> tuple[float, ...]:
 
 
 def _llama3(frequency: float, rope: Mapping[str, Any], context: int) -> float:
-    """Llama 3.1: long wavelengths are slowed by ``factor``, short ones kept, those between interpolated."""
+    """Scale a rotary frequency as Llama 3.1 does: long wavelengths are slowed by ``factor``, short ones kept, and those
+    between interpolated."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = context * frequency / (2 * math.pi)
     keep = min(1.0, max(0.0, (turns - low) / (high - low)))

@@ -1,8 +1,7 @@
 """The files of a model folder that stand beside its weights: its config, tokenizer, chat template, generation settings.
 
-They are small, so whoever writes further model folders keeps them in memory: the folder they came from may be moved or
-deleted while the run is at work. A fingerprint tells whether the folder that a run finds when it goes on is the one
-that it began with.
+They are small, so code that writes more model folders keeps them in memory: the folder they came from may be moved or
+deleted during the run. A fingerprint tells whether the folder that a resumed run finds is the one that it began with.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def write_companions(companions: Companions, folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Return what decides whether another folder can stand for this one: each file that text is read by, and as
-    ``weights`` the sizes, the heads and some of the values of all weights."""
+    """Return what decides whether another folder can stand for this one: a hash of each file that determines how text
+    is read, and as ``weights`` a hash of the sizes, the heads and some of the values of all weights."""
     files = {
         name: hashlib.sha256(content).hexdigest()[:32]
         for name, content in read_companions(folder).items()

@@ -20,7 +20,7 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
-    except (OSError, RuntimeError) as error:  # a name that no file system takes, a home that nobody has
+    except (OSError, RuntimeError) as error:  # a path that no file system accepts, or the home of an unknown user
         raise ModelError(f"model folder {str(name)!r} cannot be accessed: {error}") from None
     if not _HUB_ID.fullmatch(str(name)):
         raise ModelError(

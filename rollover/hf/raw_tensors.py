@@ -1,6 +1,7 @@
 """Tensors of safetensors files as bytes, read and written without torch.
 
-Bytes are little-endian and row by row. A file is mapped into memory: what nobody looks at is not read.
+Bytes are little-endian and row by row. Files are mapped into memory, so only the parts that are used are read from the
+disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawTensor:
-    """The bytes of a tensor, which nobody writes into.
+    """The bytes of a tensor, which are never written to.
 
     Example: ``RawTensor(shape=(896,), dtype="bfloat16", content=np.zeros(1792, np.uint8))``
     """
@@ -52,7 +53,7 @@ def read_raw_tensors(folder: Path) -> dict[str, RawTensor]:
 def write_raw_tensors(file: Path, tensors: Mapping[str, RawTensor]) -> None:
     """Write a safetensors file, which transformers reads as one of torch's."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    # The widest numbers first, so that each tensor begins at a multiple of the width of its numbers.
+    # The widest numbers come first, so that each tensor begins at a multiple of the width of its numbers.
     ordered = sorted(tensors.items(), key=lambda named: (-_width(named[1]), named[0]))
     end = 0
     for name, tensor in ordered:
@@ -68,6 +69,6 @@ def write_raw_tensors(file: Path, tensors: Mapping[str, RawTensor]) -> None:
 
 
 def _width(tensor: RawTensor) -> int:
-    """Return the bytes of one number."""
+    """Return the size of one number in bytes."""
     num_elements = int(np.prod(tensor.shape, dtype=np.int64))
     return tensor.content.nbytes // num_elements if num_elements else 1

@@ -12,7 +12,11 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer(Protocol):
-    """Covers the part of a Hugging Face tokenizer that Rollover uses."""
+    """Covers the part of a Hugging Face tokenizer that Rollover uses.
+
+    Example: ``AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B")`` is one; called with ``["1+8"]`` and
+    ``add_special_tokens=False``, it returns ``{"input_ids": [[16, 10, 23]], ...}``.
+    """
 
     chat_template: Any
 

@@ -1,6 +1,6 @@
 """The weights of a Hugging Face folder as their files describe them: names, shapes, number formats, files.
 
-Headers alone are read; no tensor is, and torch is not needed.
+Only headers are read, no tensors, and torch is not needed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Read what one safetensors file holds, by name. Raises ``ValueError`` or its like when it is none."""
+    """Read what one safetensors file holds, by name. Raises ``ValueError``, ``KeyError`` or the like when it is not
+    one."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= _MAX_HEADER_BYTES:

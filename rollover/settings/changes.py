@@ -4,7 +4,7 @@
     micro_batch_tokens: Inexact[int] = 8192          nor on this, but for rounding and the order of events
     group_size: int = 8                              everything else stays as it was
 
-A table can say it for all its keys; what a key says itself comes first.
+A table can say it for all its keys; the declaration of a key takes precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Annotated, Any, TypeVar
 T = TypeVar("T")
 
 Refusal = Callable[[Any, Any], str | None]
-"""A function of the config before and the config wanted now: why the setting must stay as it was, or ``None``."""
+"""A function of the run's config and the one wanted on resume: the reason why the setting must not change, or
+``None``."""
 
 
 @dataclass(frozen=True)
@@ -49,5 +50,5 @@ Inexact = Annotated[T, OnResume(_inexact, "may change on resume, unless `determi
 
 
 def said_by(annotation: Any) -> OnResume | None:
-    """Return what the type of a key or table declares itself."""
+    """Return the declaration in the type of a key or table; ``None`` if it has none."""
     return next((part for part in getattr(annotation, "__metadata__", ()) if isinstance(part, OnResume)), None)

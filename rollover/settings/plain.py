@@ -13,7 +13,7 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a config as ``resolved`` has it."""
+    """Return a value of a config in the form that ``resolved`` gives it."""
     if dataclasses.is_dataclass(value):
         return resolved(value)
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
 """Builds a tree of frozen dataclasses, the schema, from TOML and command-line overrides.
 
-Types are strict: nothing is converted but an integer to a float where one is expected. Numbers are finite unless a
-field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, be it of the file, of an
-override or of a dataclass's own ``__post_init__``, becomes one line that names its place, and all of a kind are
-reported together. Secrets are not repeated in any of them.
+Types are strict: nothing is converted except an integer to a float where a float is expected. Numbers are finite unless
+a field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, whether in the file,
+in an override or found by a dataclass's ``__post_init__``, becomes one line that names its place, and all mistakes of a
+kind are reported together. No message repeats a secret.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class ByKind:
-    """Annotates a union of dataclasses that each have a literal ``kind``: it tells which of them a table makes, and
-    where it is missing the first is meant. A string in place of the table is its kind."""
+    """Marks a union of dataclasses that each have a literal ``kind``. A table's ``kind`` selects one of them, and the
+    first is meant if it is missing. A string in place of the table is its kind.
+
+    Example: for a field of type ``Annotated[AprilConfig | SyncConfig, ByKind()]``, ``{"kind": "sync"}`` and ``"sync"``
+    both build ``SyncConfig()``, and ``{}`` builds ``AprilConfig()``.
+    """
 
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that a user may expect and that are not among these, with the end of the message about them."""
+    """Kinds that a user may expect but that are not among these, with the end of the message about each."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         choices = {kind: handler(option) for option in get_args(source) for kind in _kinds(option)}
@@ -46,7 +50,7 @@ class ByKind:
 
 @functools.cache
 def _hints_of(table: Hashable) -> dict[str, Any]:
-    """Return the types of a dataclass's fields; each evaluation compiles their text."""
+    """Return the types of a dataclass's fields, cached because each evaluation compiles their text."""
     return get_type_hints(table)
 
 
@@ -55,7 +59,7 @@ def _hints(table: Any) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> tuple[str, ...]:
-    """Return the values of ``kind`` that select a dataclass; none where it has no such key."""
+    """Return the values of ``kind`` that select a dataclass; none if it has no such key."""
     if not is_dataclass(annotation):
         return ()
     kind = _hints(annotation).get("kind")
@@ -119,7 +123,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
     try:
-        # JSON, because there alone does the strict mode let a table make a dataclass and an array a tuple.
+        # JSON, because only there does strict mode accept a table for a dataclass and an array for a tuple.
         made: T = _adapter(schema).validate_json(json.dumps(data, default=str), strict=True)
         return made
     except ValidationError as error:
@@ -127,7 +131,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
 
 
 def _adapter(schema: Any) -> Any:
-    """Return what makes instances of ``schema``, which takes pydantic some tenths of a second to find out."""
+    """Return pydantic's adapter that builds instances of ``schema``; deriving one takes some tenths of a second."""
     from pydantic import TypeAdapter, with_config
 
     if schema not in _adapters:
@@ -140,7 +144,7 @@ _adapters: dict[Any, Any] = {}
 
 
 def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Iterator[dict[str, Any]]:
-    """Yield the values that no setting can have whatever its type, in the form of pydantic's own errors."""
+    """Yield the values that no setting can have, whatever its type, in the form of pydantic's own errors."""
     match value:
         case dict() | list():
             items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
@@ -167,7 +171,7 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
 
 
 def _declared(schema: Any, path: KeyPath, data: Any) -> Iterator[Any]:
-    """Yield what the declarations of the fields on the way to ``path`` say beside their types, the outermost first."""
+    """Yield the annotations, beside the types, of the fields on the way to ``path``, the outermost first."""
     here = _members(schema)
     for key in path:
         options = _of_kind(here, data)
@@ -200,8 +204,8 @@ def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
 
 
 def _write_kinds(data: Any, annotations: list[Any]) -> None:
-    """Write down the ``kind`` of each table that may be of several: the first where none is said, or the string that
-    stands in place of the table. An element of a list must say."""
+    """Fill in the ``kind`` of each table that has several kinds: the first if none is given, or the string given in
+    place of the table. Elements of a list must give theirs."""
     for key, inner in list(data.items() if isinstance(data, dict) else enumerate(data)):
         options = [member for annotation in annotations for member in _inner(annotation, key)]
         if kinds := _choice(options):
@@ -214,21 +218,21 @@ def _write_kinds(data: Any, annotations: list[Any]) -> None:
 
 
 def _choice(annotations: Iterable[Any]) -> list[str]:
-    """The kinds of a table that may be of several; none for everything else."""
+    """Return the kinds of a table that has several; none for everything else."""
     tables = [annotation for annotation in annotations if is_dataclass(annotation)]
     return [kind for table in tables for kind in _kinds(table)] if len(tables) > 1 and all(map(_kinds, tables)) else []
 
 
 def _in_full(schema: type, override: Override) -> Override:
-    """``--table KIND`` as ``--table.kind KIND``."""
+    """Expand ``--table KIND`` to ``--table.kind KIND``."""
     options = types_at(schema, override.path)
     is_short = _choice(options) and isinstance(_value(override.text, options), str)
     return replace(override, path=(*override.path, "kind")) if is_short else override
 
 
 def _change_kind(data: dict[str, Any], schema: type, override: Override) -> None:
-    """An override that makes a table one of another kind empties it: what it held belonged to the old one. An element
-    of a list keeps its name and all else that it has."""
+    """Empty a table whose kind the override changes, since its keys belonged to the old kind. An element of a list
+    keeps its name and all its other keys."""
     *head, last = override.path
     if last != "kind" or not (kinds := _choice(types_at(schema, head))) or head[-1].isdecimal():
         return
@@ -247,7 +251,7 @@ def _index(override: Override, part: str, length: int, array: str) -> int:
 
 
 def _value(text: str, expected: Sequence[Any]) -> object:
-    """Parse the text as a TOML literal; return it as it is where it is none, or where only a string is allowed."""
+    """Parse the text as a TOML literal; return it unchanged if it is not one, or if only a string is allowed."""
     if text == "none" and types.NoneType in expected:
         return None
     try:
@@ -266,8 +270,8 @@ def _is_text(annotation: Any) -> bool:
 
 
 def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[Any]:
-    """Return the types that a value at ``path`` may have, unions taken apart; none when there is no such key. With the
-    ``data`` that the schema describes, only those of the kinds it names."""
+    """Return the types that a value at ``path`` may have, with unions split into their members; none when there is no
+    such key. Given the ``data`` that the schema describes, return only those of the kinds that it names."""
     here = _members(schema)
     for key in path:
         here = [member for annotation in _of_kind(here, data) for member in _inner(annotation, key)]
@@ -326,8 +330,8 @@ def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
-    """Return what the key at ``path`` in ``data`` declares about a resume, or else the innermost table around it that
-    declares something. For an element of a list, the list declares it."""
+    """Return the innermost declaration about a resume on the way to ``path`` in ``data``: that of the key itself, or
+    else of a table around it. For an element of a list, the list declares it."""
     return [FIXED, *(said for said in _declared(schema, path, data) if isinstance(said, OnResume))][-1]
 
 

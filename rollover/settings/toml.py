@@ -112,7 +112,7 @@ def _statements(text: str) -> list[tuple[int, str]]:
         try:
             tomllib.loads(pending)
         except tomllib.TOMLDecodeError:
-            continue  # the value goes on in the next line: the document as a whole is known to be valid
+            continue  # the value continues on the next line: the document as a whole is known to be valid
         statements.append((start, pending))
         pending = ""
     return statements

@@ -128,7 +128,21 @@ def is_described(module: Path) -> bool:
 
 DESCRIBED = [module for module in MODULES if is_described(module)]
 VERBS = frozenset(
-    ["Abort", "Account", "Add", "Allocate", "Allow", "Answer", "Append", "Apply", "Ask", "Attend", "Average", "Begin", "Bring", "Build", "Call", "Carry", "Change", "Check", "Choose", "Close", "Combine", "Compare", "Compile", "Compress", "Compute", "Connect", "Convert", "Copy", "Count", "Create", "Cut", "Deal", "Decide", "Decode", "Delete", "Derive", "Describe", "Download", "Draw", "Drop", "Empty", "End", "Enter", "Estimate", "Evaluate", "Exchange", "Expand", "Expect", "Explain", "Fetch", "Fill", "Find", "Fit", "Follow", "Force", "Forget", "Free", "Gather", "Generate", "Give", "Hand", "Hash", "Hold", "Identify", "Import", "Invert", "Join", "Keep", "Kill", "Lay", "Leave", "Let", "List", "Load", "Locate", "Lock", "Look", "Make", "Map", "Match", "Measure", "Merge", "Move", "Name", "Note", "Notice", "Open", "Overwrite", "Pack", "Park", "Parse", "Plan", "Prefer", "Print", "Probe", "Promise", "Propose", "Prove", "Publish", "Put", "Queue", "Raise", "Read", "Reassign", "Rebuild", "Record", "Redact", "Redirect", "Refuse", "Reject", "Release", "Remember", "Remove", "Rename", "Renew", "Repair", "Replace", "Report", "Resume", "Return", "Run", "Save", "Say", "Scale", "Score", "Send", "Serve", "Set", "Shard", "Share", "Show", "Sign", "Simulate", "Solve", "Split", "Spread", "Start", "Stop", "Store", "Stream", "Sum", "Summarise", "Swap", "Switch", "Tabulate", "Take", "Tell", "Thaw", "Tokenise", "Train", "Treat", "Try", "Turn", "Unwrap", "Use", "Wait", "Write", "Yield"]
+    re.findall(
+        r"\w+",
+        """
+        Abort Account Add Allocate Allow Answer Append Apply Ask Attend Average Begin Bring Build Call Carry
+        Change Check Choose Close Combine Compare Compile Compress Compute Connect Convert Copy Count Create Cut
+        Deal Decide Decode Delete Derive Describe Do Download Draw Drop Empty End Enter Estimate Evaluate
+        Exchange Expand Expect Explain Fetch Fill Find Fit Follow Force Forget Free Gather Generate Give Hand
+        Hash Hold Identify Import Invert Join Keep Kill Lay Leave Let List Load Locate Lock Look Make Map Match
+        Measure Merge Move Name Note Notice Open Overwrite Pack Park Parse Plan Prefer Print Probe Promise
+        Propose Prove Publish Put Queue Raise Read Reassign Rebuild Record Redact Redirect Refuse Reject Release
+        Remember Remove Rename Renew Repair Replace Report Resume Return Run Save Say Scale Score See Send Serve
+        Set Shard Share Show Sign Simulate Solve Split Spread Start Stop Store Stream Sum Summarise Swap Switch
+        Tabulate Take Tell Thaw Tokenise Train Treat Try Turn Unwrap Use Wait Write Yield
+        """,
+    )
 )
 """The verbs that docstrings of functions begin with. Many are nouns too: none of these takes "of" as its next word."""
 

@@ -117,7 +117,7 @@ def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
     assert not found
 
 
-ROOMS_A = ("settings", "hf")
+ROOMS_A = ("algorithms", "settings", "hf")
 ROOMS_B: tuple[str, ...] = ()
 
 

@@ -17,7 +17,7 @@ from rollover.errors import DataError
 
 
 def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """Return the rewards ``[B]`` plus the overlong punishment of so many response tokens."""
+    """Return the rewards ``[B]`` plus the overlong punishment for their response lengths."""
     if algorithm.overlong_buffer == 0:
         return rewards_B
     shaping = [algorithm.overlong_punishment(max_response_tokens, n) for n in lengths_B.tolist()]
@@ -38,14 +38,16 @@ def compute_advantages(
     """Compute one advantage per response token ``[T]`` of the global batch, in the order of ``sample_T``.
 
     Args:
-        rewards_B: after shaping, one per sample. group_B: group of each sample, int64, counted from 0.
-        sample_T: sample of each response token, int64, non-decreasing. loss_mask_T: 1.0 where the token
-        trains. baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many
-        siblings they stand for; needed by ``history`` alone. proximal_logprobs_T, ref_logprobs_T: needed when
-        ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
+        rewards_B: after shaping, one per sample.
+        group_B: group of each sample, int64, counted from 0.
+        sample_T: sample of each response token, int64, non-decreasing.
+        loss_mask_T: 1.0 where the token trains.
+        baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many siblings they
+            stand for; only ``history`` needs it.
+        proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
 
-    A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward
-    that is not finite (naming the sample) and for lengths that disagree.
+    A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward that is not
+    finite (naming the sample) and for lengths that disagree.
     """
     _check(rewards_B, group_B, sample_T, loss_mask_T)
     kl_T = None
@@ -59,7 +61,11 @@ def compute_advantages(
 
 @dataclass(frozen=True, slots=True)
 class BatchRewards:
-    """The rewards of a global batch, as advantages compare them."""
+    """The rewards of a global batch, as advantages compare them.
+
+    Example: for one group with ``rewards_B`` of ``(1, 0, 0, 0)``, ``centred_B`` is ``(0.75, -0.25, -0.25, -0.25)`` and
+    ``group_std_B(ddof=1)`` is 0.5.
+    """
 
     rewards_B: Tensor
     group_B: Tensor
@@ -70,12 +76,12 @@ class BatchRewards:
 
     @property
     def counts_B(self) -> Tensor:
-        """Size of each sample's group."""
+        """Return the size of each sample's group."""
         return self._group_sums(torch.ones_like(self.rewards_B))[self.group_B]
 
     @property
     def centred_B(self) -> Tensor:
-        """Reward minus the mean of the sample's group, itself included."""
+        """Return each reward minus the mean of the sample's group, itself included."""
         return self.rewards_B - self._group_sums(self.rewards_B)[self.group_B] / self.counts_B
 
     def group_std_B(self, ddof: int) -> Tensor:
@@ -92,7 +98,7 @@ _FUNCTIONS: dict[str, Compute] = {}
 
 
 def _advantage(compute: Compute) -> Compute:
-    """Have the row of ``ADVANTAGES`` with the name of this function computed by it."""
+    """Register the function that computes the row of ``ADVANTAGES`` with its name."""
     _FUNCTIONS[compute.__name__] = compute
     return compute
 
@@ -117,7 +123,7 @@ def leave_one_out(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 
 @_advantage
 def whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
-    """Reward to go with discount 1: the sample's reward minus the KL of this and all later tokens."""
+    """Whiten the reward to go with discount 1: the sample's reward minus the KL of this and all later tokens."""
     to_go_T = batch.rewards_B[batch.sample_T]
     if batch.kl_T is not None:
         to_go_T = to_go_T - _sums_to_go(batch.kl_T * batch.mask_T, batch.sample_T, len(batch.rewards_B))
@@ -131,8 +137,8 @@ def group_mean_whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 
 @_advantage
 def history(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
-    """Return what ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean and the
-    deviation of the baseline, which was fixed before the sample began.
+    """Return the advantage that ``group_std`` would give the sample among ``n`` siblings whose rewards have the mean
+    and the deviation of the baseline, which was fixed before the sample began.
 
     With ``x`` the reward minus the baseline's mean, ``n / (n + 1) x`` is its distance from the mean of all ``n + 1``
     and ``n std^2 + n / (n + 1) x^2`` the sum of their squared distances. Hence ``|advantage| < n / sqrt(n + 1)``
@@ -149,7 +155,7 @@ def history(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 
 
 def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    """[T]: sum of ``x`` from each token to the end of its sample."""
+    """Return the sum of ``x`` from each token to the end of its sample, ``[T]``."""
     before_T = x_T.cumsum(0) - x_T
     totals_B = x_T.new_zeros(num_samples).index_add(0, sample_T, x_T)
     before_sample_B = totals_B.cumsum(0) - totals_B
@@ -157,7 +163,7 @@ def _sums_to_go(x_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
 
 
 def _whiten(algorithm: Algorithm, x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Zero mean and unit deviation over the unmasked tokens of the global batch, if there are any."""
+    """Normalise to mean 0 and deviation 1 over the unmasked tokens of the global batch, if there are any."""
     count = mask_T.sum().clamp(min=1)
     centred_T = x_T - (x_T * mask_T).sum() / count
     variance = (centred_T**2 * mask_T).sum() / (count - algorithm.advantage_ddof).clamp(min=1)

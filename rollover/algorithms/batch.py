@@ -13,6 +13,9 @@ class TokenBatch:
     """Response tokens of ``B`` whole samples, concatenated (``T`` tokens). A sample is never split.
 
     All log-probs follow one convention: float32 ``log_softmax(logits / temperature)`` over the full vocabulary.
+
+    Example: two samples of one group, of 3 and 2 tokens, have ``sample_T`` of ``(0, 0, 0, 1, 1)`` and ``group_B`` of
+    ``(0, 0)``.
     """
 
     trainer_logprobs_T: Tensor
@@ -38,7 +41,7 @@ class TokenBatch:
         return int(self.group_B.shape[0])
 
     def sum_per_sample(self, x_T: Tensor) -> Tensor:
-        """[B]: sum of ``x_T`` over the tokens of each sample."""
+        """Return the sum of ``x_T`` over the tokens of each sample, ``[B]``."""
         return torch.zeros(self.num_samples, dtype=x_T.dtype, device=x_T.device).index_add(0, self.sample_T, x_T)
 
 
@@ -47,6 +50,9 @@ class Denominators:
     """Counts over the *global* batch of one optimiser step: all micro-batches, all ranks.
 
     Masked and rejected tokens stay in: they were decoded, and leaving them out would enlarge the step on the rest.
+
+    Example: for two groups with responses of 10 and 20, and of 5 and 5 tokens, ``Denominators(num_tokens=40,
+    num_samples=4, num_groups=2, tokens_per_group=(30, 10), max_response_tokens=64)``.
     """
 
     num_tokens: int
@@ -60,7 +66,11 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """The loss of each token before correction and aggregation, with flags for what the clip did to it."""
+    """The loss of each token before correction and aggregation, with flags for what the clip did to it.
+
+    Example: with ``ppo_clip`` and ``clip_high=0.2``, a token with ratio 1.5 and advantage 1 has loss -1.2, and its
+    ``high_T`` is true.
+    """
 
     loss_T: Tensor
     ratio_T: Tensor

@@ -120,7 +120,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 
 def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
-    """Refuse an override that the rest of the row leaves without effect."""
+    """Refuse an override that has no effect because of the rest of the row."""
     objective = OBJECTIVES[row.objective]
     idle: dict[str, tuple[bool, str]] = {
         **dict.fromkeys(

@@ -19,7 +19,11 @@ from rollover.algorithms.registry import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionFactors:
-    """Factors on the losses of a micro-batch's tokens; constant, one entry per token unless named otherwise."""
+    """Factors on the losses of a micro-batch's tokens; constant, one entry per token unless named otherwise.
+
+    Example: with ``correction = "tis"`` and bounds (0, 2), a token with ``rho`` 3 has factor 2 and is marked as
+    truncated.
+    """
 
     factor_T: Tensor
     """Multiplies the token's loss; 0 where the token is rejected."""
@@ -58,14 +62,15 @@ def correction_factors(algorithm: Algorithm, tokens: TokenBatch) -> CorrectionFa
 
 
 def trained_tokens_B(tokens: TokenBatch) -> Tensor:
-    """[B]: trained tokens of each sample, at least 1 so that a fully masked sample divides nothing by 0."""
+    """Return the number of trained tokens of each sample, ``[B]``, at least 1 so that a fully masked sample causes no
+    division by 0."""
     return tokens.sum_per_sample(tokens.loss_mask_T).clamp(min=1)
 
 
 def _bounded(
     algorithm: Algorithm, tokens: TokenBatch, rho_T: Tensor, log_weight_B: Tensor, log_mean_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Factor and truncated flag before the guard."""
+    """Return the factor and the truncation flag of each token, before the guard."""
     untouched_T = torch.zeros_like(rho_T)
     if algorithm.correction == "none":
         return torch.ones_like(rho_T), untouched_T

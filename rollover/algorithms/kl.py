@@ -22,12 +22,14 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_estimate(estimator: str, *, trainer_T: Tensor, ref_T: Tensor, rollout_T: Tensor) -> Tensor:
-    """[T]: the estimator named by the column ``kl_estimator``; gradient flows through ``trainer_T``."""
+    """Return the KL estimate of each token, ``[T]``, by the estimator of that name; the gradient flows through
+    ``trainer_T``."""
     return _ESTIMATORS[estimator](trainer_T, ref_T, rollout_T)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(-d) - 1 + d``: unbiased for KL when tokens come from the numerator of d, and never negative."""
+    """Compute ``exp(-d) - 1 + d``, which is unbiased for KL when tokens come from the numerator of d, and never
+    negative."""
     return (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + log_ratio
 
 

@@ -38,8 +38,8 @@ def policy_loss(algorithm: Algorithm, tokens: TokenBatch, denominators: Denomina
     """Compute the scalar share of the global loss, to minimise, and the statistics of this micro-batch.
 
     ``sum_t weight_t * mask_t * (factor_t * objective_t + kl_coef * kl_t)`` with the weights of
-    ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too;
-    those that carry their own importance weight only by its being above 0.
+    ``aggregation`` and the factors of ``correction``. Plain KL estimators are multiplied by the factor too; those that
+    carry their own importance weight are only left out where the factor is 0.
 
     Raises ``LossError`` for a denominator of 0, tensors whose lengths differ, and log-probs or advantages
     that are not finite (naming the sample).
@@ -129,7 +129,8 @@ def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = F
 
 
 def _log_ratio_at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:
-    """The GSPO loss (arXiv 2507.18071, sections 4.1 and 4.3) takes the sample's geometric mean of the ratios."""
+    """Return each token's log-ratio at the level that the algorithm compares policies at; for the GSPO loss (arXiv
+    2507.18071, sections 4.1 and 4.3), this is the sample's geometric mean."""
     if algorithm.ratio_level == "token":
         return log_ratio_T
     mean_B = tokens.sum_per_sample(log_ratio_T * tokens.loss_mask_T) / trained_tokens_B(tokens)
@@ -144,14 +145,14 @@ _FUNCTIONS: dict[str, Compute] = {}
 
 
 def _objective(compute: Compute) -> Compute:
-    """Have the row of ``OBJECTIVES`` with the name of this function computed by it."""
+    """Register the function that computes the row of ``OBJECTIVES`` with its name."""
     _FUNCTIONS[compute.__name__] = compute
     return compute
 
 
 @_objective
 def ppo_clip(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """The GRPO, DAPO and GSPO loss: the pessimistic clipped surrogate (arXiv 1707.06347), with the dual clip of
+    """Compute the GRPO, DAPO and GSPO loss: the pessimistic clipped surrogate (arXiv 1707.06347), with the dual clip of
     arXiv 1912.09729."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     negative_T = advantages_T < 0
@@ -172,8 +173,8 @@ def ppo_clip(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantage
 
 @_objective
 def cispo(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """The CISPO loss (arXiv 2506.13585): log-likelihood weighted by the clipped, detached ratio, so that no token
-    loses its gradient."""
+    """Compute the CISPO loss (arXiv 2506.13585): log-likelihood weighted by the clipped, detached ratio, so that no
+    token loses its gradient."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     return TokenLosses(
         loss_T=-ratio_T.detach().clamp(low, high) * advantages_T * trainer_T,
@@ -186,6 +187,6 @@ def cispo(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T
 
 @_objective
 def reinforce(algorithm: Algorithm, ratio_T: Tensor, trainer_T: Tensor, advantages_T: Tensor) -> TokenLosses:
-    """The RLOO loss (arXiv 2402.14740): log-likelihood times advantage, without a ratio."""
+    """Compute the RLOO loss (arXiv 2402.14740): log-likelihood times advantage, without a ratio."""
     never_T = torch.zeros_like(ratio_T, dtype=torch.bool)
     return TokenLosses(loss_T=-advantages_T * trainer_T, ratio_T=ratio_T, low_T=never_T, high_T=never_T, dual_T=never_T)

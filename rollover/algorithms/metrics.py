@@ -27,11 +27,14 @@ LAGS = ("0", "1", "2", "3plus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMetrics:
-    """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp."""
+    """Statistics of one or more micro-batches; float64. Ranks combine by sum, sum, max and log-sum-exp.
+
+    Example: when 16 tokens of a batch belong to a group of equal rewards and there is no KL term, ``untrained()``
+    returns ``{WasteCause.ZERO_ADVANTAGE: 16}``.
+    """
 
     token_sums_L: dict[str, Tensor]
-    """Quantities summed over the tokens that no mask takes out, per lag bin; ``trained`` are those of them that have a
-    gradient."""
+    """Quantities summed over the unmasked tokens, per lag bin; ``trained`` counts those that have a gradient."""
     sample_sums_2: Tensor
     """Samples with a trained token; those of them in which every trained token is rejected."""
     maxima_3: Tensor
@@ -41,9 +44,9 @@ class LossMetrics:
     untrained_C: Tensor
     """Tokens without a gradient, by the causes of ``untrained.CAUSES``."""
     capped: bool
-    """The clip caps weights and zeroes no gradient (``cispo``)."""
+    """True if the clip caps weights and zeroes no gradient (``cispo``)."""
     uncorrected: bool
-    """The algorithm trains stale tokens as fresh ones."""
+    """True if the algorithm trains stale tokens as fresh ones."""
 
     @classmethod
     def of(
@@ -106,7 +109,7 @@ class LossMetrics:
         )
 
     def untrained(self) -> dict[WasteCause, int]:
-        """Tokens without a gradient, by cause; causes without any are left out."""
+        """Return the number of tokens without a gradient, by cause; causes without any are left out."""
         counts = zip(CAUSES, self.untrained_C.tolist(), strict=True)
         return {cause: int(count) for cause, count in counts if count}
 

@@ -1,11 +1,11 @@
 """The table of algorithms: GRPO, DAPO, GSPO, Dr.GRPO, RLOO, REINFORCE++ and CISPO differ in their settings.
 
-The table is data and needs no torch. What needs none either, a row computes itself: which groups it keeps, which
+The table is data and needs no torch. A row itself computes what needs no torch either: which groups it keeps, which
 samples it trains, how it punishes length. The functions that compute its other settings are in ``advantages``,
-``losses``, ``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641).
-To add an algorithm, add a row to ``ALGORITHMS``; to add an advantage or an objective, add a row to ``ADVANTAGES`` or
+``losses``, ``corrections`` and ``kl``. Every row corrects stale tokens as decoupled PPO does (arXiv 2110.00641). To add
+an algorithm, add a row to ``ALGORITHMS``; to add an advantage or an objective, add a row to ``ADVANTAGES`` or
 ``OBJECTIVES``, and a function of the same name to ``advantages`` or ``losses``. The configuration, the trainer, the dry
-run and the generated page know it from that alone (``tests/algorithms/test_adding_an_algorithm.py``).
+run and the generated page need nothing else (``tests/algorithms/test_adding_an_algorithm.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollover.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRow:
-    """Says what must be known of an advantage before one is computed.
+    """Facts about an advantage that matter before one is computed.
 
     Example: ``ADVANTAGES["history"].compares`` is ``"history"``: it needs samples that are trained one by one.
     """
@@ -29,7 +29,7 @@ class AdvantageRow:
     compares: Literal["siblings", "batch", "history"]
     """The rewards that a reward is compared with: those of its group, of the whole batch, or earlier ones."""
     divides: bool
-    """It is divided by a deviation: ``advantage_eps`` and ``advantage_ddof`` have an effect."""
+    """True if it is divided by a deviation, so that ``advantage_eps`` and ``advantage_ddof`` have an effect."""
 
 
 ADVANTAGES: dict[str, AdvantageRow] = {
@@ -45,17 +45,18 @@ ADVANTAGES: dict[str, AdvantageRow] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveRow:
-    """Says what must be known of an objective before a loss is computed.
+    """Facts about an objective that matter before a loss is computed.
 
     Example: ``OBJECTIVES["reinforce"].has_ratio`` is false, so ``clip_low`` has no effect beside it.
     """
 
     has_ratio: bool
-    """It weights tokens by the ratio of two policies, which is clipped."""
+    """True if it weights tokens by the ratio of two policies, which is clipped."""
     trains_ratio: bool = False
-    """Its gradient goes through the ratio: with one ratio per sample, each token moves the loss of all others."""
+    """True if its gradient flows through the ratio: with one ratio per sample, each token moves the loss of all
+    others."""
     has_dual_clip: bool = False
-    """``dual_clip`` has an effect."""
+    """True if ``dual_clip`` has an effect."""
 
 
 OBJECTIVES: dict[str, ObjectiveRow] = {
@@ -65,7 +66,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
 }
 """The objectives by name; the function of that name in ``losses`` computes each."""
 
-if TYPE_CHECKING:  # a type checker knows no literal of what a table holds
+if TYPE_CHECKING:  # a type checker cannot make a literal of a table's keys
     Advantage = str
     Objective = str
 else:
@@ -88,17 +89,17 @@ CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "tis": (0.0, 2.0),
     "mis": (0.5, 5.0),
 }
-"""Bounds a correction has when none are given."""
+"""The bounds of a correction when none are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """One row: the settings of an algorithm, which ``AlgorithmConfig`` explains one by one.
 
-    Raises ``ValueError`` for a combination that means nothing.
+    Raises ``ValueError`` for a meaningless combination.
 
     Example: ``Algorithm(name="dr-grpo", advantage="group_mean", aggregation="seq-mean-token-sum-norm")`` is GRPO
-    without the division by the group's deviation and without that by the response's length.
+    without the divisions by the group's deviation and by the response's length.
     """
 
     name: str
@@ -151,33 +152,33 @@ class Algorithm:
 
     @property
     def needs_ref(self) -> bool:
-        """Is true when ``ref_logprobs`` must be computed."""
+        """Return whether ``ref_logprobs`` must be computed."""
         return self.kl_coef > 0
 
     @property
     def needs_proximal(self) -> bool:
-        """Is true when ``proximal_logprobs`` enter the loss. If not, the trainer may hand in its detached current
-        log-probs in their place; they then serve metrics alone."""
+        """Return whether ``proximal_logprobs`` enter the loss. If not, the trainer may pass its detached current
+        log-probs in their place; only metrics then use them."""
         ratio = OBJECTIVES[self.objective].has_ratio and self.old == "proximal"
         kl = self.kl_coef > 0 and self.kl_in == "reward"
         return ratio or kl or self.correction in ("tis", "mis") or self.guard is not None
 
     @property
     def ignores_staleness(self) -> bool:
-        """Is true when tokens of older versions are trained as if the current policy had sampled them."""
+        """Return whether tokens of older versions are trained as if the current policy had sampled them."""
         sees_rollout = self.old == "rollout" and OBJECTIVES[self.objective].has_ratio
         return self.correction == "none" and not sees_rollout
 
     def keeps_group(self, rewards_G: Sequence[float]) -> bool:
-        """Apply DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) to the unshaped rewards of one group: with
-        ``group_filter = "zero_signal"`` a group stays iff its rewards differ.
+        """Return whether to train a group with these unshaped rewards. With ``group_filter = "zero_signal"``, DAPO's
+        dynamic sampling (arXiv 2503.14476, section 3.2), it is trained iff they differ.
 
-        Like ``trains_sample`` it never looks at completion time, so that neither prefers short responses.
+        Neither this nor ``trains_sample`` looks at completion time, so that neither prefers short responses.
         """
         return self.group_filter == "none" or len(set(rewards_G)) > 1
 
     def trains_sample(self, finish_reason: FinishReason) -> bool:
-        """Say whether the tokens of a sample that ended so have ``loss_mask`` 1."""
+        """Return whether the tokens of a sample with this finish reason have ``loss_mask`` 1."""
         return not (self.mask_truncated and finish_reason is FinishReason.LENGTH)
 
     def overlong_punishment(self, max_response_tokens: int, num_tokens: int) -> float:

@@ -1,8 +1,8 @@
 """Untrained tokens: the response tokens that a loss leaves without a gradient, by cause.
 
-A token counts by a decision of the loss about its data: a mask, a rejection, an advantage of 0. A token whose ratio the
-clip holds counts as trained, since it was moved to where the clip stops it; and so does one to which the model happens
-to be indifferent.
+A token is untrained when the loss decides so from its data: by a mask, a rejection or an advantage of 0. A token whose
+ratio is clipped counts as trained, since training moved it to where the clip stops it; so does one at which the
+gradient happens to be 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CAUSES = (
 
 
 def untrained_causes(algorithm: Algorithm, tokens: TokenBatch, correction: CorrectionFactors) -> Tensor:
-    """Return for each token ``[T]`` its place in ``CAUSES``, or -1 where it is trained. Of several causes the first
-    one along its way counts: mask, guard, correction, advantage."""
+    """Return each token's index in ``CAUSES``, ``[T]``, or -1 where it is trained. Of several causes the first in this
+    order counts: mask, guard, correction, advantage."""
     masked_T, rejected_T, guarded_T = tokens.loss_mask_T == 0, correction.rejected_T > 0, correction.guarded_T > 0
     by_correction = WasteCause.MASKED_STALE if algorithm.correction == "mask_stale" else WasteCause.REJECTED_WEIGHT
     causes_T = torch.full_like(tokens.sample_T, CAUSES.index(WasteCause.ZERO_ADVANTAGE))
@@ -37,7 +37,7 @@ def untrained_causes(algorithm: Algorithm, tokens: TokenBatch, correction: Corre
 
 
 def _has_gradient(algorithm: Algorithm, tokens: TokenBatch, admitted_T: Tensor) -> Tensor:
-    """Say for each token ``[T]`` whether the loss has a slope at its log-prob. ``admitted_T``: neither masked nor
+    """Return for each token ``[T]`` whether the loss has a slope at its log-prob. ``admitted_T``: neither masked nor
     rejected."""
     by_reward_T = admitted_T & (tokens.advantages_T != 0)
     if algorithm.ratio_level == "sequence" and OBJECTIVES[algorithm.objective].trains_ratio:

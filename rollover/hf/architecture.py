@@ -45,13 +45,13 @@ class Architecture:
     """Rotary angle per position, one for each of ``head_dim / 2`` pairs."""
     max_position_embeddings: int
     tied_embeddings: bool
-    """Whether the config asks for it; weights that hold two different matrices are not tied even then
+    """True if the config asks for it; weights that hold two different matrices are not tied even then
     (``engine.embedded.weights.are_tied``)."""
     qkv_bias: bool
     output_bias: bool
-    """Whether the attention's output projection has a bias."""
+    """True if the attention's output projection has a bias."""
     qk_norm: bool
-    """Whether each query and key head has an RMS norm (Qwen3)."""
+    """True if each query and key head has an RMS norm (Qwen3)."""
 
     def __post_init__(self) -> None:
         for key in _COUNTS:

@@ -117,7 +117,7 @@ def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
     assert not found
 
 
-ROOMS_A = ("algorithms", "settings", "hf")
+ROOMS_A = ("algorithms", "hf", "settings", "tasks", "weights")
 ROOMS_B: tuple[str, ...] = ()
 
 
@@ -136,11 +136,11 @@ VERBS = frozenset(
         Deal Decide Decode Delete Derive Describe Do Download Draw Drop Empty End Enter Estimate Evaluate
         Exchange Expand Expect Explain Fetch Fill Find Fit Follow Force Forget Free Gather Generate Give Hand
         Hash Hold Identify Import Invert Join Keep Kill Lay Leave Let List Load Locate Lock Look Make Map Match
-        Measure Merge Move Name Note Notice Open Overwrite Pack Park Parse Plan Prefer Print Probe Promise
-        Propose Prove Publish Put Queue Raise Read Reassign Rebuild Record Redact Redirect Refuse Reject Release
+        Measure Merge Move Name Normalise Note Notice Open Overwrite Pack Park Parse Plan Prefer Print Probe Promise
+        Propose Prove Publish Put Queue Raise Read Reassign Rebuild Record Redact Redirect Refuse Register Reject Release
         Remember Remove Rename Renew Repair Replace Report Resume Return Run Save Say Scale Score See Send Serve
         Set Shard Share Show Sign Simulate Solve Split Spread Start Stop Store Stream Sum Summarise Swap Switch
-        Tabulate Take Tell Thaw Tokenise Train Treat Try Turn Unwrap Use Wait Write Yield
+        Tabulate Take Tell Thaw Tokenise Train Treat Try Turn Unwrap Use Wait Whiten Write Yield
         """,
     )
 )

@@ -1,10 +1,10 @@
 """Finds the columns of a dataset that are the prompt and the answer, and those that travel with the prompt.
 
-This is decided once, on the first row: one candidate is taken, two are the user's to choose. Every later row must
-hold the chosen columns; one that does not is named with its file and line.
+This is decided once, on the first row: a single candidate is taken, and between two the user has to choose. Every later
+row must contain the chosen columns; one that does not is reported with its file and line.
 
-Messages that end with an assistant's turn hold prompt and answer in one column. That turn is then the reference, unless
-an answer column is there too; the column counts as both, prompt and answer.
+Messages that end with an assistant's turn contain prompt and answer in one column, which then counts as both. That turn
+is the reference unless there is an answer column too.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class ColumnSettings:
     keep: tuple[str, ...] | None = None
     """Columns that travel with the prompt; ``None`` means all."""
     needs_answer: bool = False
-    """The reward compares with a reference answer."""
+    """True if the reward compares with a reference answer."""
     needed: tuple[str, ...] = ()
     """Columns that the reward function requires."""
     whole: bool = False
-    """Every column travels unchanged, including that of the prompt."""
+    """True if every column travels unchanged, including that of the prompt."""
 
 
 class ColumnMap:
     """Decides on the first row which columns of a source are the prompt and the answer, and which travel.
 
-    Raises ``DataError`` when the first row leaves a choice or lacks a column.
+    Raises ``DataError`` when the first row has several candidates or lacks a column.
     """
 
     def __init__(self, settings: ColumnSettings, first: Mapping[str, Any], where: str) -> None:
@@ -72,29 +72,29 @@ class ColumnMap:
         self.replies = ends_with_reply(_require(first, self.prompt, key=self._prompt_key, where=where))
         """True if the messages of the first row end with an assistant's turn."""
         self.answer = settings.answer
-        """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. That of the
-        prompt when it is the reply in there."""
+        """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. It is the
+        prompt's path when the answer is the reply in it."""
         if self.answer is None and self.replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
             self.answer = self.prompt
         elif self.answer is None and settings.needs_answer:
             self.answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
-        # A name that no column has is the function's mistake, and told where functions are checked.
+        # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
         self.content(first, where)
         self.travelling = tuple(self.kept(first, where))
         """The columns of the first row that travel with its prompt, and the name under which functions get the reply
-        where it is the reference."""
+        if it is the reference."""
         if self.replies and self.answer == self.prompt:
             self.travelling += (REPLY,)
 
     def content(self, row: Mapping[str, Any], where: str) -> Any:
-        """Give the prompt of a row: text, or messages without the reply that they may end with. ``DataError`` when its
-        prompt, its answer or a column that the reward function asks for is missing."""
+        """Return the prompt of a row: text, or messages without the reply that they may end with. Raises ``DataError``
+        when its prompt, its answer or a column that the reward function asks for is missing."""
         if self.answer is not None:
             _require(row, self.answer, key=self._answer_key, where=where)
         for name in self._needed:
-            if name not in row:  # null is a value that functions may know what to do with
+            if name not in row:  # null is a value that functions may know how to handle
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
         content = _require(row, self.prompt, key=self._prompt_key, where=where)
         if not is_messages(content):
@@ -108,8 +108,8 @@ class ColumnMap:
         return prompt
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Give the columns that travel, as they come back from the journal: those wanted, the answer, and a prompt
-        of messages, which reward functions get as messages."""
+        """Return the columns that travel, as they come back from the journal: those wanted, the answer, and a prompt of
+        messages, which reward functions get as messages."""
         if self._settings.whole:
             return dict(row)
         wanted = self._settings.keep
@@ -164,7 +164,7 @@ def _lacking(row: Mapping[str, Any], path: str, state: str, *, key: str, where: 
 
 
 def _top(row: Mapping[str, Any], path: str) -> str:
-    """Give the column that a dotted path starts in."""
+    """Return the column in which a dotted path starts."""
     return path if path in row else path.split(".")[0]
 
 

@@ -47,7 +47,7 @@ class TasksConfig:
     """Seed of the generated evaluation items. It is independent of the run's seed, so that runs of several seeds are
     measured on the same items."""
     shuffle: bool = True
-    """If true, the rows are shuffled anew in every epoch; otherwise they keep the file's order."""
+    """If true, the rows are reshuffled in every epoch; otherwise they keep the file's order."""
 
     def __post_init__(self) -> None:
         for role, sources in (("train", self.train), ("eval", self.eval)):

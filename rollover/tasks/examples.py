@@ -1,7 +1,7 @@
 """Makes supervised examples: a prompt with the response it should have had.
 
 For reasoning-gym tasks the response is a worked solution made from the item. For datasets it is the assistant's turn
-that ends the messages, where they end with one, and else the answer column.
+that ends the messages if there is one, and the answer column otherwise.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rollover.tasks.prompt_source import PromptSource
 def examples(
     source: PromptSource, tokenizer: Any, *, bare_answers: float = 0.0
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (prompt ids, response ids) without end. Responses end with the end token; of a share ``bare_answers`` of
-    them only the last line is left, spread evenly over the examples."""
+    """Yield (prompt ids, response ids) without end. Responses end with the end token; a share ``bare_answers`` of them,
+    spread evenly over the examples, are cut down to their last line."""
     for index in count():
         prompt = source.prompt(index)
         text = source.solution(prompt)
@@ -28,6 +28,6 @@ def examples(
 
 
 def _spread(index: int) -> float:
-    """Give a point of [0, 1) such that all fill it evenly however long the sequence (Weyl, golden ratio), out of step
+    """Return point ``index`` of a sequence that fills [0, 1) evenly at every length (Weyl, golden ratio), out of step
     with any mixture."""
     return index * 0.6180339887498949 % 1.0

@@ -1,10 +1,10 @@
-"""Takes the fingerprint of a dataset, by which another can be told from it, and watches a file while it is read.
+"""Takes the fingerprint of a dataset, which tells it from any other, and watches a file while it is read.
 
-A dataset must stay as it is while a run reads it, and between a run and its resume. A file is known by its size and a
-hash: of all its bytes up to 64 MiB, beyond that of blocks spread evenly from head to tail. A change that keeps the size
-and lies between those blocks is not seen. The fingerprint of a dataset of the hub or a saved folder is the number of
-rows and a hash of a few hundred of them, so that another version of the library or a new download of the same rows is
-no change.
+A dataset must stay as it is while a run reads it, and between a run and its resume. A file is identified by its size
+and a hash: of all its bytes up to 64 MiB, and of blocks spread evenly over a larger file. A change that keeps the size
+and lies between those blocks is not noticed. The fingerprint of a dataset from the hub or a saved folder is the number
+of rows and a hash of a few hundred of them, so that another version of the library or a new download of the same rows
+does not count as a change.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ _NUM_BLOCKS = 256
 _NUM_ROWS = 256
 
 Fingerprint = dict[str, Any]
-"""JSON: ``path``, ``size``, ``unit`` of the size, ``sha256`` and, of a file, when it was ``written``."""
+"""JSON: ``path``, ``size``, ``unit`` of the size, ``sha256`` and, for a file, when it was ``written``."""
 
 
 class Content(NamedTuple):
-    """Tells the content of one file from that of another."""
+    """Identifies the content of one file.
+
+    Example: an empty file has ``size`` 0 and a ``sha256`` that begins with ``"e3b0c44298fc1c14"``.
+    """
 
     size: int
     sha256: str
@@ -44,7 +47,7 @@ class DataFile:
         self.content = self._read_content()
 
     def fingerprint(self) -> Fingerprint:
-        """Take the fingerprint of the content, as it was at the beginning."""
+        """Return the fingerprint of the content as it was at the beginning."""
         written = datetime.datetime.fromtimestamp(self._stamp[-1] / 1e9).astimezone()
         return {
             "path": str(self.path),
@@ -55,7 +58,8 @@ class DataFile:
         }
 
     def check(self) -> None:
-        """Raise ``DataError`` when the content is no longer that of the beginning. Cheap while nobody touches it."""
+        """Raise ``DataError`` when the content is no longer what it was at the beginning. Cheap while the file is not
+        touched."""
         stamp = self._read_stamp()
         if stamp == self._stamp:
             return
@@ -99,6 +103,6 @@ def fingerprint_of_rows(rows: DatasetRows, path: str) -> Fingerprint:
     digest = hashlib.sha256()
     for place in range(num_taken):
         row = rows[(rows.num_rows - 1) * place // max(1, num_taken - 1)]
-        # Of what is no JSON (an image, say) its type stands for it: it has no other lasting form.
+        # A value that JSON cannot hold (an image, say) is represented by its type, since it has no other lasting form.
         digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
     return {"path": path, "size": rows.num_rows, "unit": "rows", "sha256": digest.hexdigest()}

@@ -1,4 +1,5 @@
-"""Mixes several prompt sources into one, in exact proportion to their weights; a pure function of the index still."""
+"""Mixes several prompt sources into one, in exact proportion to their weights; it remains a pure function of the
+index."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class MixtureSource:
     """Interleaves several sources: over every ``cycle`` draws each source has exactly its share.
 
     With shares p_k = n_k / L in lowest terms the cycle has L draws. Draws are spread evenly (the j-th of
-    source k stands at (j + 1/2) / n_k), so that every batch has the mixture too. Shares that would need a
-    cycle above 10,000 are rounded to that, each source keeping at least one draw.
+    source k stands at (j + 1/2) / n_k), so that every batch has these shares too. Shares that would need a cycle above
+    10,000 are rounded to that, and each source keeps at least one draw.
     """
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]) -> None:

@@ -1,7 +1,7 @@
 """Translates task settings that earlier versions stored.
 
-They wrote the keys of every kind of source and reward into ``config.json``, with their defaults where they belonged to
-another kind. What a user writes is never translated: a key of another kind is a mistake there.
+They wrote the keys of every kind of source and reward into ``config.json``, with their defaults if they belonged to
+another kind. A user's own file is never translated: a key of another kind is a mistake there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNSET: tuple[Any, ...] = (None, {}, "whole")
 
 
 def without_keys_of_other_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop from a stored run config what its sources and rewards say about other kinds than their own.
+    """Drop from a stored run config the keys of its sources and rewards that belong to other kinds.
 
     Example: ``{"kind": "jsonl", "path": "a.jsonl", "dataset": None, "config": {}}`` becomes ``{"kind": "jsonl",
     "path": "a.jsonl"}``.

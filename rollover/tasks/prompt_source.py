@@ -1,10 +1,9 @@
 """Draws prompts from datasets: ``prompt(index)`` is a pure function of (configuration, seed, index).
 
-So one integer, the number of prompts drawn, is the whole state of a source and a restart goes on exactly
-where it was. Draw ``index`` of a finite source is row ``order[index % rows]`` of epoch ``index // rows``,
-each epoch with an order of its own; a dataset without end never repeats a row. Rows whose
-prompt is too long, or held out for evaluation, are no rows: finite sources leave them out before they count,
-endless ones take another row in their place.
+So one integer, the number of prompts drawn, is the whole state of a source, and a restart continues exactly where it
+was. Draw ``index`` of a finite source is row ``order[index % rows]`` of epoch ``index // rows``, each epoch with an
+order of its own; a dataset without end never repeats a row. Rows whose prompt is too long, or held out for evaluation,
+do not count as rows: finite sources leave them out before they count, and endless ones take another row in their place.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ class PromptSource(Protocol):
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
-        """Say how the prompts of this source are scored: what ``RewardScorer`` is built from."""
+        """Return how the prompts of this source are scored, from which ``RewardScorer`` is built."""
         ...
 
     def prompt(self, index: int) -> Prompt:
-        """Draw prompt ``index``. Raises ``DataError`` when its row cannot be read, or has no prompt."""
+        """Draw prompt ``index``. Raises ``DataError`` when its row cannot be read or has no prompt."""
         ...
 
     def solution(self, prompt: Prompt) -> str:
-        """Give the response that a prompt of this source should have. Raises ``DataError`` when the task has no worked
-        solutions, or the row neither reply nor answer."""
+        """Return the response that a prompt of this source should have. Raises ``DataError`` when the task has no
+        worked solutions, or the row neither reply nor answer."""
         ...
 
 
@@ -97,7 +96,7 @@ class _DatasetSource:
         return found.text not in self._held_out and self._encoder.fits(found.token_ids, self._rows.where(row))
 
     def _nothing_left(self, what: str) -> DataError:
-        """Say why nothing is left of a source, and what to do."""
+        """Return the error that says why nothing is left of a source, and what to do."""
         text = f"longer than {self._encoder.max_tokens} tokens"
         mend = "raise tasks.max_prompt_tokens or ask for smaller items"
         if self._held_out:
@@ -125,12 +124,12 @@ class RowSource(_DatasetSource):
         self._seed = seed
         self._shuffle = shuffle
         self._admissible = self._scan(num_rows)
-        # Prompts of two epochs are asked for in turn around a boundary.
+        # Around a boundary, prompts of two epochs are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     @property
     def num_rows(self) -> int:
-        """Count the admissible rows, which are one epoch."""
+        """Count the admissible rows, which make up one epoch."""
         return len(self._admissible)
 
     def prompt(self, index: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""Turns what a row asks into token ids, once and for all.
+"""Turns the prompt of a row into token ids, once and for all.
 
 ``Prompt.text`` is exactly the string that was tokenised. A chat template writes its own special tokens, so
 after it the tokenizer adds none; plain text gets those the tokenizer adds by itself (a leading BOS, say).
@@ -16,7 +16,10 @@ from rollover.tasks.config import TasksConfig
 
 
 class Encoded(NamedTuple):
-    """Holds a prompt as it was written out, and its token ids."""
+    """A prompt as it was written out, and its token ids.
+
+    Example: with Qwen3's tokenizer and no template, ``Encoded(text="1+8", token_ids=(16, 10, 23))``.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -43,7 +46,8 @@ class PromptEncoder:
         return self._config.max_prompt_tokens
 
     def fits(self, token_ids: Sequence[int], where: str) -> bool:
-        """Tell whether a prompt is short enough. Raises ``DataError`` when it is not, and such prompts are an error."""
+        """Return whether a prompt is short enough. Raises ``DataError`` when it is not and ``long_prompts`` is
+        ``"error"``."""
         fits = len(token_ids) <= self.max_tokens
         if not fits and self._config.long_prompts == "error":
             raise DataError(

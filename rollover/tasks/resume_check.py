@@ -1,8 +1,9 @@
 """Checks that the datasets of a run are those that it began with.
 
-A cursor is a number of prompts drawn: over other rows it means something else, and nothing would show. So a run keeps a
-fingerprint of each dataset, and compares it when it is resumed. When a file was written is told and never decides. What
-reasoning-gym generates depends on the config and the library's version, and is not compared.
+A cursor is a number of prompts drawn: with other rows it would mean something else, and nothing would show it. So a run
+keeps a fingerprint of each dataset and compares it when it is resumed. The time at which a file was written appears in
+messages but decides nothing. The items of reasoning-gym depend on the config and the library's version, and are not
+compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollover.tasks.sources.base import SourceSettings
 
 
 def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:
-    """Take the fingerprints of all datasets of a run, which must be those ``recorded`` when it began (``None``: it
+    """Return the fingerprints of all datasets of a run, which must be those ``recorded`` when it began (``None`` if it
     begins now, or began before they were recorded).
 
     Raises:

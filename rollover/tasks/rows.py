@@ -1,4 +1,4 @@
-"""Numbers the rows of a dataset: what every kind of source opens."""
+"""The rows of a dataset by number, which every kind of source opens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DatasetRows(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """Count the rows; ``None``: without end."""
+        """Count the rows; ``None`` means that they have no end."""
         ...
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -22,5 +22,5 @@ class DatasetRows(Protocol):
         ...
 
     def where(self, row: int) -> str:
-        """Name the row in messages."""
+        """Return the place of the row for messages."""
         ...

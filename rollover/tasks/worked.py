@@ -1,9 +1,9 @@
 """Writes worked solutions of reasoning-gym items, which a supervised warm-up teaches a model to write.
 
-A solution is lines of the form ``a op b = c``, one operation on two integers each, and a last line
-``#### answer``, which ``reward.extract = "hashes"`` finds. Every line is true by itself and works on the
-question's numbers or on earlier results, so a response is as long as its problem is deep. The answer is what
-the lines arrive at; the item's own is never copied.
+A solution consists of lines of the form ``a op b = c``, one operation on two integers each, and a last line ``####
+answer``, which ``reward.extract = "hashes"`` finds. Every line is true by itself and works on the question's numbers or
+on earlier results, so a response is as long as its problem is deep. The answer is the result of the lines; the item's
+own is never copied.
 
 The tasks, with ``|`` for a line break::
 
@@ -20,7 +20,7 @@ from typing import Any
 from rollover.errors import DataError
 
 Work = tuple[list[str], int]
-"""The lines, and the integer they arrive at."""
+"""The lines, and the integer that they result in."""
 
 
 def worked_solution(dataset_name: str, entry: Mapping[str, Any]) -> str:
@@ -71,7 +71,7 @@ def _gcd(metadata: Mapping[str, Any]) -> Work:
 
 
 def _fold(value: int, steps: Sequence[tuple[str, int]]) -> Work:
-    """Apply each operation to ``value`` in turn, a line for each."""
+    """Apply each operation to ``value`` in turn, with a line for each."""
     lines = []
     for op, operand in steps:
         text, value = _line(value, op, operand)
@@ -85,7 +85,7 @@ def _line(a: int, op: str, b: int) -> tuple[str, int]:
 
 
 def _places(number: int) -> list[int]:
-    """Split ``number`` into what its digits stand for, from the left, without the zeros: 305 is 300 and 5."""
+    """Split ``number`` into the values of its digits, from the left, without the zeros: 305 is 300 and 5."""
     sign = -1 if number < 0 else 1
     digits = str(abs(number))
     return [sign * int(d) * 10**i for d, i in zip(digits, reversed(range(len(digits))), strict=True) if d != "0"] or [0]

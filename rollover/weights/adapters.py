@@ -1,7 +1,7 @@
-"""Weights with low-rank adapters: what stays, what was trained beside it, and the sum of both.
+"""Weights with low-rank adapters: the frozen base, the trained adapters, and their sum.
 
-``AdapterWeights`` are full weights, merged as they are read. ``AdapterSource`` is the adapters alone, which an engine
-that holds the base applies itself; ``AppliedAdapters`` merges them for one that reads full weights.
+``AdapterWeights`` are full weights, merged as they are read. ``AdapterSource`` has only the adapters, which an engine
+that has the base applies itself; ``AppliedAdapters`` merges them for one that reads full weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AdapterShape:
 
     rank: int
     targets: tuple[str, ...]
-    """The matrices that have one, by the last part of their names."""
+    """The matrices that have an adapter, by the last part of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class LowRank:
     scale: float
 
     def merged_with(self, weight_OI: Tensor) -> Tensor:
-        """Return ``W + scale B A`` in the number format of ``W``, computed in float32 where the adapter is."""
+        """Return ``W + scale B A`` in the number format of ``W``, computed in float32 on the adapter's device."""
         weight_OI = weight_OI.to(self.a_RI.device)
         product = self.b_OR.float() @ self.a_RI.float()
         return product.mul_(self.scale).add_(weight_OI).to(weight_OI.dtype)
@@ -58,7 +58,7 @@ class LowRank:
 class MergedWeights(Mapping[str, "Tensor"]):
     """Weights with their adapters merged, in the number formats of ``base``. A tensor is made when it is asked for.
 
-    Example: of a model with an adapter beside ``q_proj`` alone, every other tensor is the model's own, not a copy.
+    Example: in a model with an adapter only beside ``q_proj``, every other tensor is the model's own, not a copy.
     """
 
     def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, LowRank]) -> None:
@@ -77,7 +77,7 @@ class MergedWeights(Mapping[str, "Tensor"]):
 
 
 class AdapterWeights:
-    """Full weights of ``version`` as a frozen base and adapters; a ``WeightSource``. Targets that know nothing of
+    """Full weights of ``version`` as a frozen base and adapters; a ``WeightSource``. Targets that do not support
     adapters take ``tensors``, which are merged.
 
     Example: ``AdapterWeights(7, MergedWeights(base, adapters))``
@@ -104,9 +104,9 @@ class AdapterWeights:
 
 
 class AdapterSource:
-    """Adapters of ``version`` alone, to be put beside the full weights of ``base_version``; a ``WeightSource``.
+    """Only the adapters of ``version``, to be put beside the full weights of ``base_version``; a ``WeightSource``.
 
-    Example: of rank 16 beside all matrices of a model of 0.6 B parameters they take 40 MB, in float32, where the full
+    Example: adapters of rank 16 beside all matrices of a model of 0.6 B parameters take 40 MB in float32; the full
     weights take 1.2 GB in bfloat16.
 
     Args:
@@ -132,7 +132,7 @@ class AdapterSource:
 
     @classmethod
     def read(cls, version: int, folder: Path) -> AdapterSource:
-        """Read what ``write`` has written. Raises ``ModelError`` when it cannot be read."""
+        """Read what ``write`` wrote. Raises ``ModelError`` when it cannot be read."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -153,10 +153,10 @@ class AdapterSource:
         return cls(version, adapters)
 
     def write(self, folder: Path, gathered: Mapping[str, Tensor] | None = None) -> None:
-        """Write them as peft does. Raises ``OSError``.
+        """Write the adapters in peft's format. Raises ``OSError``.
 
         Args:
-            gathered: all of its tensors, where those that it has are sharded over ranks.
+            gathered: all tensors, if those of this source are sharded over ranks.
         """
         from safetensors.torch import save_file
 
@@ -181,7 +181,7 @@ class AdapterSource:
 
     @property
     def shape(self) -> AdapterShape:
-        """The rank, and the matrices that have an adapter."""
+        """Return the rank, and the matrices that have an adapter."""
         targets = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.adapters)
         first = next(iter(self.adapters.values()))
         return AdapterShape(rank=first.a_RI.shape[0], targets=tuple(targets))
@@ -232,5 +232,5 @@ def name_in_file(weight: str, part: str) -> str:
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Say whether a folder holds adapters, and not full weights."""
+    """Return whether a folder holds adapters rather than full weights."""
     return (folder / ADAPTER_CONFIG).is_file()

@@ -5,7 +5,7 @@ A ``WeightTarget`` keeps these laws (``tests/engine/contract.py`` proves them fo
 * After ``pause`` returns, no token is sampled until ``resume``.
 * After ``load(version, source)`` returns, every sampled token is labelled ``version``. A load that fails leaves the
   old weights in force.
-* ``resume`` is called after every ``pause``, also when the load has failed.
+* ``resume`` is called after every ``pause``, even when the load has failed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WeightSource(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """The Hugging Face folder that holds these weights, where there is one."""
+        """Return the Hugging Face folder that holds these weights, if there is one."""
         ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +118,7 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """An engine that takes new weights: ``pause``, ``load``, ``resume``; ``resume`` also after a failed load.
+    """An engine that takes new weights: ``pause``, ``load``, ``resume``; ``resume`` even after a failed load.
 
     Example: an engine at version 6 that is paused, given ``load(7, MemoryWeights(7, tensors))`` and resumed samples
     every later token from version 7.
@@ -126,13 +126,13 @@ class WeightTarget(Protocol):
 
     @property
     def needs_folder(self) -> bool:
-        """Say whether ``load`` reads ``source.folder``; without it, the tensors are enough."""
+        """Return whether ``load`` reads ``source.folder``; otherwise the tensors are enough."""
         ...
 
     async def pause(self) -> None: ...
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Take the weights of ``version``, which label every token sampled afterwards.
+        """Load the weights of ``version``, which label every token sampled afterwards.
 
         Raises ``EngineError`` when the version would go back, or the weights do not fit or are of a kind that this
         target cannot apply; the old weights then stay in force.
@@ -144,25 +144,25 @@ class WeightTarget(Protocol):
 
 @runtime_checkable
 class TakesGroups(Protocol):
-    """A target that can receive weights through a process group, from whoever holds them.
+    """A target that can receive weights through a process group, from the process that holds them.
 
     Example: a pool of SGLang servers with ``weight_transfer = "gloo"``.
     """
 
     @property
     def takes_groups(self) -> bool:
-        """Say whether it is set to."""
+        """Return whether it is configured to."""
         ...
 
 
 @runtime_checkable
 class ReadsBack(Protocol):
-    """A target that can look at the weights that it has. Servers look at theirs in ``load`` itself.
+    """A target that can compare the weights that it has. Servers compare theirs in ``load`` itself.
 
     Example: after ``await engine.load(7, source)``, ``await engine.differing(source)`` is empty.
     """
 
     async def differing(self, source: WeightSource) -> Collection[str]:
-        """Return the names of the tensors of ``source`` that are not those in use, bit for bit; in its own number
-        format, where that is another. Raises ``EngineError`` when it does not answer."""
+        """Return the names of the tensors of ``source`` that differ in any bit from those in use, compared in the
+        target's number format. Raises ``EngineError`` when it does not answer."""
         ...

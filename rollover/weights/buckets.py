@@ -1,4 +1,4 @@
-"""Buckets: the pieces in which weights are sent, so that nobody ever holds much more than one of them."""
+"""Buckets: the pieces in which weights are sent, so that no process ever holds much more than one of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 1 << 30
-"""Announced to servers, and held by them and by the sender, at a time."""
+"""The most that is announced to servers, and held by them and by the sender, at a time."""
 _CAST = ("float32", "bfloat16", "float16")
-"""Number formats into which weights are cast; what is served in another one is sent as it was trained."""
+"""Number formats into which weights are cast; tensors that are served in another one are sent as they were trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Bucket:
         return sum(spec.num_bytes for spec in self.tensors)
 
     def described(self, dtypes: str) -> dict[str, Any]:
-        """Describe the bucket as servers are told of it; ``dtypes`` is their name for the number formats."""
+        """Describe the bucket in the form that servers expect; ``dtypes`` is their name for the number formats."""
         return {
             "names": [spec.name for spec in self.tensors],
             dtypes: [spec.dtype for spec in self.tensors],
@@ -42,8 +42,8 @@ class Bucket:
 
 
 def buckets(specs: Iterable[TensorSpec], *, limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Deal tensors into pieces of at most ``limit_bytes``, or a single tensor, in their order. Within a piece those of
-    wide numbers come first, so that each begins at a multiple of the width of its numbers.
+    """Deal tensors, in their order, into pieces of at most ``limit_bytes`` or of a single tensor. Within a piece those
+    with wider numbers come first, so that each begins at a multiple of the width of its numbers.
 
     Example: tensors of 6, 3 and 4 bytes with a limit of 8 are two buckets, of 6 and of 7 bytes.
     """
@@ -59,13 +59,13 @@ def buckets(specs: Iterable[TensorSpec], *, limit_bytes: int = BUCKET_BYTES) -> 
 
 
 def as_served(given: Iterable[TensorSpec], formats: Mapping[str, str]) -> list[TensorSpec]:
-    """Say which tensors a server takes of those that a trainer holds.
+    """Return the tensors that a server takes from those that a trainer holds.
 
     Args:
-        formats: the number format of each tensor that is served; those of the model that the run began with.
+        formats: the number format of each served tensor, as in the model that the run began with.
 
-    Example: of float32 weights with tied matrices, for a server of a bfloat16 model with an output matrix of its own,
-    all in bfloat16 and the input matrix twice.
+    Example: given float32 weights with tied matrices and a server whose bfloat16 model has an output matrix of its own,
+    all are in bfloat16 and the input matrix occurs twice.
     """
     held = {spec.name: spec for spec in given}
     if HEAD in formats and HEAD not in held and EMBEDDING in held:
@@ -74,8 +74,8 @@ def as_served(given: Iterable[TensorSpec], formats: Mapping[str, str]) -> list[T
 
 
 def cast(weights: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Return the tensor that ``spec`` asks for, in its number format; itself where it has that format already. A tensor
-    that is sharded stays so."""
+    """Return the tensor that ``spec`` asks for in its number format, without a copy if it has that format already. A
+    sharded tensor stays sharded."""
     import torch
 
     tensor = weights[spec.name if spec.name in weights else EMBEDDING]

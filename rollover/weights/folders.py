@@ -1,7 +1,7 @@
 """Versions of the weights as model folders, for servers that read them from disk; and models with untied matrices.
 
-A folder of this name is complete, or is not there; the version before the newest stays, since an
-engine may still be reading it; older ones are gone.
+A folder is complete, or it is not there. The version before the newest stays, since an engine may still be reading it;
+older ones are deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OURS = re.compile(rf"v\d+|{re.escape(PARTIAL)}.*")
 class WeightFolders:
     """``root/v<version>``, each with ``model.safetensors`` and the config and tokenizer of the model it is ``like``.
 
-    Number formats are those of the weights in ``like``: a model that came in bfloat16 is served in bfloat16. Where
+    Number formats are those of the weights in ``like``: a model that came in bfloat16 is served in bfloat16. If
     ``like`` has an output matrix of its own and the weights are tied, the input matrix is written twice.
     """
 
@@ -43,14 +43,14 @@ class WeightFolders:
         self._written: list[Path] = []
 
     def write(self, version: int, weights: Mapping[str, Tensor]) -> Path:
-        """Write the folder of a version and return it. Blocks while it is written.
+        """Write the folder of a version and return it. Blocks until it is written.
 
         Raises ``ResourceError`` when the disk is full; earlier folders are then intact.
         """
         return self._place(version, lambda partial: self._fill(partial, weights))
 
     def write_adapters(self, source: AdapterSource) -> Path:
-        """Write adapters alone, in peft's format, in place of a model folder. See ``write``."""
+        """Write only the adapters, in peft's format, in place of a model folder. See ``write``."""
         return self._place(source.manifest.version, source.write)
 
     def _place(self, version: int, fill: Callable[[Path], None]) -> Path:
@@ -71,15 +71,15 @@ class WeightFolders:
     def _prune(self) -> None:
         for path in self._root.iterdir():
             if _OURS.fullmatch(path.name) and path not in self._written:
-                with suppress(OSError):  # a server may hold a file of it open on a network file system
+                with suppress(OSError):  # a server may keep a file in it open on a network file system
                     shutil.rmtree(path)
 
 
 def untied(model: Path, target: Path) -> Path:
     """Return a folder with the model of ``model`` and an output matrix of its own.
 
-    It is ``model`` itself when its config says so, else a copy in ``target``, with one matrix twice where there is one.
-    Needs no torch.
+    It is ``model`` itself when its config says so, else a copy in ``target``, in which the files' only matrix is
+    written twice. Needs no torch.
     """
     config = read_config(model)
     if not config.get("tie_word_embeddings"):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class ServedFormats:
     """The number format of each tensor of the model in the folder ``like``.
 
-    A model that came in bfloat16 is served in bfloat16, whatever it is trained in. Where ``like`` has an output matrix
-    of its own and the weights are tied, the input matrix stands for both.
+    A model that came in bfloat16 is served in bfloat16, whatever it is trained in. If ``like`` has an output matrix of
+    its own and the weights are tied, the input matrix stands for both.
 
     Example: ``dict(ServedFormats(Path("models/qwen")).cast(trainer_weights))`` are tensors of this process's memory in
     bfloat16.

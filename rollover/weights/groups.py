@@ -1,7 +1,7 @@
-"""Process groups through which weights go from this process into the workers of servers; we are rank 0.
+"""Process groups through which this process, as rank 0, sends weights to the workers of servers.
 
 ``TorchGroup`` meets the workers as SGLang does, ``NCCLGroup`` as vLLM does. A group lives for one update, so a member
-that has been started anew, or that failed in the middle, needs no special case.
+that was restarted, or that failed midway, needs no special case.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _ID_BYTES = 128
 _DATA_TYPES = {"torch.uint8": 1, "torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
 _SUM = 0  # ncclRedOp_t
 _LEAST_S = 0.01
-"""gloo takes no time at all for no deadline."""
+"""gloo interprets a timeout of 0 as no deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """A group that is to be formed, as whoever will be its rank 0 is told.
+    """A group that is to be formed, described for the process that will be its rank 0.
 
     Example: ``GroupPlan(meets="torch", backend="gloo", towards="http://10.0.0.5:30000", name="run/7", num_workers=2,
     timeout_s=300.0)`` is of three ranks.
     """
 
     meets: Literal["torch", "nccl"]
-    """Through a store of torch.distributed, or by an id of NCCL."""
+    """How the members meet: through a store of torch.distributed, or with an id of NCCL."""
     backend: Literal["gloo", "nccl"]
     towards: str
-    """The URL of one of the servers, from which our own address is found out."""
+    """The URL of one of the servers, from which our own address is determined."""
     host: str | None = None
-    """Our own address, where the user gives it."""
+    """Our own address, if the user gives it."""
     name: str
     num_workers: int
     """Number of workers of all servers together; they are the ranks from 1 on."""
     timeout_s: float
     """Deadline of the whole transfer."""
     is_flat: bool = False
-    """Each bucket is sent as one tensor of bytes, and not tensor by tensor."""
+    """True if each bucket is sent as one tensor of bytes rather than tensor by tensor."""
 
 
 class ProcessGroup(Protocol):
@@ -61,8 +61,8 @@ class ProcessGroup(Protocol):
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """Tell the workers where the group meets, in the server's own words; ``rank_offset`` is that of the first
-        server."""
+        """Return where the group meets, in the form that the workers' server expects; ``rank_offset`` is that of the
+        first server."""
         ...
 
     def join(self) -> None:
@@ -72,12 +72,13 @@ class ProcessGroup(Protocol):
     def broadcast(self, tensor: Tensor) -> None: ...
 
     def close(self) -> None:
-        """Give it up, also while another thread blocks in it: whoever waits for others to join then fails at once."""
+        """Give up the group, even while another thread blocks in it: any member that waits for others to join then
+        fails at once."""
         ...
 
 
 def open_group(plan: GroupPlan) -> ProcessGroup:
-    """Open our end of a group. Raises ``EngineError`` where this process cannot."""
+    """Open our end of a group. Raises ``EngineError`` if this process cannot."""
     if plan.meets == "nccl":
         return NCCLGroup(plan.num_workers)
     host = plan.host or address_towards(plan.towards)
@@ -85,7 +86,7 @@ def open_group(plan: GroupPlan) -> ProcessGroup:
 
 
 def address_towards(url: str) -> str:
-    """Find our own address on the way to a server: the loopback address where it is on this machine."""
+    """Find our own address on the way to a server; it is the loopback address if the server is on this machine."""
     parts = urlsplit(url)
     family, kind, _, _, peer = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -98,7 +99,7 @@ class TorchGroup:
 
     Args:
         num_workers: of all servers; their ranks begin at 1.
-        timeout_s: deadline of the whole transfer. What waits for a worker then fails, and the others are released.
+        timeout_s: deadline of the whole transfer. Any wait for a worker then fails, and the others are released.
     """
 
     def __init__(self, backend: str, host: str, name: str, *, num_workers: int, timeout_s: float) -> None:
@@ -115,7 +116,7 @@ class TorchGroup:
         except OSError as e:
             raise EngineError(f"no address {host!r} of this machine can be listened on: {e}") from None
         port = int(listener.getsockname()[1])
-        # The group uses a store of its own, so that whoever waits in it fails as soon as the meeting place is closed.
+        # The group uses a store of its own, so that any wait in it fails as soon as the meeting place is closed.
         self._meeting: Any = TCPStore(
             host,
             port,
@@ -161,7 +162,8 @@ class TorchGroup:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(_LEAST_S, self._deadline_s - time.monotonic()))
-        # No name is given to the operation: in the trace of an error it would keep the connections open.
+        # The operation is not bound to a name, which the traceback of an error would keep alive, and with it the
+        # connections.
         self._group.broadcast([tensor.contiguous()], options).wait()
         if self._backend == "nccl":
             torch.cuda.synchronize()
@@ -177,10 +179,10 @@ class _UniqueId(Structure):
 class NCCLGroup:
     """A group of NCCL itself, on this process's current GPU; the library is the one that PyTorch has loaded.
 
-    The workers are given the id of the group, without a meeting place, so all must enter at the same time; right after
-    that each takes part in a sum of one number, and so must we.
+    The workers get the id of the group without a meeting place, so all must enter at the same time; right after that
+    each takes part in an all-reduce of one number, and so must we.
 
-    Raises ``EngineError`` where there is no GPU or no NCCL.
+    Raises ``EngineError`` if there is no GPU or no NCCL.
     """
 
     def __init__(self, num_workers: int) -> None:

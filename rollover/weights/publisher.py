@@ -1,8 +1,8 @@
-"""Weight publishing: one version of the weights goes to every target, to each on its own.
+"""Weight publishing: one version of the weights goes to every target independently.
 
-A target samples either from the old version or from the new one, and goes on sampling whatever happens to the load,
-also when the publication is cancelled. The publisher knows which version each target has and reports per target; the
-caller decides what a failure of some means.
+A target samples either from the old version or from the new one, and continues sampling whatever happens to the load,
+even when the publication is cancelled. The publisher knows which version each target has and reports per target; the
+caller decides what the failure of some means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Publication:
     """The outcome of publishing one version to one target.
 
     Example: ``Publication(target="http://b", version=7, error=EngineTimeout(...), elapsed_s=600.0)`` says that the
-    server b did not load version 7 in time; it goes on with the version before.
+    server b did not load version 7 in time; it continues with the version before.
     """
 
     target: str
@@ -39,8 +39,8 @@ class Publisher:
     """Publishes weights to all targets at once and keeps each target's version.
 
     Args:
-        folders: where weights are written for targets that need a folder; the others get the tensors.
-        timeout_s: deadline of one publication; on expiry an ``EngineTimeout`` names the target it waited for.
+        folders: writes weights for targets that need a folder; the others get the tensors. timeout_s: deadline of one
+        publication; on expiry an ``EngineTimeout`` names the target it waited for.
     """
 
     def __init__(
@@ -53,18 +53,19 @@ class Publisher:
 
     @property
     def versions(self) -> tuple[int | None, ...]:
-        """The version that each target took last, in the order of the targets; ``None`` before the first."""
+        """Return the version that each target loaded last, in the order of the targets; ``None`` before the first."""
         return tuple(self._versions)
 
     @property
     def sends(self) -> bool:
-        """Say whether all targets receive weights from whoever holds them, so that nobody needs to have them all."""
+        """Return whether all targets receive weights from the processes that hold them, so that no process needs to
+        have all of them."""
         return all(map(_takes_groups, self._targets))
 
     async def stage(self, source: WeightSource) -> WeightSource:
-        """Return what ``publish`` takes: ``source`` itself, or with a folder where a target needs one.
+        """Return the source to ``publish``: ``source`` itself, or with a folder if a target needs one.
 
-        Targets go on sampling while the folder is written; the weights must not change before they are published.
+        Targets continue sampling while the folder is written; the weights must not change before they are published.
         Raises ``ResourceError`` when the disk is full.
         """
         is_sent = isinstance(source, SentByHolder)
@@ -82,7 +83,7 @@ class Publisher:
         return MemoryWeights(version, tensors, folder=folder)
 
     async def publish(self, source: WeightSource) -> tuple[Publication, ...]:
-        """Have every target load ``source``, and report in the order of the targets. Each has then been resumed.
+        """Load ``source`` into every target, and report in the order of the targets. Each has then been resumed.
 
         An ``EngineError`` of a target is reported, not raised.
         """
@@ -98,7 +99,7 @@ class Publisher:
     async def publish_to_all(self, source: WeightSource) -> None:
         """Publish to targets that all must have the weights.
 
-        Raises ``EngineTimeout`` naming all targets that were late, and else the first target's ``EngineError``.
+        Raises ``EngineTimeout`` naming all targets that were late, or else the first target's ``EngineError``.
         """
         failed = [publication for publication in await self.publish(source) if publication.error is not None]
         if late := [publication for publication in failed if isinstance(publication.error, _Late)]:

@@ -1,8 +1,7 @@
-"""Weights are sent into a process group by the process that holds them, or by the first of several that do.
+"""Weights are sent into a process group by the process that holds them, or by the first of several.
 
-What it keeps true: whoever sends holds two buckets at most, the one that is on its way and the one that comes next;
-every wait has a deadline, that of the whole transfer; what hangs is left to a thread of its own, which nobody waits
-for.
+What it keeps true: a sender holds two buckets at most, the one that is on its way and the next one; every wait has a
+deadline, that of the whole transfer; a call that hangs is left to a thread of its own, for which nothing waits.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ T = TypeVar("T")
 
 _TICK_S = 0.2
 _CLOSE_S = 60.0
-"""A sender that has failed at its deadline may take so long to be closed."""
+"""The time that closing a sender may take after it has failed at its deadline."""
 
 
 class SenderLost(EngineError):
-    """The sender of weights has failed, and none of those that were to receive them. Sending them again may work.
+    """The sender of weights has failed, and no receiver has. Sending them again may work.
 
     Example: ``rank 1 of 2 was killed (SIGTERM) in sending version 7``
     """
 
 
 class WeightsGone(EngineError):
-    """The trainer has gone on: the weights of this version are held by nobody any more, and later ones follow.
+    """The trainer has moved on: no process has the weights of this version any more, and later ones follow.
 
     Example: ``the trainer is at version 8: weights of version 7 can no longer be sent``
     """
@@ -48,14 +47,14 @@ class WeightsGone(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """Measures of what it took to send one version of the weights.
+    """Measurements of sending one version of the weights.
 
     Example: ``SendReport(num_bytes=14 * 2**30, peak_bytes=2 * 2**30, num_tensors=339)``
     """
 
     num_bytes: int
     peak_bytes: int
-    """The most that the sender held of whole tensors at a time."""
+    """The largest size of the whole tensors that the sender held at a time."""
     num_tensors: int
 
 
@@ -67,11 +66,11 @@ class Sender(Protocol):
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """Tell the workers where the group meets; the sender joins by itself."""
+        """Return where the group meets, for the workers; the sender joins by itself."""
         ...
 
     def send(self, number: int) -> None:
-        """Gather a bucket and put it on its way. Returns as soon as the one before has arrived.
+        """Gather a bucket and send it. Returns as soon as the previous one has arrived.
 
         Raises ``EngineError`` when the group fails, ``SenderLost`` when the sender does.
         """
@@ -82,15 +81,16 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the group up, and let the weights change again."""
+        """Give up the group, and let the weights change again."""
         ...
 
 
 @runtime_checkable
 class SentByHolder(WeightSource, Protocol):
-    """Weights that those who hold them send: no folder is written, and no process needs to have all of them.
+    """Weights that are sent by the processes that hold them: no folder is written, and no process needs to have all of
+    them.
 
-    Example: ``trainer.weights_to_send()`` of a trainer at version 7 is of version 7, until its next step begins.
+    Example: ``trainer.weights_to_send()`` of a trainer at version 7 sends version 7, until its next step begins.
     """
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
@@ -102,7 +102,7 @@ class SentByHolder(WeightSource, Protocol):
 
 
 class BucketQueue:
-    """Rank 0 of a group: joins it, and sends what it is given in threads of its own.
+    """Rank 0 of a group: joins it, and sends the tensors that it is given in threads of its own.
 
     Args:
         on_wait: called at least five times a second while it waits, to show that this process is alive.
@@ -119,7 +119,7 @@ class BucketQueue:
         self._work = in_thread(group.join)
 
     def put(self, tensors: list[Tensor], num_tensors: int) -> None:
-        """Send these next. Returns as soon as what was put before has arrived."""
+        """Send these tensors next. Returns as soon as the previous ones have arrived."""
         own_bytes = sum(tensor.nbytes for tensor in tensors)
         self.peak_bytes = max(self.peak_bytes, self._on_its_way_bytes + own_bytes)
         self._wait()
@@ -161,8 +161,7 @@ class OwnSender:
     """Sends weights that this process can read, one tensor at a time. Implements ``Sender``.
 
     Args:
-        take: gives the tensor that is asked for.
-        on_close: called once, at the end.
+        take: returns the tensor that is asked for. on_close: called once, at the end.
 
     Example: ``OwnSender(plan, pieces, partial(cast, dict(trainer.weights())))``
     """
@@ -198,7 +197,7 @@ class OwnSender:
 
 
 def gathered(bucket: Bucket, tensors: Iterable[Tensor], plan: GroupPlan) -> list[Tensor]:
-    """Bring the tensors of a bucket into the form in which they are sent."""
+    """Return the tensors of a bucket in the form in which they are sent."""
     if plan.is_flat:
         return [flattened(tensors, bucket.num_bytes)]
     return list(tensors)
@@ -213,15 +212,15 @@ class Lease:
     def __init__(self) -> None:
         self._state = threading.Condition()
         self._loans: dict[int, tuple[int, float]] = {}
-        """Version and deadline of each, by its number."""
+        """Version and deadline of each loan, by its number."""
         self._num_lent = 0
         self._is_changing = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the weights within. Waits until they are lent to nobody; whoever asks for them is refused.
+        """Keep the weights for changes within this context. Waits until none are lent; requests for them are refused.
 
-        Raises ``EngineTimeout`` when they are not given back by the deadline of their transfer.
+        Raises ``EngineTimeout`` when they are not returned by the deadline of their transfer.
         """
         self._is_changing = True
         try:
@@ -231,8 +230,8 @@ class Lease:
             self._is_changing = False
 
     def lend(self, version: int, current: Callable[[], int], *, timeout_s: float) -> Callable[[], None]:
-        """Return what gives the weights back, which is called once, within ``timeout_s``. Raises ``WeightsGone`` when
-        they are changing, or are no longer those of ``version``."""
+        """Return a function that gives the weights back, which must be called once, within ``timeout_s``. Raises
+        ``WeightsGone`` when they are changing, or are no longer those of ``version``."""
         with self._state:
             if self._is_changing or current() != version:
                 raise WeightsGone(f"weights of version {version} can no longer be sent: later ones follow")
@@ -261,9 +260,8 @@ class OwnWeights:
     """Weights in this process's memory, lent for as long as they are sent. Implements ``SentByHolder``.
 
     Args:
-        source: the same, for those who read them.
-        weights: by Hugging Face name; all that is asked for is read from here.
-        current: the version that their owner is at.
+        source: the same weights, for readers. weights: by Hugging Face name; tensors to send are read from here.
+        current: returns the version that their owner is at.
 
     Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: trainer.version)``
     """
@@ -283,7 +281,7 @@ class OwnWeights:
         return self._source.tensors(names)
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
-        """See ``SentByHolder.open_sender``."""
+        """Implement ``SentByHolder.open_sender``."""
         give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
         try:
             return OwnSender(plan, buckets, partial(cast, self._weights), on_close=give_back)
@@ -293,9 +291,9 @@ class OwnWeights:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Do it in a daemon thread: one that hangs must not keep this process from ending."""
+    """Run ``work`` in a daemon thread, so that one that hangs does not keep this process from ending."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits for it may leave, and the thread go on
+    done.set_running_or_notify_cancel()  # a waiting caller may leave while the thread continues
 
     def run() -> None:
         try:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class MemoryWeights:
-    """Full weights of ``version`` in this process, by parameter name. The tensors are passed on, not copied.
-    ``folder`` holds them too, in the number formats of the initial model, for targets that need one.
+    """Full weights of ``version`` in this process, by parameter name. The tensors are passed on, not copied. ``folder``
+    has them too, in the number formats of the initial model, for targets that need one.
 
     Example: ``MemoryWeights(7, model.state_dict())`` lets the embedded engine copy straight out of the trainer.
     """
@@ -39,9 +39,9 @@ class MemoryWeights:
 
 
 class FolderWeights:
-    """Full weights of ``version`` in a Hugging Face folder. A tensor is read when it is asked for.
+    """Full weights of ``version`` in a Hugging Face folder. A tensor is read when it is requested.
 
-    Example: ``FolderWeights(0, Path("models/qwen")).manifest`` reads the headers of the safetensors files alone.
+    Example: ``FolderWeights(0, Path("models/qwen")).manifest`` reads only the headers of the safetensors files.
     """
 
     def __init__(self, version: int, folder: Path) -> None:
@@ -51,7 +51,7 @@ class FolderWeights:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Raises ``ModelError`` when the folder's weights cannot be read."""
+        """Read the names, shapes and number formats of the tensors. Raises ``ModelError`` when they cannot be read."""
         specs = (
             TensorSpec(name=name, shape=info.shape, dtype=info.dtype)
             for name, info in read_weight_infos(self._path).items()

@@ -1,4 +1,4 @@
-"""Defines what every kind of task source shares: its settings, and what it can be asked for."""
+"""Defines what all kinds of task source share: their settings, and the questions that they answer."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ class SourceSettings(ABC):
 
     @property
     def needs_download(self) -> bool:
-        """Tell whether the dataset cannot be opened without the network."""
+        """Return whether opening the dataset needs the network."""
         return False
 
     @abstractmethod
     def open(self, seed: int) -> DatasetRows:
-        """Open the dataset; ``seed`` decides what a generated one holds. Raises ``DataError`` when it is missing,
-        broken or empty."""
+        """Open the dataset; ``seed`` determines the content of a generated one. Raises ``DataError`` when it is
+        missing, broken or empty."""
 
     @abstractmethod
     def column_settings(self) -> ColumnSettings:
-        """Say which columns are the prompt and the answer, and which travel. Raises ``DataError`` when the reward
+        """Return which columns are the prompt and the answer, and which travel. Raises ``DataError`` when the reward
         function cannot be loaded."""
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint | None:
-        """Take the fingerprint of the dataset as it is now; ``None`` where the config alone decides what it holds.
-        Raises ``DataError`` when it cannot be read."""
+        """Take the fingerprint of the dataset as it is now; ``None`` if the config alone determines its content. Raises
+        ``DataError`` when it cannot be read."""
 
     @abstractmethod
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
-        """Give the response that a prompt of this source should have. Raises ``DataError`` when the task has no worked
-        solutions, or the row neither reply nor answer."""
+        """Return the response that a prompt of this source should have. Raises ``DataError`` when the task has no
+        worked solutions, or the row neither reply nor answer."""
 
     def reward_spec(self, columns: ColumnMap, name: str) -> RewardSpec:
-        """Say how responses to the prompts called ``name`` are scored."""
+        """Return how responses to the prompts called ``name`` are scored."""
         return RewardSpec(
             source=name,
             config=self.reward,
@@ -123,7 +123,7 @@ class DatasetSettings(SourceSettings):
         )
 
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
-        """Give the assistant's turn that ends the messages, where they end with one, and else the answer column."""
+        """Return the assistant's turn that ends the messages if there is one, and the answer column otherwise."""
         found = read_conversation(prompt.columns, prompt_column)
         return (found and found.reply) or self._answer(prompt)
 

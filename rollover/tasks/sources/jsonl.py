@@ -1,6 +1,6 @@
 """``kind = "jsonl"``: a file with one JSON object per line.
 
-A row is read when it is asked for; memory holds one offset per line. What is wrong with a file is a ``DataError`` that
+A row is read when it is asked for; memory holds one offset per line. Every fault of a file raises a ``DataError`` that
 names the file and the line.
 """
 
@@ -38,8 +38,8 @@ class JsonlConfig(FileSettings):
 
 
 class JsonlRows:
-    """Reads a file with one JSON object per line; blank lines are passed over. Every line is parsed once at the
-    start, so that a broken one is found before the first prompt."""
+    """Reads a file with one JSON object per line and skips blank lines. Every line is parsed once at the start, so that
+    a broken one is found before the first prompt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class JsonlRows:
 
 
 def _half_a_character(value: Any) -> str:
-    """Find a surrogate in some text of ``value``; empty where there is none."""
+    """Find a surrogate in a text of ``value``; empty if there is none."""
     if isinstance(value, str):
         return "".join(c for c in value if "\ud800" <= c <= "\udfff")[:1]
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -46,7 +46,7 @@ class ParquetRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
             return dict(self._table.slice(row, 1).to_pylist()[0])
-        except ValueError as error:  # text that is not UTF-8, a date that Python does not know
+        except ValueError as error:  # text that is not UTF-8, or a date that Python cannot represent
             raise DataError(f"{self.where(row)}: {error}; fix the row") from None
 
     def where(self, row: int) -> str:

@@ -37,7 +37,7 @@ class ReasoningGymConfig(SourceSettings):
 
     @property
     def gym_dataset(self) -> str:
-        """Give the name that reasoning-gym has for the dataset."""
+        """Return the name of the dataset in reasoning-gym."""
         return self.dataset or self.name
 
     def open(self, seed: int) -> DatasetRows:
@@ -50,7 +50,7 @@ class ReasoningGymConfig(SourceSettings):
         return None
 
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:
-        """Work the item out."""
+        """Solve the item step by step."""
         return worked_solution(self.gym_dataset, thaw(prompt.columns))
 
     def _verifier(self) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""Connects a reward process with the run: requests come over this end, and replies go.
+"""Connects a reward process with the run: requests arrive at this end, and replies leave from it.
 
-It belongs to one process: a forked child closes its copy, programs that are started do not inherit it, and a reply is
-sent only over the very socket that was opened here, whatever has been done to its descriptor since.
+It belongs to one process: a forked child closes its copy, and programs that are started do not inherit it. A reply is
+sent only over the socket that was opened here, whatever has happened to its descriptor since.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import socket
 from typing import Any, NoReturn
 
 LOST = 74
-"""Exit code of a worker whose connection is lost: closed under it, or left by its parent in the middle of a message."""
+"""Exit code of a worker whose connection is lost: closed by other code, or left by its parent in the middle of a
+message."""
 
 
 class Channel:
-    """Reads and writes JSON, a line each, on the socket ``descriptor``."""
+    """Reads and writes JSON, one value per line, on the socket ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -27,7 +28,7 @@ class Channel:
         os.register_at_fork(after_in_child=self._abandon)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next request. Ends the process when there will be none."""
+        """Wait for the next request. Ends the process when no more will come."""
         self._check()
         try:
             line = self._lines.readline()
@@ -49,8 +50,8 @@ class Channel:
             _lose()
 
     def leave_in_a_child(self) -> None:
-        """End the process if it is a forked child that has come back from the code of a user: the answer is its
-        parent's to give."""
+        """End the process if it is a forked child that has returned from the user's code: only its parent may
+        answer."""
         if os.getpid() != self._process:
             os._exit(0)
 

@@ -32,7 +32,7 @@ class Conversation(NamedTuple):
 
 
 def is_messages(content: Any) -> bool:
-    """Tell whether ``content`` is a list of ``{"role", "content"}``, and not an empty one."""
+    """Return whether ``content`` is a non-empty list of ``{"role", "content"}``."""
     return (
         isinstance(content, list)
         and bool(content)
@@ -41,12 +41,12 @@ def is_messages(content: Any) -> bool:
 
 
 def ends_with_reply(content: Any) -> bool:
-    """Tell whether ``content`` is a conversation whose last turn is the assistant's."""
+    """Return whether ``content`` is a conversation whose last turn is the assistant's."""
     return is_messages(content) and content[-1]["role"] == "assistant"
 
 
 def split_conversation(messages: Messages, where: str) -> Conversation:
-    """Take the reply off. Raises ``DataError`` when nothing is left, or the reply has no text."""
+    """Split off the reply. Raises ``DataError`` when nothing else is left, or the reply has no text."""
     if not ends_with_reply(messages):
         return Conversation(messages, None)
     *prompt, last = messages
@@ -62,7 +62,7 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
 
 
 def _text(content: Any) -> str:
-    """Read the text of a turn, in one piece or in parts; empty when there is something else in it."""
+    """Read the text of a turn, in one piece or in parts; empty when it contains anything else."""
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         parts = [part.get("text") for part in content]
         return "".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else ""
@@ -82,7 +82,7 @@ def read_column(row: Mapping[str, Any], path: str) -> Any:
 
 
 def is_there(row: Mapping[str, Any], path: str) -> bool:
-    """Tell whether the row has the key, be its value null."""
+    """Return whether the row has the key, even if its value is null."""
     try:
         read_column(row, path)
     except KeyError:
@@ -91,7 +91,7 @@ def is_there(row: Mapping[str, Any], path: str) -> bool:
 
 
 def has_value(row: Mapping[str, Any], path: str) -> bool:
-    """Tell whether the row holds a value that is not null."""
+    """Return whether the row has a value that is not null."""
     if not is_there(row, path):
         return False
     value = read_column(row, path)
@@ -99,7 +99,7 @@ def has_value(row: Mapping[str, Any], path: str) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], path: str | None) -> Conversation | None:
-    """Read the messages at a dotted path; ``None`` where there is text or nothing."""
+    """Read the messages at a dotted path; ``None`` if there is text or nothing."""
     if path is None or not has_value(row, path):
         return None
     content = read_column(row, path)

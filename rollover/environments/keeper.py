@@ -1,15 +1,16 @@
-"""Runs a piece of work in two processes: one that does it, and a keeper that outlives it and clears up.
+"""Runs a piece of work in two processes: one that does it, and a keeper that outlives it and cleans up.
 
-The work is code of users. It may fork, start programs, put them into sessions of their own, ignore signals, hang or
-die. The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed
-or until its parent dies. Then it kills every process that came of the work, and ends with the work's exit code.
+The work is users' code. It may fork, start programs, put them into sessions of their own, ignore signals, hang or die.
+The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed or
+until its parent dies. Then it kills every process that the work started, directly or indirectly, and ends with the
+work's exit code.
 
-On Linux orphans among the descendants become the keeper's children ("child subreaper"), so none can get away from it.
-Elsewhere only the work's own process group is killed.
+On Linux orphans among the descendants become the keeper's children ("child subreaper"), so none can escape. Elsewhere
+only the work's own process group is killed.
 
-Libraries were looked at. ``concurrent.futures`` and ``multiprocessing`` cannot stop a task that is late, Pebble kills
-the worker and not what the worker started, loky finds descendants by their living parents only, and the pipes of all
-of them answer to whoever inherits them.
+No library does this: ``concurrent.futures`` and ``multiprocessing`` cannot stop a task that is late, Pebble kills the
+worker but not the processes that it started, loky finds descendants only through living parents, and any process that
+inherits the pipes of these libraries can answer over them.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from pathlib import Path
 from typing import NoReturn
 
 _SIGNALLED = 128
-"""Added to the number of the signal that killed the work, like shells do."""
+"""Added to the number of the signal that killed the work, as shells do."""
 _CLEARING_S = 5.0
-"""Seconds after SIGKILL for which a process is waited for; one that remains hangs in the kernel."""
+"""Seconds to wait for a process after SIGKILL; one that remains hangs in the kernel."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables of a process that does such work: it finds the modules that this one finds, and
-    takes one thread, since there may be many."""
+    """Return the environment variables of a process that does such work: it finds the same modules as this one and uses
+    one thread, since there may be many such processes."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 
 def keep(work: Callable[[], None]) -> NoReturn:
-    """Do ``work`` in a child, and end when it has ended, with its exit code. Needs a process without threads."""
+    """Run ``work`` in a child and, when it has ended, exit with its exit code. Needs a process without threads."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     woken, wakes = os.pipe()  # a signal writes its number here
@@ -60,7 +61,7 @@ def keep(work: Callable[[], None]) -> NoReturn:
 
 
 def describe_exit(code: int) -> str:
-    """Say how the work ended, from the exit code of its keeper: ``137`` is ``"was killed (SIGKILL); ..."``."""
+    """Describe how the work ended, given the exit code of its keeper: ``137`` is ``"was killed (SIGKILL); ..."``."""
     number = code - _SIGNALLED if code > _SIGNALLED else -code
     if number not in signal.valid_signals():
         return f"died (exit code {code})"
@@ -70,7 +71,7 @@ def describe_exit(code: int) -> str:
 
 
 def _do(work: Callable[[], None], keeper: int) -> NoReturn:
-    """Be the child: a process group of its own, and nothing to read on standard input."""
+    """Run ``work`` as the child, in a process group of its own and with nothing to read on standard input."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
@@ -86,15 +87,15 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
         sys.excepthook(*sys.exc_info())
     finally:
         try:
-            with suppress(OSError, ValueError):  # whoever read it is gone, or the code of a user has closed it
+            with suppress(OSError, ValueError):  # its reader is gone, or the user's code has closed it
                 sys.stdout.flush()
         finally:
             os._exit(code)
 
 
 def _wait(worker: int, woken: int) -> int | None:
-    """Wait for the exit code of the work; ``None`` when the keeper shall end first."""
-    # The first look comes before the first wait: work may have ended before its signal had a handler.
+    """Wait for the exit code of the work; ``None`` when the keeper must end first."""
+    # Look before the first wait: the work may have ended before its signal had a handler.
     while (code := _reap(worker)) is None:
         ready, _, _ = select.select([0, woken], [], [])
         if 0 in ready or signal.SIGTERM in (os.read(woken, 4096) if woken in ready else b""):
@@ -103,7 +104,7 @@ def _wait(worker: int, woken: int) -> int | None:
 
 
 def _reap(worker: int) -> int | None:
-    """Take note of the children that have ended. Returns the exit code of ``worker`` if it is among them."""
+    """Reap the children that have ended. Returns the exit code of ``worker`` if it is among them."""
     code = None
     with suppress(ChildProcessError):
         while True:
@@ -116,7 +117,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _clear(worker: int) -> None:
-    """Kill the work's process group, and then child after child: the children of a killed one become our own."""
+    """Kill the work's process group, then child after child: the children of a killed one become our own."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     deadline_s = time.monotonic() + _CLEARING_S
@@ -133,7 +134,7 @@ def _clear(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    """List our children, those that have ended but are not reaped among them. Only where there is /proc."""
+    """List our children, including those that have ended but are not reaped. Only works where there is /proc."""
     found, parent = [], str(os.getpid())
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -26,7 +26,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MeanEstimate:
-    """Holds a mean over prompts and how sure it is.
+    """Holds a mean over prompts and its standard error.
 
     Example: the values 0 and 1 of two prompts give ``MeanEstimate(mean=0.5, standard_error=0.5)``.
     """
@@ -76,9 +76,10 @@ def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
 def evaluate(
     prompts: Iterable[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int] = (1,)
 ) -> tuple[EvalRow, ...]:
-    """Compute one row per source in order of appearance and, with several, a last row ``"all"`` over all prompts.
+    """Compute one row per source in order of appearance and, if there are several, a last row ``"all"`` over all
+    prompts.
 
-    ``pass_scores`` gives the reward from which a sample of a source is solved. Raises ``ValueError`` when
+    ``pass_scores`` gives the lowest reward at which a sample of a source counts as solved. Raises ``ValueError`` when
     there is no prompt, a prompt without samples, or one with fewer samples than some k.
     """
     by_source: dict[str, list[ScoredPrompt]] = {}

@@ -1,9 +1,9 @@
-"""Runs a few processes that score, each of which can be killed with all that came of it.
+"""Runs a few scoring processes, each of which can be killed along with everything that it started.
 
 Consumes jobs, produces replies; a job waits for a free process, then at most its deadline for the reply. A
 process that is late, dies or whose caller is cancelled is killed and replaced when next needed. No more than
-``size`` run at a time; they start on first use and end with ``close`` or with this process. A reply counts only for
-the request whose number it bears.
+``size`` run at a time; they start on first use and end with ``close`` or with this process. A reply counts only for the
+request with the same number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollover.errors import DataError, RewardError
 
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
-"""Seconds within which the keeper of a process must clean up before it is killed itself."""
+"""Seconds that the keeper of a process has to clean up before it is killed itself."""
 _LINE_LIMIT_BYTES = 2**20
 
 
@@ -40,12 +40,12 @@ class WorkerPool:
 
     @property
     def num_processes(self) -> int:
-        """Count the processes alive now."""
+        """Return the number of processes that are alive now."""
         return len(self._workers)
 
     async def run(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Run one job and give the worker's reply. Raises ``TimeoutError`` past the deadline, ``RewardError`` when the
-        process dies or cannot start, and ``DataError`` when it says that the rewards cannot be built."""
+        """Run one job and return the worker's reply. Raises ``TimeoutError`` after the deadline, ``RewardError`` when
+        the process dies or cannot start, and ``DataError`` when it says that the rewards cannot be built."""
         async with self._slots:
             self._require_open()
             worker = self._idle.pop() if self._idle else await self._start()
@@ -139,7 +139,7 @@ class _Worker:
         return reply
 
     def end(self) -> asyncio.Task[None]:
-        """Have all its processes killed; done when they are gone. Later calls wait for the same end."""
+        """Start killing its processes; the task is done when they are gone. Later calls return the same task."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
         return self._ending
@@ -169,14 +169,14 @@ class _Worker:
     async def _end(self) -> None:
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        self._writer.transport.abort()  # what was not sent yet need not be
+        self._writer.transport.abort()  # unsent data no longer matters
         for _ in range(2):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     await self._keeper.wait()
                 return
             with contextlib.suppress(ProcessLookupError):
-                self._keeper.kill()  # with it dies the process it keeps
+                self._keeper.kill()  # the process that it keeps dies with it
 
 
 def _garbled() -> RewardError:

@@ -44,7 +44,7 @@ class GymDataset:
         assert 0 <= row < MAX_ROWS
         try:
             return dict(self._chunk(row // CHUNK)[row % CHUNK])
-        except Exception as error:  # generators raise whatever they meet
+        except Exception as error:  # generators raise errors of any type
             raise DataError(
                 f"reasoning-gym dataset {self.name!r} could not generate item {row}: "
                 f"{type(error).__name__}: {error}; change its config"
@@ -55,14 +55,14 @@ class GymDataset:
 
 
 def gym_seed(role: str, name: str, seed: int) -> int:
-    """Choose where the rows of a source start: below 2**31 for training, above for evaluation."""
+    """Choose where the rows of a source start: below 2**31 for training, at or above it for evaluation."""
     digest = hashlib.sha256(f"{role}/{name}/{seed}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 2**30 + (2**31 if role == "eval" else 0)
 
 
 def freeze(value: Any) -> Any:
-    """Write ``value`` as JSON. Tuples, sets and mappings with keys other than strings are tagged: verifiers compare
-    them, and JSON knows none of them."""
+    """Convert ``value`` to JSON values. Tuples, sets and mappings with keys other than strings are tagged: verifiers
+    compare them, and JSON has none of them."""
     if isinstance(value, tuple):
         return {"__tuple__": [freeze(item) for item in value]}
     if isinstance(value, (set, frozenset)):
@@ -79,7 +79,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """Read back what ``freeze`` wrote."""
+    """Convert the result of ``freeze`` back."""
     if isinstance(value, list):
         return [thaw(item) for item in value]
     if not isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def _create(name: str, config: dict[str, Any], seed: int) -> Any:
 
     try:
         return reasoning_gym.create_dataset(name, **config, seed=seed, size=CHUNK)
-    except Exception as error:  # validation is by assert, and constructors raise what they like
+    except Exception as error:  # parameters are validated with assert, and constructors raise errors of any type
         raise DataError(
             f"reasoning-gym dataset {name!r} rejects its config {config}: {error or type(error).__name__}"
         ) from error

@@ -1,8 +1,8 @@
 """Reads the number that a reward function returned, and says why anything else is refused.
 
-A function returns a list of one number, in the widest sense: lists, tuples, arrays and tensors of integers, floats and
-booleans, of Python, numpy, torch or any library whose arrays have ``tolist``. None of these libraries is imported for
-it.
+A function returns a list of one number in the widest sense: a list, tuple, array or tensor with an integer, float or
+boolean, from Python, numpy, torch or any library whose arrays have ``tolist``. None of these libraries is imported for
+this.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 from rollover.errors import RewardError
 
 LARGEST_REWARD = 1e15
-"""The trainer sums squares of rewards in float32, which ends at 3.4e38, of as many as there may be in a batch."""
+"""The trainer sums the squares of a whole batch's rewards in float32, which ends at 3.4e38."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
 
 
 class RefusedReward(RewardError):
-    """Is raised for a reward that came and cannot be used. Scoring the response once more would bring the same."""
+    """Raised for a reward that was returned but cannot be used. Scoring the response again would return the same."""
 
 
 class MisshapenReward(RefusedReward):
-    """Is raised when what came is no list of one number."""
+    """Raised when the returned value is not a list of one number."""
 
 
 def single_reward(returned: Any, whose: str) -> float:
-    """Read the number in what a function returned for one response.
+    """Read the number that a function returned for one response.
 
     Raises:
-        MisshapenReward: it is no list of one number.
-        RefusedReward: the number is ``None`` or cannot be trained on.
+        MisshapenReward: the value is not a list of one number. RefusedReward: the number is ``None`` or cannot be
+        trained on.
     """
     values = _plain(returned, "tolist")
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != 1:
@@ -53,7 +53,7 @@ def usable_reward(value: Any, whose: str) -> float:
     """Convert ``value`` to a float. Raises ``RefusedReward`` when it is not finite, or too large to be trained on."""
     try:
         reward = float(value)
-    except OverflowError:  # whole numbers and fractions have no bound
+    except OverflowError:  # integers and fractions are unbounded
         raise _too_large(_described(value), whose) from None
     if not math.isfinite(reward):
         raise RefusedReward(f"{whose} returned {reward}, which is not finite")
@@ -69,19 +69,19 @@ def _too_large(shown: str, whose: str) -> RefusedReward:
 
 
 def _plain(value: Any, method: str) -> Any:
-    """Convert ``value`` to Python's own types, where it is an array, a tensor or a scalar of some library."""
+    """Convert ``value`` to Python's own types if it is an array, a tensor or a scalar of some library."""
     convert = getattr(value, method, None)
     if not callable(convert):
         return value
     try:
         return convert()
-    except Exception:  # an array of several items, say: it is described as what it is
+    except Exception:  # an array of several items, say, which is then described as such
         return value
 
 
 def _described(value: Any) -> str:
     try:
         shown = " ".join(_SHOWN.repr(value).split())[:80]
-    except Exception:  # the type of a user may fail at this too
+    except Exception:  # a user's type may fail at this too
         shown = ""
     return f"{type(value).__name__} {shown}".strip()

@@ -1,10 +1,10 @@
 """Scores finished trajectories off the critical path.
 
-``score`` never blocks the event loop for longer than a verifier that its user declared cheap
-(``workers = 0``) takes; everything else runs in killable processes under a deadline. A scoring that raises
-or is late is retried, then fails its sample alone, with the reason. Two exceptions: a check of ours against a known
-answer that is late gives 0, for a response that cannot be judged is not right, and to leave it out would favour the
-easy ones; and a function that has not yet returned what it should is the user's mistake, told at the first sample.
+``score`` blocks the event loop only for verifiers that the user declared cheap (``workers = 0``); everything else runs
+in killable processes under a deadline. A scoring that raises or is late is retried, then fails only its sample, with
+the reason. There are two exceptions. A built-in check against a known answer that is late scores 0: a response that
+cannot be judged is not right, and excluding it would favour easy ones. A function that has not yet returned a valid
+result is the user's mistake, reported at the first sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollover.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerStats:
-    """Counts since the scorer was made.
+    """Counts since the scorer was created.
 
     Example: 3 responses scored and one that failed after a retry are ``ScorerStats(num_scored=3, num_failed=1,
     num_retried=1)``.
@@ -41,7 +41,7 @@ class ScorerStats:
 
 
 class RewardScorer:
-    """Scores the responses to the prompts of all sources of a run: an environment of one turn. Belongs to one event
+    """Scores the responses to the prompts of all sources of a run: an environment with one turn. Belongs to one event
     loop; ``close`` it there.
 
     Example: with ``ExactConfig()`` for its source, the trajectory ``"<answer>42</answer>"`` to a prompt whose answer is
@@ -62,7 +62,7 @@ class RewardScorer:
         self._pool = WorkerPool(pooled, max(s.config.workers for s in pooled)) if pooled else None
         self._stats = ScorerStats()
         self._proved: set[str] = set()
-        """Sources whose reward has come out right once."""
+        """Sources whose reward has returned a valid result once."""
 
     @property
     def stats(self) -> ScorerStats:
@@ -70,11 +70,11 @@ class RewardScorer:
 
     @property
     def num_processes(self) -> int:
-        """Count the reward processes alive now."""
+        """Return the number of reward processes that are alive now."""
         return self._pool.num_processes if self._pool is not None else 0
 
     def pass_score(self, source: str) -> float:
-        """Give the reward from which a response of this source counts as solved."""
+        """Return the lowest reward at which a response of this source counts as solved."""
         return self._specs[source].config.pass_score
 
     async def score(self, trajectory: Trajectory) -> float:
@@ -82,7 +82,7 @@ class RewardScorer:
 
         Raises:
             RewardError: it could not be scored, after the last retry; with the reason.
-            DataError: the reward function is wrong, and it would be for every other trajectory.
+            DataError: the reward function is wrong, and would fail for every other trajectory too.
         """
         spec = self._specs[trajectory.prompt.source]
         started_s = time.perf_counter()
@@ -125,8 +125,8 @@ class RewardScorer:
         )
 
     async def _attempt(self, spec: RewardSpec, sample: RewardSample) -> float:
-        """Score once. Raises ``TimeoutError`` past the deadline, ``RewardError`` for whatever the reward raises, and
-        ``DataError`` when a process finds that the rewards cannot be built."""
+        """Score once. Raises ``TimeoutError`` after the deadline, ``RewardError`` for anything that the reward raises,
+        and ``DataError`` when a process finds that the rewards cannot be built."""
         if spec.source in self._inline:
             async with asyncio.timeout(spec.config.timeout_s):
                 return (await score_once(self._inline[spec.source], sample)).number()

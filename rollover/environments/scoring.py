@@ -1,5 +1,5 @@
-"""Scores one response and reports the reward, or why there is none, in JSON: between a reward process and the run, a
-reason and its kind must not get lost."""
+"""Scores one response and reports the reward, or why there is none, in JSON, so that no reason and its kind get lost
+between a reward process and the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollover.environments.rewards.base import Reward, RewardSample
 from rollover.errors import DataError, RewardError
 
 _LONGEST_REASON = 400
-"""Maximum number of characters of a message of the user's code that are passed on."""
+"""Maximum number of characters that are passed on from a message of the user's code."""
 
 Failure = Literal["raised", "refused", "misshapen"]
 
@@ -27,7 +27,7 @@ _ERRORS: dict[Failure, type[RewardError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringResult:
-    """Holds a reward, or why there is none.
+    """Holds a reward, or the reason why there is none.
 
     Example: ``ScoringResult(failure="raised", reason="KeyError: 'answer' (mine.py, line 7)")``.
     """
@@ -37,7 +37,7 @@ class ScoringResult:
     reason: str = ""
 
     def number(self) -> float:
-        """Give the reward. Raises the ``RewardError`` that stands for the failure."""
+        """Return the reward. Raises the ``RewardError`` that stands for the failure."""
         if self.failure is not None:
             raise _ERRORS[self.failure](self.reason)
         assert self.reward is not None
@@ -45,10 +45,10 @@ class ScoringResult:
 
 
 async def score_once(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> ScoringResult:
-    """Score ``sample``. Whatever a reward raises fails its sample, never the run.
+    """Score ``sample``. Any error that a reward raises fails its sample, never the run.
 
-    Only the cancellation or the closing of the caller comes through, and Ctrl-C unless this is a reward process
-    (``own_process``): Ctrl-C does not reach that one, so that its interrupts are those of the reward itself.
+    Only the cancellation or the closing of the caller is passed on, and Ctrl-C unless this is a reward process
+    (``own_process``): Ctrl-C does not reach one, so any interrupt comes from the reward itself.
     """
     task = asyncio.current_task()
     try:
@@ -69,7 +69,7 @@ async def score_once(reward: Reward, sample: RewardSample, *, own_process: bool 
 
 
 def _runs(task: asyncio.Task[Any] | None) -> bool:
-    """Tell whether ``task`` runs now; a coroutine that is closed from outside does not."""
+    """Return whether ``task`` runs now; a coroutine that is closed from outside does not."""
     try:
         return asyncio.current_task() is task
     except RuntimeError:  # no event loop runs
@@ -77,14 +77,14 @@ def _runs(task: asyncio.Task[Any] | None) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Say in one line why a scoring failed: our own errors by their message, others with type and place."""
+    """Describe in one line why a scoring failed: our own errors by their message, others with type and place."""
     if isinstance(error, DataError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     try:
         text = str(error)
-    except Exception:  # the type of a user may fail at this too
+    except Exception:  # a user's type may fail at this too
         text = ""
     text = " ".join(text[:_LONGEST_REASON].split()) + ("..." if len(text) > _LONGEST_REASON else "")
     return f"{type(error).__name__}{text and f': {text}'}{place}"

@@ -1,7 +1,7 @@
-"""Finds a user's reward function and what it asks for, before it is called.
+"""Finds a user's reward function and its parameters before it is called.
 
 Importing it runs the user's module, which may raise, exit or hang: that is a ``DataError`` that names the module. The
-run itself imports it only after a process of its own has come back from that (``python -m
+run itself imports it only after a separate process has done so and returned (``python -m
 rollover.environments.user_function MODULE``).
 """
 
@@ -23,13 +23,13 @@ from rollover.errors import DataError, nearest
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 
 _CAME_BACK = 79
-"""Exit code of the process that imports a module, when the import has ended, be it with an exception."""
+"""Exit code of the process that imports a module when the import has ended, even with an exception."""
 _IMPORT_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 
 
 def check_import(path: str) -> None:
-    """Raise ``DataError`` when importing the function's module ends the process or does not end itself."""
+    """Raise ``DataError`` when importing the function's module ends the process or never ends."""
     _check_import(path.partition(":")[0], os.getcwd())
 
 
@@ -92,8 +92,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
-    """Name the arguments that the function asks for without a default, besides those ``given`` and what every function
-    is given. Raises ``DataError`` as ``load_function``."""
+    """Return the arguments that the function requires, except those ``given`` and those that every function receives.
+    Raises ``DataError`` like ``load_function``."""
     parameters = _parameters(path, load_function(path))
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return tuple(p.name for p in by_name if p.default is p.empty and p.name not in {*ALWAYS_GIVEN, *given})
@@ -102,10 +102,10 @@ def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
 def accepted_names(
     path: str, function: Callable[..., Any], columns: Collection[str], params: Collection[str]
 ) -> set[str] | None:
-    """List the names that the function takes by keyword; ``None``: any.
+    """Return the names that the function takes by keyword; ``None`` for any.
 
     Raises:
-        DataError: it asks for more than it can get, or does not take one of ``params``.
+        DataError: it requires more than it can get, or does not take one of ``params``.
     """
     offered = {*ALWAYS_GIVEN, *columns, *params}
     parameters = _parameters(path, function)
@@ -137,12 +137,12 @@ def accepted_names(
 def _parameters(path: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         raise DataError(f"reward function {path} has no signature; wrap it in a function of Python") from None
 
 
 def _was_found(module_name: str, error: BaseException) -> bool:
-    """Tell whether the module itself is there, and something in it failed."""
+    """Return whether the module itself exists, and something in it failed."""
     return not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."))
 
 
@@ -156,7 +156,7 @@ def _import_and_come_back() -> None:
     try:
         importlib.import_module(sys.argv[1])
     finally:
-        os._exit(_CAME_BACK)  # whoever loads the function tells what it raised
+        os._exit(_CAME_BACK)  # the code that loads the function reports what it raised
 
 
 if __name__ == "__main__":

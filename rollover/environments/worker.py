@@ -1,9 +1,9 @@
 """Runs rewards in a process of its own: ``python -m rollover.environments.worker DESCRIPTOR``, started by the pool.
 
-It speaks JSON lines with its parent over the socket ``DESCRIPTOR``. First line in: the reward specs; first line out:
-``{"ready": true}``, or ``{"error": reason}`` and it ends. Then per line in one sample with an ``id``, per line out its
-outcome with the same ``id``. What reward functions print goes to standard error.
-A keeper (see ``keeper.py``) sees to it that nothing is left when this process ends, or shall end.
+It speaks JSON lines with its parent over the socket ``DESCRIPTOR``. The first line in has the reward specs; the first
+line out is ``{"ready": true}``, or ``{"error": reason}``, after which the process ends. Then each line in has one
+sample with an ``id``, and each line out its result with the same ``id``. Anything that reward functions print goes to
+standard error. A keeper (see ``keeper.py``) ensures that nothing is left when this process ends or must end.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class GroupPlan:
     """
 
     meets: Literal["torch", "nccl"]
-    """How the members meet: through a store of torch.distributed, or with an id of NCCL."""
+    """Means of meeting: a store of torch.distributed, or an id of NCCL."""
     backend: Literal["gloo", "nccl"]
     towards: str
     """The URL of one of the servers, from which our own address is determined."""

@@ -51,30 +51,30 @@ class RewardSettings(ABC):
 
     @property
     def label(self) -> str:
-        """Give the name by which messages call this reward."""
+        """Return the name of this reward in messages."""
         return self.kind
 
     @abstractmethod
     def build(self, spec: RewardSpec) -> Reward:
-        """Make the reward. Raises ``DataError`` when it cannot be used: a library or function is missing, or the
+        """Build the reward. Raises ``DataError`` when it cannot be used: a library or function is missing, or the
         function has a wrong signature."""
 
     def needed_columns(self) -> tuple[str, ...]:
-        """Name the columns that this reward cannot do without, besides the reference answer. Raises ``DataError`` when
-        they cannot be found out."""
+        """Return the columns that this reward needs besides the reference answer. Raises ``DataError`` when they cannot
+        be determined."""
         return ()
 
     def check(self, spec: RewardSpec) -> None:
-        """Raise ``DataError`` for what is known to be wrong before the first response, at little cost."""
+        """Raise ``DataError`` for mistakes that can be found before the first response, at little cost."""
         del spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """Says all that is needed to score the responses of one source, in any process.
+    """Contains all that is needed to score the responses of one source, in any process.
 
     Example: ``RewardSpec(source="gsm8k", config=ExactConfig(), prompt_column="question", answer_column="answer")``
-    compares what stands in ``<answer>...</answer>`` with column ``answer``.
+    compares the content of ``<answer>...</answer>`` with column ``answer``.
     """
 
     source: str
@@ -84,14 +84,14 @@ class RewardSpec:
     gym_config: Mapping[str, Any] = field(default_factory=dict)
     prompt_column: str | None = None
     answer_column: str | None = None
-    """Path of the reference answer; that of the prompt where the reply that ends its messages is the reference."""
+    """Path of the reference answer; that of the prompt if the reply that ends its messages is the reference."""
     columns: tuple[str, ...] = ()
     """Columns that travel with the prompts, used to check a function's signature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSample:
-    """Holds one finished response, as rewards see it.
+    """Holds one finished response in the form that rewards receive.
 
     Example: ``RewardSample(prompt="7 * 6 =", columns={"answer": "42"}, completion="#### 42", completion_ids=(9, 12))``.
     """

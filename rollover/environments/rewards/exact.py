@@ -31,7 +31,11 @@ class ExactConfig(ExtractionSettings):
 
 @dataclass(frozen=True, slots=True)
 class ExactReward:
-    """Compares the answer with the references, character by character but for white space."""
+    """Compares the answer with the references, character by character except for white space.
+
+    Example: with ``ExactConfig(extract="whole")`` and the reference ``"Paris, France"``, the response ``" Paris,
+    France"`` scores 1.0 and ``"paris, France"`` 0.0.
+    """
 
     config: ExactConfig
     spec: RewardSpec

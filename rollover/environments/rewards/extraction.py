@@ -38,7 +38,7 @@ class ExtractionSettings(RewardSettings):
                 ) from None
 
     def answer(self, completion: str) -> str | None:
-        """Find the answer in a response; ``None`` where there is none."""
+        """Find the answer in a response; ``None`` if there is none."""
         return extract_answer(completion, self.extract, self.answer_pattern)
 
 
@@ -69,16 +69,16 @@ def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> st
 
 
 def reference_answer(spec: RewardSpec, sample: RewardSample) -> Any:
-    """Read the reference answer as the row holds it, be it the reply that ends the messages of the prompt."""
+    """Read the reference answer from its column, or from the reply that ends the messages of the prompt."""
     assert spec.answer_column is not None
     found = read_conversation(sample.columns, spec.prompt_column) if spec.answer_column == spec.prompt_column else None
     return read_column(sample.columns, spec.answer_column) if found is None or found.reply is None else found.reply
 
 
 def reference_texts(spec: RewardSpec, sample: RewardSample, how: ReferenceExtraction) -> list[str]:
-    """Read the reference answer, or the list of those that are right, as texts.
+    """Read the reference answer, or the list of right ones, as texts.
 
-    Raises ``RewardError`` when one of them is no text, or has no ``####`` where it should.
+    Raises ``RewardError`` when one of them is not a text, or lacks a ``####`` that it should have.
     """
     value = reference_answer(spec, sample)
     texts: list[str] = []

@@ -1,4 +1,4 @@
-"""``kind = "function"``: a function of the user, called in the form that TRL has given such functions."""
+"""``kind = "function"``: a function of the user, called in the form that TRL has established."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FunctionConfig(RewardSettings):
         return FunctionReward(self, spec)
 
     def needed_columns(self) -> tuple[str, ...]:
-        """Name the arguments without a default, besides what every function is given."""
+        """Return the arguments without a default, except those that every function receives."""
         check_import(self.function)
         return required_names(self.function, given=self.params)
 
@@ -69,10 +69,10 @@ class FunctionConfig(RewardSettings):
 
 class FunctionReward:
     """Calls the user's function once per response, with lists of one element: a response is scored when it is finished,
-    and not when its siblings are.
+    without waiting for its siblings.
 
     Prompts given as messages arrive as messages, with the completion as ``[{"role": "assistant", "content": ...}]``.
-    Where their last turn is the reference it is not among them but in ``answer``. ``None`` ("does not apply") fails the
+    If their last turn is the reference, it is not among them but in ``answer``. ``None`` ("does not apply") fails the
     sample: the function is the only reward of its source.
     """
 
@@ -88,8 +88,8 @@ class FunctionReward:
             )
 
     async def score(self, sample: RewardSample) -> float:
-        """Call the function. Raises ``MisshapenReward`` and ``RefusedReward`` for what cannot be used, and what the
-        function raises."""
+        """Call the function. Raises ``MisshapenReward`` and ``RefusedReward`` for values that cannot be used, and any
+        error that the function raises."""
         prompt, completion = self._texts(sample)
         arguments: dict[str, Any] = {}
         if self._spec.answer_column == self._spec.prompt_column is not None:

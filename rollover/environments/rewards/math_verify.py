@@ -39,7 +39,7 @@ class MathVerifyReward:
     """Compares with math-verify.
 
     The library's own time limits use signals and are switched off: the process has a deadline. A response on which the
-    library fails is not right.
+    library fails counts as wrong.
     """
 
     def __init__(self, config: MathVerifyConfig, spec: RewardSpec) -> None:
@@ -47,7 +47,7 @@ class MathVerifyReward:
             import math_verify
         except ImportError:
             raise DataError("reward kind 'math_verify' needs the package: pip install math-verify") from None
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
         self._library = math_verify
         self._config = config
         self._spec = spec
@@ -59,7 +59,7 @@ class MathVerifyReward:
         try:
             answer = self._parse(sample.completion)
             return float(any(self._library.verify(r, answer, timeout_seconds=None) for r in references))
-        except Exception:  # a number of more digits than Python reads, say
+        except Exception:  # a number with more digits than Python reads, say
             return 0.0
 
     def _reference(self, text: str) -> list[Any]:
@@ -74,6 +74,6 @@ class MathVerifyReward:
 
 
 def _as_latex(text: str) -> str:
-    """Put delimiters around a bare reference: math-verify reads LaTeX between them only."""
+    """Put delimiters around a bare reference, since math-verify reads LaTeX only between them."""
     delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
     return text if delimited else f"${text}$"

@@ -137,7 +137,7 @@ VERBS = frozenset(
         Exchange Expand Expect Explain Fetch Fill Find Fit Follow Force Forget Free Gather Generate Give Hand
         Hash Hold Identify Implement Import Invert Join Keep Kill Lay Leave Let List Load Locate Lock Look Make Map Match
         Measure Merge Move Name Normalise Note Notice Open Overwrite Pack Park Parse Plan Prefer Print Probe Promise
-        Propose Prove Publish Put Queue Raise Read Reassign Rebuild Record Redact Redirect Refuse Register Reject Release
+        Propose Prove Publish Put Queue Raise Read Reap Reassign Rebuild Record Redact Redirect Refuse Register Reject Release
         Remember Remove Rename Renew Repair Replace Report Resume Return Run Save Say Scale Score See Send Serve
         Set Shard Share Show Sign Simulate Solve Split Spread Start Stop Store Stream Sum Summarise Swap Switch
         Tabulate Take Tell Thaw Tokenise Train Treat Try Turn Unwrap Use Wait Whiten Write Yield

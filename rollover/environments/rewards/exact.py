@@ -33,8 +33,8 @@ class ExactConfig(ExtractionSettings):
 class ExactReward:
     """Compares the answer with the references, character by character except for white space.
 
-    Example: with ``ExactConfig(extract="whole")`` and the reference ``"Paris, France"``, the response ``" Paris,
-    France"`` scores 1.0 and ``"paris, France"`` 0.0.
+    Example: with ``ExactConfig(extract="whole")`` and the reference ``"Paris, France"``, the response ``" Paris, France
+    "`` scores 1.0 and ``"paris, France"`` 0.0.
     """
 
     config: ExactConfig

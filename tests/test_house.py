@@ -117,7 +117,7 @@ def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
     assert not found
 
 
-ROOMS_A = ("algorithms", "environments", "hf", "settings", "tasks", "weights")
+ROOMS_A = ("algorithms", "environments", "hf", "run", "settings", "tasks", "weights")
 ROOMS_B: tuple[str, ...] = ()
 
 
@@ -129,12 +129,12 @@ def is_described(module: Path) -> bool:
 DESCRIBED = [module for module in MODULES if is_described(module)]
 VERBS = frozenset(
     re.findall(
-        r"\w+",
+        r"\S+",
         """
         Abort Account Add Allocate Allow Answer Append Apply Ask Attend Average Begin Bring Build Call Carry
         Change Check Choose Close Combine Compare Compile Compress Compute Connect Convert Copy Count Create Cut
         Deal Decide Decode Delete Derive Describe Do Download Draw Drop Empty End Enter Estimate Evaluate
-        Exchange Expand Expect Explain Fetch Fill Find Fit Follow Force Forget Free Gather Generate Give Hand
+        Exchange Exclude Expand Expect Explain Fetch Fill Find Fine-tune Fit Follow Force Forget Format Free Gather Generate Give Hand
         Hash Hold Identify Implement Import Invert Join Keep Kill Lay Leave Let List Load Locate Lock Look Make Map Match
         Measure Merge Move Name Normalise Note Notice Open Overwrite Pack Park Parse Plan Prefer Print Probe Promise
         Propose Prove Publish Put Queue Raise Read Reap Reassign Rebuild Record Redact Redirect Refuse Register Reject Release

@@ -1,4 +1,4 @@
-"""``rollover.train``: a run from Python, as ``rollover train`` does it."""
+"""``rollover.train``: trains from Python as ``rollover train`` does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
     Args:
         config: a TOML file, the name of a packaged experiment, or a config object.
         overrides: settings as on the command line, applied to a file or an experiment.
-        run_dir: where the run writes; ``runs/CONFIG-DATE-TIME`` when left out.
+        run_dir: the run's directory; ``runs/CONFIG-DATE-TIME`` when left out.
 
     Raises:
-        RolloverError: with what you can do about it.
-        Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` continues it.
+        RolloverError: the message says what you can do about it. Stopped: Ctrl-C ended the run early, cleanly;
+        ``rollover train --resume`` continues it.
 
     Example:
         ``rollover.train("quickstart", ["--steps", "5"], run_dir="out")`` trains five steps and returns ``Path("out")``,

@@ -1,7 +1,7 @@
-"""Checkpoints and the journal: together they are the state from which a run goes on.
+"""Checkpoints and the journal, which together are the state from which a run resumes.
 
 What it keeps true: a checkpoint names the last event of the journal that it has seen, and is refused with a journal
-that ends before that event. The journal is on the disk before the checkpoint is.
+that ends before that event. The journal is on the disk before the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _JOURNAL_SEQ = "journal_seq"
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Saves checkpoints when they are due, deletes those that are no longer kept, and journals both."""
+    """Saves checkpoints when they are due, deletes those that are no longer kept, and journals both.
+
+    Example: with ``every_steps = 20`` and ``keep_last = 2``, the folder contains ``step_40`` and ``step_60`` after 60
+    steps.
+    """
 
     config: CheckpointConfig
     folder: Path
@@ -53,11 +57,11 @@ class Checkpointer:
         version = self.trainer.version
         if version != self._saved_version:
             self.driver.flush()
-            self.journal.sync()  # or a power cut could leave a checkpoint that is newer than its journal
+            self.journal.sync()  # otherwise a power cut could leave a checkpoint that is newer than its journal
             self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
             self._saved_version = version
             self.driver.record(CheckpointSaved(time_s=self.clock.now_s(), step=self._oldest_kept()))
-        prune_checkpoints(self.folder, self.config.keep_last)  # an earlier process may have died before it did
+        prune_checkpoints(self.folder, self.config.keep_last)  # an earlier process may have died before it did so
 
     def _oldest_kept(self) -> int:
         """Return the version of the oldest checkpoint that stays: older batches need no replay."""
@@ -86,7 +90,7 @@ def open_journal(run: RunDir, checkpoint: Path | None) -> Journal:
 
 
 def step_to_resume(run: RunDir, checkpoint: Path | None) -> int | None:
-    """Return the step from which the run goes on; ``None`` for a new run."""
+    """Return the step from which the run continues; ``None`` for a new run."""
     from rollover.trainer.checkpoint import read_manifest
 
     if checkpoint is not None:

@@ -1,4 +1,5 @@
-"""Checks that look at several sections of a run's config at once, and at what its engine turns out to be able to do."""
+"""Checks that concern several sections of a run's config at once, and the capabilities that its engine turns out to
+have."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from rollover.weights.adapters import AdapterShape
 
 
 class Sections(Protocol):
-    """The parts of a ``RunConfig`` that are checked against each other. It checks itself with them when it is made.
+    """The parts of a ``RunConfig`` that are checked against each other when it is created.
 
     Example: ``longest_tokens(config)`` is 1536 for prompts of 512 tokens and responses of 1024.
     """

@@ -8,12 +8,12 @@
         metrics.jsonl     one line per step
         tensorboard/
         model/            the policy that training starts from, where the run makes it
-        checkpoints/      what --resume goes on from
+        checkpoints/      what --resume continues from
         report.html
         lock              held while a process works here
 
-A directory belongs to one config for good: when a run is resumed, only settings may differ that say so (``changes``).
-The lock is the kernel's (flock), so a process that dies, however it dies, leaves none behind.
+A directory belongs to one config for good: when a run is resumed, only settings that say so may differ (``changes``).
+The lock is the kernel's (flock), so no process leaves one behind, however it dies.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from rollover.version import __version__
 _MAX_NAME_CHARACTERS = 50
 """The part of a config's name that goes into the default name of a directory: file systems allow 255 bytes."""
 _LEFT_UNBEGUN = (layout.LOCK, "config.partial")
-"""The files of a run that was killed while it made its directory; the next run can use that directory."""
+"""The files of a run that was killed while it created its directory; the next run can use that directory."""
 _PRELIMINARIES = (layout.CONFIG, layout.BEGAN_WITH, layout.LOCK, "metrics.jsonl", "tensorboard", "model-untrained")
 
 MIN_FREE_BYTES = 256 * 2**20
-"""The free disk below which no run is started: room for the journal and report of a small one."""
+"""No run is started with less free disk space: it is enough for the journal and report of a small one."""
 
 
 class RunDir:
@@ -65,7 +65,7 @@ class RunDir:
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock ``path``, which exists. Raises ``RunError`` when another process holds it."""
+        """Lock ``path``, which must exist. Raises ``RunError`` when another process holds it."""
         self.path = path
         self.config_file = path / layout.CONFIG
         self.began_with = path / layout.BEGAN_WITH
@@ -74,13 +74,13 @@ class RunDir:
         self.checkpoints = path / layout.CHECKPOINTS
         self.report = path / layout.REPORT
         self.resume_command = f"rollover train --resume {shlex.quote(str(path))}"
-        """The command that goes on with this run."""
+        """The command that continues this run."""
         self.made: tuple[Path, ...] = ()
-        """Directories made for this run: its own, then those it lies in."""
+        """Directories created for this run: its own, then those around it."""
         self.is_new = False
         """True for a new run, whose directory can still be cleared."""
         self._unsettled: tuple[Mapping[str, Any], str] | None = None
-        """The config that a resumed run shall go on under, and what is recorded of the resume."""
+        """The config under which a resumed run is to continue, and the record of the resume."""
         self._lock: int | None = _locked(path / layout.LOCK)
 
     def require_free(self, num_bytes: int, purpose: str) -> None:
@@ -93,16 +93,16 @@ class RunDir:
             )
 
     def noted(self, fact: str) -> Any:
-        """Return what ``note`` has added under this name; ``None`` when it has not."""
+        """Return the fact that ``note`` recorded under this name; ``None`` when there is none."""
         return _read(self.path)[1].get(fact)
 
     def note(self, **facts: Any) -> None:
-        """Add facts to "meta" in ``config.json`` that are known only once the run has started."""
+        """Add facts to "meta" in ``config.json`` that are only known once the run has started."""
         config, meta = _read(self.path)
         _write(self, config, {**meta, **facts})
 
     def changed_environment(self) -> list[str]:
-        """Say which of the versions and the machine that decide about the last bits are no longer those that the run
+        """List the versions and features of the machine that affect the last bits and differ from those that the run
         began with.
 
         Example: ``["rollover 0.1.0, now 0.2.0"]``
@@ -115,8 +115,8 @@ class RunDir:
         ]
 
     def settle(self) -> None:
-        """Record the config that the run goes on under, now that it can: every part of it is open. A resume that fails
-        before leaves the run with the settings that it had."""
+        """Record the config under which the run continues, now that every part of it is open. A resume that fails
+        earlier leaves the run with its old settings."""
         if self._unsettled is not None:
             config, resumed = self._unsettled
             meta = _read(self.path)[1]
@@ -134,20 +134,20 @@ class RunDir:
         return str(meta["identity"])
 
     def discard_after(self, error: BaseException) -> None:
-        """Take away what a new run put here before ``error`` kept it from beginning, if the user must mend something
-        first: the mended run can have the directory. Does nothing to a run that is resumed, nor once there is a
-        journal, a model or anything else that cost work."""
+        """Remove the files of a new run that ``error`` kept from beginning, if the user has to fix something first, so
+        that the next attempt can use the directory. Does nothing to a resumed run, nor once there is a journal, a model
+        or anything else that took work."""
         mendable = isinstance(error, ConfigError | DataError | MissingExtra | ModelError | ResourceError)
         if not (mendable and self.is_new) or any(entry.name not in _PRELIMINARIES for entry in self.path.iterdir()):
             return
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for folder in self.made:
-            with suppress(OSError):  # others may have put something there meanwhile
+            with suppress(OSError):  # other processes may have put something there meanwhile
                 folder.rmdir()
 
     def close(self) -> None:
-        """Release the lock. Does nothing the second time."""
+        """Release the lock. Does nothing when called again."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -160,7 +160,7 @@ class RunDir:
 
 
 def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str = "train") -> RunDir:
-    """Make and lock a new run directory and write ``config.json``. Only the runs of the job ``train`` can be resumed.
+    """Create and lock a new run directory and write ``config.json``. Only the runs of the job ``train`` can be resumed.
 
     Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
     """
@@ -197,7 +197,7 @@ def _held(path: Path, config: RunConfig) -> str:
 
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
-    """Lock an existing run directory. ``RunDir.settle`` records there the config that ``saved_config`` gives.
+    """Lock an existing run directory and return the config that ``saved_config`` gives. ``RunDir.settle`` records it.
 
     Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
     """
@@ -212,7 +212,7 @@ def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[st
 
 
 def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
-    """Lock an existing run directory. ``RunDir.settle`` records there that its run goes on under ``config``."""
+    """Lock an existing run directory. ``RunDir.settle`` records that its run continues under ``config``."""
     run = RunDir(path)
     try:
         run.require_free(MIN_FREE_BYTES, "a resumed run")
@@ -229,7 +229,7 @@ def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of the run in ``path`` with ``overrides`` applied.
 
-    Raises ``RunError`` when there is no run, or when an override changes what may not change.
+    Raises ``RunError`` when there is no run, or when an override changes a setting that may not change.
     """
     kind = _read(path)[0].get("rollout", {}).get("strategy")
     if isinstance(kind, str) and kind in SIMULATED_ONLY:
@@ -243,7 +243,7 @@ def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
-    """Raise ``RunError`` when the run in ``path`` cannot go on under ``after``, naming the setting that is in the way
+    """Raise ``RunError`` when the run in ``path`` cannot continue under ``after``, naming the setting that prevents it
     and why."""
     for key, reason in refusals(before, after).items():
         raise RunError(
@@ -252,8 +252,7 @@ def check_changes(path: Path, before: RunConfig, after: RunConfig) -> None:
 
 
 def refusals(before: Any, after: Any) -> dict[str, str]:
-    """Return the settings of a run that differ although they must not, each with the reason. Both are configs of one
-    kind."""
+    """Return the settings of a run that must not differ but do, each with the reason. Both configs are of one kind."""
     found, schema = {}, type(after)
     for key in _differing(before, after):
         data = resolved(after if types_at(schema, key, resolved(after)) else before)
@@ -328,9 +327,9 @@ def _write(run: RunDir, config: Mapping[str, Any], meta: Mapping[str, Any]) -> N
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file in one step: readers and crashes see the old one or the new one."""
+    """Write a file in one step, so that readers and crashes see either the old one or the new one."""
     partial = path.with_suffix(".partial")
-    make_private(partial)  # the config has all its secrets, since --resume needs them
+    make_private(partial)  # the config contains its secrets, since --resume needs them
     with partial.open("w") as file:
         json.dump(value, file, indent=2)
         file.flush()
@@ -343,7 +342,7 @@ def _now() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return what a run depends on besides its config: versions, the machine, the commit."""
+    """Return the versions, machine and commit on which a run depends besides its config."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     environment = {
         "rollover": __version__,

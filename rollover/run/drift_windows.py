@@ -1,11 +1,11 @@
-"""The drift of each engine, collected over batches until there are enough tokens to judge it.
+"""Collects the drift of each engine over batches until there are enough tokens to judge it.
 
 A batch of an asynchronous run has few tokens that the newest weights sampled: with three workers and ``max_staleness``
-3, some twenty of each. Judged batch by batch, an engine would hardly ever have enough.
+3, about twenty per worker. Judged batch by batch, an engine would hardly ever have enough.
 
 What it keeps true: an engine is judged over at least ``MIN_TOKENS`` tokens, of which fewer than ``MIN_TOKENS`` are from
-earlier batches than the newest; each token is judged once. So an engine that begins to lie is found with the second
-window that it fills at the latest, and nothing that it did before weighs against what it does now.
+earlier batches than the newest; each token is judged once. So an engine that begins to lie is found by the end of the
+second window that it fills, and its earlier tokens cannot hide its present ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from rollover.types import Drift
 
 MIN_TOKENS = 64
-"""The fewest tokens of an engine that show anything: in half precision, single tokens are far off."""
+"""The fewest tokens of an engine that are meaningful: in half precision, single tokens can be far off."""
 
 
 class DriftWindows:
@@ -24,8 +24,9 @@ class DriftWindows:
     Args:
         tolerance: mean distance of log-probs, in nats, that rounding explains.
 
-    Example: after ``add({"laptop": Drift(40, 0.2)})``, which returns nothing, ``add({"laptop": Drift(24, 0.1)})``
-    returns ``{"laptop": Drift(64, 0.1625)}``, and the window of the laptop is empty again.
+    Example: after ``add({"laptop": Drift(40, 0.2)})``, which returns ``{}``, ``add({"laptop": Drift(24, 0.1)})``
+    returns ``{"laptop": Drift(64, 0.1625)}`` if that is beyond the tolerance, and the window of the laptop is empty
+    again.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -34,7 +35,7 @@ class DriftWindows:
 
     def add(self, drift: Mapping[str, Drift]) -> dict[str, Drift]:
         """Add the drift of one batch. Returns, by engine, the windows that it fills and whose mean is beyond the
-        tolerance. A window that is filled starts again."""
+        tolerance. A full window starts again."""
         too_far: dict[str, Drift] = {}
         for name, found in drift.items():
             window = _together(self._open.pop(name, None), found)
@@ -45,7 +46,7 @@ class DriftWindows:
         return too_far
 
     def forget(self, name: str) -> None:
-        """Start the window of an engine again: what it has sampled so far is not trained."""
+        """Start the window of an engine again, since none of the tokens that it has sampled so far will be trained."""
         self._open.pop(name, None)
 
 

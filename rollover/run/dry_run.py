@@ -16,12 +16,12 @@ from rollover.run.config import RunConfig
 
 
 def dry_run(config: RunConfig) -> list[str]:
-    """Say in sentences what a run of ``config`` would do, and check what can be checked without loading weights.
+    """Describe in sentences what a run of ``config`` would do, and check everything that needs no loading of weights.
 
     Raises:
-        ModelError: the model's folder is missing, its tokenizer is, or trainer or engine would refuse it.
-        DataError: a dataset or a reward function cannot be used, or the first row of one.
-        ConfigError: prompts and responses do not fit the model or the engine.
+        ModelError: the model's folder or its tokenizer is missing, or the trainer or the engine would refuse it.
+        DataError: a dataset or a reward function cannot be used, or the first row of one. ConfigError: prompts and
+        responses do not fit the model or the engine.
     """
     from rollover.run.engine import check_engine
     from rollover.run.memory import memory_lines
@@ -87,7 +87,7 @@ def _model_line(config: RunConfig) -> str:
 
 
 def _tokenizer(config: RunConfig) -> Any:
-    """Load the model's tokenizer and check it; ``None`` for a model that is yet to be made."""
+    """Load the model's tokenizer and check it; ``None`` for a model that has yet to be built."""
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import load_tokenizer
 

@@ -26,7 +26,7 @@ async def open_engine(
     config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]
 ) -> tuple[TrainedEngine, WeightFolders | None]:
     """Open the engine with the model in ``folder``; also return the folders through which servers get their weights.
-    ``notify`` shows the user what he has to know of it."""
+    ``notify`` shows the user messages about the engine."""
     if isinstance(config.engine, SwarmConfig):
         return await _open_swarm(config.engine, config, run, folder, notify), None
     folders: WeightFolders | None = None
@@ -55,7 +55,7 @@ async def open_engine(
 async def _open_swarm(
     engine: SwarmConfig, config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]
 ) -> TrainedEngine:
-    """Open the one kind of engine that is on a higher floor than the others."""
+    """Open a swarm, the only kind of engine that is in a package above the others."""
     from rollover.swarm.coordinator.open import open_swarm
 
     swarm = await open_swarm(
@@ -76,8 +76,8 @@ async def _open_swarm(
 
 
 def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
-    """Return what a user should know of the engine. This needs no weights, and so comes before the warm-up. ``begins``:
-    the run follows, so that a swarm's object store may be written to.
+    """Return what a user should know about the engine. This needs no weights, and so comes before the warm-up.
+    ``begins``: the run follows, so that a swarm's object store may be written to.
 
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
     refuse, an address or certificate that a swarm cannot use, or a cluster that is not there or too small.
@@ -107,7 +107,7 @@ def _check_swarm(engine: SwarmConfig, *, writes: bool) -> list[str]:
 
 
 def _turns(config: RunConfig) -> list[str]:
-    """Return what it means that engine and trainer take turns on the same devices, where they do."""
+    """Return what the user should know if engine and trainer take turns on the same devices."""
     if not config.engine.declared.is_colocated:
         return []
     line = "engine and trainer take turns: the engine releases weights and cache while the trainer trains"

@@ -1,4 +1,4 @@
-"""Works out what engines take of the memory of each device, as far as the settings of a run say.
+"""Computes how much memory engines take on each device, as far as the settings of a run determine it.
 
 Importing this module needs no torch.
 """
@@ -38,10 +38,10 @@ class EngineMemory:
     weights: int = 0
     cache: int = 0
     share: int = 0
-    """Bytes of a server that is given a share of the device for everything it holds."""
+    """Bytes of a server that is given a share of the device for everything that it stores."""
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by what takes them."""
+        """Return the bytes by purpose."""
         return {"weights": self.weights, "cache": self.cache, "share": self.share}
 
 
@@ -52,7 +52,7 @@ def engine_memory(
     servers of vLLM and SGLang whose arguments name their share of a GPU.
 
     Args:
-        capacity: returns the bytes of a device, or ``None`` where they are not known.
+        capacity: returns the bytes of a device, or ``None`` if they are not known.
     """
     from rollover.engine.embedded import sizing
 
@@ -79,7 +79,7 @@ def engine_memory(
 
 
 def uncounted(config: RunConfig) -> str | None:
-    """Say which engines ``engine_memory`` leaves out, if any."""
+    """Describe the engines that ``engine_memory`` leaves out, if any."""
     engine = config.engine
     if not isinstance(engine, ServerConfig):
         return None
@@ -103,13 +103,13 @@ def uncounted(config: RunConfig) -> str | None:
 
 
 def server_devices(engine: ServerConfig, number: int, device: str = "auto") -> list[str]:
-    """Return the devices on which the server of this number is started, by PyTorch's names for this process.
+    """Return the devices on which the server of this number is started, by PyTorch's names in this process.
 
     Args:
-        device: that which the server is told to use among those that it sees.
+        device: the one that the server is told to use among those that it sees.
 
-    Example: with ``launch_devices = ["4,5", "6,7"]`` server 1 has ``["GPU 6", "GPU 7"]`` where this process sees the
-    first four GPUs alone, and ``["cuda:6", "cuda:7"]`` where it sees all eight.
+    Example: with ``launch_devices = ["4,5", "6,7"]`` server 1 has ``["GPU 6", "GPU 7"]`` if this process sees only the
+    first four GPUs, and ``["cuda:6", "cuda:7"]`` if it sees all eight.
     """
     import torch
 
@@ -125,7 +125,7 @@ def server_devices(engine: ServerConfig, number: int, device: str = "auto") -> l
 
 
 def numbered(device: torch.device) -> str:
-    """Return the name of a device, that of the first GPU with its number.
+    """Return the name of a device, with its number even for the first GPU.
 
     Example: "cuda:0" for ``torch.device("cuda")``.
     """
@@ -133,12 +133,12 @@ def numbered(device: torch.device) -> str:
 
 
 def is_unseen(device: str) -> bool:
-    """Say whether this process has no access to a device that ``engine_memory`` names."""
+    """Return whether this process has no access to a device that ``engine_memory`` names."""
     return device == EACH_ON_CLUSTER or device.startswith(_UNSEEN)
 
 
 def _started(engine: EmbeddedServerConfig) -> EmbeddedConfig:
-    """Return the settings of the engine in each server, with those that ``launch_args`` overrule."""
+    """Return the settings of the engine in each server, including those that ``launch_args`` override."""
     args, settings = engine.launch_args, engine.embedded()
     device, dtype = argument(args, "--device"), argument(args, "--dtype")
     try:
@@ -174,7 +174,7 @@ def _many(count: int, kind: str = "") -> str:
 
 
 def all_parts(engines: Sequence[EngineMemory]) -> dict[str, dict[str, int]]:
-    """Return what the engines of each device take together, by what takes it.
+    """Return the memory that the engines of each device take together, by purpose.
 
     Example: ``{"cuda:0": {"weights of 2 engines": 2 * 2**30, "cache of 2 engines": 2**34}}``
     """

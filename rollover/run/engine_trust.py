@@ -1,4 +1,4 @@
-"""Finds engines that do not sample from the trainer's policy, by checking each engine and by looking at each batch.
+"""Finds engines that do not sample from the trainer's policy, by checking each engine and examining each batch.
 
 ==============  ==============================================  =====================================================
                when                                            what it finds
@@ -11,8 +11,8 @@ drift           after every batch, over at least 64 tokens      the same, and wh
 ==============  ==============================================  =====================================================
 
 What it keeps true: an engine gets no call under weights for which it has not passed the log-prob check, unless its
-calls go on over the load; once it has failed, no token of it is trained any more. A mismatch at the start ends the run,
-since it is easily mended; later the run goes on with the engines that are left.
+calls continue during the load; once it has failed, none of its tokens is trained any more. A mismatch at the start ends
+the run, since it is easily fixed; later the run continues with the engines that are left.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
 
 _NUM_REFERENCES = 8
-"""Versions that members can be checked under: those of a swarm may be a few behind."""
+"""Number of versions under which members can be checked: those of a swarm may be a few behind."""
 
 
 class Trust:
     """Decides for one run which engines are trusted.
 
     Args:
-        num_tokens: what the tokenizer knows; models may have more rows, or fewer.
-        replayed: steps whose batches were sampled, and judged, by an earlier process.
+        num_tokens: size of the tokenizer's vocabulary; models may have more rows, or fewer.
+        replayed: steps whose batches an earlier process sampled and judged.
     """
 
     def __init__(
@@ -63,33 +63,33 @@ class Trust:
         self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), engine.capabilities.max_context_tokens)
         self._later = (rollout.temperature,)
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype)
-        """Mean distance of log-probs in nats that is taken for rounding."""
+        """Mean distance of log-probs, in nats, that counts as rounding."""
         self._remedy = config.engine.mismatch_remedy(number_format)
         """Advice for the user about an engine beyond the tolerance."""
         self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
-        """Otherwise engines rightly report other log-probs than the trainer computes."""
+        """Otherwise engines are right to report other log-probs than the trainer computes."""
         self._windows = DriftWindows(self._tolerance)
         if isinstance(engine, CallPlacement):
             engine.on_distrust(self._windows.forget)
         self._replayed = frozenset(replayed)
         self._references: dict[int, Reference] = {}
-        """The newest by version: a member may be checked under an older one while a newer one is loaded."""
+        """The newest references by version: a member may be checked under an older one while a newer one is loaded."""
         self.has_checked = False
         """True once all engines have passed the check."""
         if self._pool is not None:
             self._pool.check_logprobs_with(self._check)
 
     async def expect(self, version: int) -> None:
-        """Compute the log-probs of the check's prompts by the trainer's weights, which must not change meanwhile."""
+        """Compute the log-probs of the check's prompts with the trainer's weights, which must not change meanwhile."""
         if self._pool is None and self.has_checked:
-            return  # one memory, one process: what fitted once is looked at by its drift
+            return  # same memory, same process: after the first check, drift is enough
         logits_PV = await asyncio.to_thread(self._trainer.next_logits, self._prompts)
         reference = Reference(version=version, prompts=self._prompts, logits_PV=logits_PV)
         self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
     async def check(self, version: int) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines
-        that were taken out.
+        that were excluded.
 
         Raises:
             EngineMismatch: one fails at the start, or all do later.
@@ -103,10 +103,10 @@ class Trust:
         return list(failed)
 
     def verdicts(self, step: int, drift: Mapping[str, Drift]) -> dict[str, str]:
-        """Return the engines, by name, that are not to be trusted after the batch of ``step``, each with the reason.
+        """Return the engines, by name, that can no longer be trusted after the batch of ``step``, each with the reason.
 
-        A replayed batch says nothing: what sampled it may have been fixed since. So a resumed run begins with empty
-        windows.
+        A replayed batch shows nothing, since the engine that sampled it may have been fixed meanwhile. So a resumed run
+        begins with empty windows.
         """
         if not self._judges_drift or step in self._replayed:
             return {}
@@ -118,8 +118,8 @@ class Trust:
         }
 
     async def settle_disputes(self) -> None:
-        """Say by the trainer's weights, which must not change meanwhile, who is right where two members disagree about
-        what they make."""
+        """Decide with the trainer's weights, which must not change meanwhile, who is right where two members disagree
+        about what to sample."""
         if not isinstance(self._engine, DisputedMembers):
             return
         for dispute in self._engine.disputes(self._trainer.version):
@@ -128,7 +128,7 @@ class Trust:
                 self._engine.decide(dispute, verdict)
 
     def part_with(self, name: str, reason: str) -> None:
-        """Send no more calls to this engine. Raises ``EngineMismatch`` when none is left."""
+        """Stop sending calls to this engine. Raises ``EngineMismatch`` when none is left."""
         if self._pool is None:
             raise EngineMismatch(f"{self._engine!r} cannot be trusted: {reason}")
         self._pool.distrust(name, reason)

@@ -1,6 +1,6 @@
-"""Accuracy on held-out prompts: the engine generates, the scorer scores, ``environments.pass_at_k`` does the sums.
+"""Accuracy on held-out prompts: the engine generates, the scorer scores, ``environments.pass_at_k`` computes the means.
 
-Every evaluation of a run draws the same noise, so two of them differ by the weights alone.
+Every evaluation of a run draws the same noise, so two of them differ only in the weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Evaluation:
     """Samples whose scoring failed; they count as reward 0."""
 
     def metrics(self) -> dict[str, float]:
-        """Return ``accuracy`` and ``pass@k`` over everything and, where there are several sources,
-        ``accuracy/<source>``; each with its standard error ``_se``."""
+        """Return ``accuracy`` and ``pass@k`` over everything and, if there are several sources, ``accuracy/<source>``,
+        each with its standard error ``_se``."""
         numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
         for row in self.rows:
             place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"
@@ -56,13 +56,13 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the weights that the engine holds, as ``[eval]`` describes it: before the first step, after the last,
-    and every ``eval.every_steps`` between.
+    """Evaluates the weights in the engine, as ``[eval]`` describes it: before the first step, after the last, and every
+    ``eval.every_steps`` in between.
 
     Args:
-        sources: what is held out; without any, no evaluation is ever due.
+        sources: the held-out prompts; without any, no evaluation is ever due.
         stops: the tokens that end a response.
-        on_progress: told (samples done, samples in all).
+        on_progress: called with (samples done, samples in all).
         done_version: the version that an earlier process has evaluated already.
     """
 
@@ -95,13 +95,13 @@ class Evaluator:
         self._done_version = done_version
 
     def is_due(self, version: int) -> bool:
-        """Return whether it is the turn of the weights of ``version`` to be evaluated."""
+        """Return whether the weights of ``version`` are due for evaluation."""
         every = self._config.every_steps
         due = version in (0, self._num_steps) or bool(every and version % every == 0)
         return bool(self._prompts) and due and version != self._done_version
 
     async def run_when_due(self, version: int) -> Evaluation | None:
-        """Evaluate the weights of ``version`` that the engine holds; ``None`` when it is not their turn."""
+        """Evaluate the weights of ``version``, which the engine has; ``None`` when they are not due."""
         if not self.is_due(version):
             return None
         evaluation = await self.run()
@@ -109,7 +109,7 @@ class Evaluator:
         return evaluation
 
     async def run(self) -> Evaluation:
-        """Evaluate the weights that the engine holds, and report pass@1 and pass@k for each k of ``eval.k``.
+        """Evaluate the weights that the engine has, and report pass@1 and pass@k for each k of ``eval.k``.
 
         Raises:
             EngineError: the engine fails.
@@ -136,7 +136,7 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(i)) for i in ids]
-        except ExceptionGroup as failed:  # they fail of one cause: the engine or a reward function
+        except ExceptionGroup as failed:  # they all fail for one reason: the engine or a reward function
             raise failed.exceptions[0] from None
         results = [task.result() for task in tasks]
         scored = [

@@ -1,4 +1,5 @@
-"""The model of a run as an ordinary Hugging Face folder: a checkpoint without what only training needs.
+"""Exports the model of a run as an ordinary Hugging Face folder: a checkpoint without the parts that only training
+needs.
 
 Importing this module needs no torch.
 """
@@ -25,7 +26,7 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
 
     Raises:
         RunError: there is no such run or checkpoint, or ``target`` exists.
-        ModelError: the checkpoint is damaged, or the model it began with is gone or was changed.
+        ModelError: the checkpoint is damaged, or the model that the run began with is gone or was changed.
         ResourceError: the disk is full.
     """
     from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER, read_manifest, verify_files
@@ -69,7 +70,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 
 
 def holds_adapters(checkpoint: Path) -> bool:
-    """Return whether a checkpoint holds adapters, which are no model by themselves."""
+    """Return whether a checkpoint contains adapters, which are not a model by themselves."""
     return (checkpoint / "adapter_config.json").is_file()
 
 

@@ -1,4 +1,5 @@
-"""Ctrl-C during a run: the first finishes the step and saves a checkpoint, the second ends the process at once."""
+"""Ctrl-C during a run: the first one finishes the step and saves a checkpoint, the second one ends the process at
+once."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class Interrupt:
     ``Stopped``.
 
     Args:
-        progress: tells what happens, and is taken down when the process ends at once.
-        resume: the command that goes on with the run.
+        progress: reports what happens, and is closed when the process ends at once.
+        resume: the command that continues the run.
     """
 
     def __init__(self, progress: Progress, *, resume: str) -> None:
@@ -32,7 +33,8 @@ class Interrupt:
         self._resume = resume
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Not the loop's own way: it notices nothing while warm-up, loading or decoding in lockstep hold the thread.
+        # Not with the event loop's own handlers, which notice nothing while warm-up, loading or decoding in lockstep
+        # block the thread.
         self._handling = signals.handled(self._on_signal)
 
     def __enter__(self) -> Interrupt:
@@ -48,7 +50,7 @@ class Interrupt:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let the running loop learn of the interrupt through ``requested`` and ``unless`` instead of an exception."""
+        """Report an interrupt to the running loop through ``requested`` and ``unless`` instead of an exception."""
         self._loop = asyncio.get_running_loop()
         try:
             yield
@@ -71,8 +73,8 @@ class Interrupt:
         if self._loop is None:
             signals.stop(number)
         elif self.requested:
-            # The journal holds everything already: being killed is a case like any other, and nothing else is "now"
-            # while a training step runs in its thread.
+            # The journal has everything already, so being killed is a case like any other; and no other way ends the
+            # process at once while a training step runs in its thread.
             self._progress.__exit__(None, None, None)
             print(f"stopped immediately; resume with: {self._resume}", file=sys.stderr, flush=True)
             os._exit(128 + number)

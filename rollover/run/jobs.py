@@ -1,7 +1,6 @@
 """The jobs of the command line that fill a run directory: train, compare variants, fine-tune, evaluate.
 
-Each job leaves its results in the directory and says on the terminal what it found. Importing this module needs no
-torch.
+Each job leaves its results in the directory and reports them on the terminal. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from rollover.settings.plain import resolved
 from rollover.tasks.config import NO_SOURCE
 
 NEW_RECORDS = 20_000
-"""Between two collections of garbage where thousands of calls are open: some megabytes."""
+"""New records between two garbage collections when thousands of calls are open: some megabytes."""
 
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """Return ``config`` with defaults for what ``job`` (a function of this module) cannot do without, and a sentence
+    """Return ``config`` with defaults for everything that ``job`` (a function of this module) requires, and a sentence
     about each of them.
 
     Raises:
-        DataError: there is no source of prompts, for which there is no default.
+        DataError: there is no source of prompts, which has no default.
     """
     notes: tuple[str, ...] = ()
     if job == "sft" and config.sft is None:
@@ -60,11 +59,11 @@ def train(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> N
     """Train to ``config.steps`` and report; with ``[variants]``, each of them from the same initial policy.
 
     Args:
-        skip_batch: step of a resumed run whose batch is stepped over.
+        skip_batch: step of a resumed run whose batch is skipped.
 
     Raises:
         Stopped: Ctrl-C or another signal ended it early, cleanly; it can be resumed.
-        RolloverError: with what the user can do about it; the same holds.
+        RolloverError: the message says what the user can do about it; the run can be resumed.
     """
     if config.variants:
         if skip_batch is not None:
@@ -97,7 +96,7 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
 
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
-    """Train one run and report; ``resume`` is the command that goes on with it."""
+    """Train one run and report; ``resume`` is the command that continues it."""
     from rollover.report.record import read_run
     from rollover.report.run_report import FILE_NAME, write_report
     from rollover.report.summary import summarize, summary_table
@@ -127,7 +126,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:
-    """Run each variant in a directory of its own below ``run``; those that are done are left alone."""
+    """Run each variant in a directory of its own below ``run``, except those that are done."""
     from rollover.report.comparison import compare_table, write_comparison
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy

@@ -1,7 +1,7 @@
-"""Turn a plan into a run on a Ray cluster: which ranks and servers go to nodes of which type, and with which settings.
+"""Turns a plan into a run on a Ray cluster: which ranks and servers go to nodes of which type, and with which settings.
 
-A node offers a resource that is named like its device type in the plan, one for each of its devices, as in ``ray start
---resources='{"h20": 8}'``. Of a plan with a single type none is needed.
+A node offers a resource that is named after its device type in the plan, one for each of its devices, as in ``ray start
+--resources='{"h20": 8}'``. A plan with a single type needs none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One line of who goes where.
+    """One line of the table of who goes where.
 
     Example: ``Placed(role="rollout", count=4, each="2 x h20", running=64, resources={"h20": 2.0})``
     """
@@ -38,15 +38,15 @@ class Placed:
     count: int
     each: str
     running: int | None
-    """Samples at the same time, of a server."""
+    """Samples that a server runs at the same time."""
     resources: Mapping[str, float]
     """Custom resources of its node."""
 
 
 def read_plan(file: Path) -> Plan:
-    """Read what ``rollover plan --json`` has written.
+    """Read the output of ``rollover plan --json``.
 
-    Raises ``PlanError`` when it is no plan, or one that cannot be run; the message says what is in the way.
+    Raises ``PlanError`` when it is not a plan, or one that cannot be run; the message says why.
     """
     try:
         plan = TypeAdapter(Plan).validate_json(file.read_bytes())
@@ -66,11 +66,11 @@ def read_plan(file: Path) -> Plan:
 
 
 def launched_config(plan: Plan, config: str, overrides: Sequence[str], folder: Path) -> RunConfig:
-    """Return the config of a run of ``plan``: that of the user's file, with the plan's settings in the place of its
-    own, and then the overrides.
+    """Return the config of a run of ``plan``: the user's file, with the plan's settings in place of its own, and then
+    the overrides.
 
     Args:
-        folder: is given the file that is loaded, ``launched.toml``.
+        folder: where the file that is loaded, ``launched.toml``, is written.
 
     Raises ``ConfigError`` for a config that the plan cannot be run with.
     """
@@ -94,7 +94,7 @@ def launched_config(plan: Plan, config: str, overrides: Sequence[str], folder: P
 
 
 def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, Any]:
-    """Return the settings that a plan makes, for servers of one kind."""
+    """Return the settings that a plan determines, for servers of one kind."""
     workload, staleness = plan.workload, plan.problem.max_staleness
     part = plan.solution.plan.parts[0]
     longest = max(bucket.max_tokens for bucket in workload.buckets)
@@ -147,7 +147,7 @@ def _replicas(plan: Plan) -> list[tuple[ReplicaKind, int]]:
 
 
 def _of_type(plan: Plan, device: str, count: int) -> dict[str, float]:
-    """Return the resource that only nodes of this type have; none is needed where all are of one."""
+    """Return the resource that only nodes of this type have; none is needed if all are of one type."""
     return {device: float(count)} if len(plan.fleet.devices) > 1 else {}
 
 
@@ -164,7 +164,7 @@ def who_goes_where(plan: Plan) -> Iterator[Placed]:
 
 
 def check_types(plan: Plan, offered: Sequence[Mapping[str, float]]) -> None:
-    """Raise ``ConfigError`` with the commands that start the nodes rightly, when no node offers a type's resource.
+    """Raise ``ConfigError`` with the commands that start the nodes correctly when no node offers a type's resource.
 
     Args:
         offered: the resources of each node that is alive.

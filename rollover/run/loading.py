@@ -1,4 +1,5 @@
-"""Makes the config of a run from files, which may extend others, from overrides, and from the config of another run."""
+"""Builds the config of a run from files, which may extend others, from overrides, and from the config of another
+run."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load a TOML file or a packaged experiment, with ``--section.key value`` overrides applied.
 
-    A file may begin with ``extends = "..."``, another file (seen from its own folder) or a packaged experiment: it then
-    says only what differs.
+    A file may begin with ``extends = "..."``, another file (relative to its own folder) or a packaged experiment, and
+    then contains only the differences.
 
     Raises ``ConfigError`` listing every mistake with its line.
 
@@ -40,7 +41,7 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
-    """Read a file together with the one it extends; line numbers are those of ``file`` itself."""
+    """Read a file together with the one that it extends; line numbers are those of ``file`` itself."""
     document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
     if "extends" not in document.data:
         return document

@@ -3,8 +3,8 @@
 One loop serves every strategy. Whether generation stops while the trainer trains is the strategy's decision, not a
 second loop; the trainer always works in a thread of its own.
 
-What it keeps true: a batch is journaled before it is trained; a checkpoint says how many batches it has seen; so
-after any crash the journal and the newest checkpoint together are a state the run can go on from.
+What it keeps true: a batch is journaled before it is trained; a checkpoint says how many batches it has seen; so after
+any crash the journal and the newest checkpoint together are a state that the run can resume from.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollover.types import Batch, TrainedStep
 
 
 async def train(session: Session, interrupt: Interrupt) -> None:
-    """Train to ``config.steps`` from wherever ``session`` stands.
+    """Train to ``config.steps`` from the current step of ``session``.
 
     Raises:
-        RolloverError: with what the user can do about it; the run can be resumed.
+        RolloverError: the message says what the user can do about it; the run can be resumed.
     """
     meter = session.meter
     with interrupt.deferred():
@@ -56,9 +56,9 @@ async def train(session: Session, interrupt: Interrupt) -> None:
 
 
 async def _train(session: Session, batch: Batch) -> TrainedStep:
-    """Train on ``batch``, or skip it where the user decided so, and journal what became of its tokens.
+    """Train on ``batch``, or skip it if the user decided so, and journal what became of its tokens.
 
-    Raises ``RolloverError`` when the batch cannot be trained, with the way around it.
+    Raises ``RolloverError`` when the batch cannot be trained, with a note about the way around it.
     """
     if batch.step in session.driver.ledger.skipped:
         trained = session.trainer.skip(batch)
@@ -84,7 +84,7 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
 
 def _goes_on_asleep(session: Session) -> bool:
     """Return whether an engine that has given its memory to the trainer need not wake: the next batch is there, and
-    nobody asks for these weights before they are trained."""
+    nothing uses these weights before they are trained."""
     return (
         session.weights.sleeper is not None
         and session.version < session.config.steps

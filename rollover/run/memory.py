@@ -1,4 +1,4 @@
-"""Works out what a run needs of the memory of its devices, engines and all, and what to change where it is too much.
+"""Computes how much memory a run needs on its devices, engines included, and what to change if it is too much.
 
 Importing this module needs no torch.
 """
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 _CACHE_STEP_BYTES = 64 * 2**20
 _KEPT = ("weights", "reference policy", "optimizer")
-"""The parts that the trainer keeps from step to step, whatever else it gives back."""
+"""The parts that the trainer keeps from step to step, while it releases the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Bytes that a run takes on one device at most, by what takes them.
+    """The most bytes that a run takes on one device, by purpose.
 
     Example: ``DeviceMemory(device="cuda:0", capacity=80 * 2**30, parts={"weights": 2**30})`` fits.
     """
 
     device: str
     capacity: int | None
-    """``None`` where it is that of another machine, which is not known here."""
+    """``None`` for a device of another machine, which is not known here."""
     parts: Mapping[str, int]
     turn: str = ""
     """The phase in which this much is used, when engine and trainer take turns."""
@@ -59,8 +59,9 @@ class DeviceMemory:
 
 
 def memory_lines(config: RunConfig) -> list[str]:
-    """Say what trainer and engines take on each device, which engines that leaves out, and which setting to change if
-    it is too much. Activations are those of the largest pass that responses of the greatest length make.
+    """Describe how much memory trainer and engines take on each device, which engines this leaves out, and which
+    setting to change if it is too much. Activations are those of the largest pass that responses of the greatest length
+    cause.
 
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.
     """
@@ -77,7 +78,7 @@ def memory_lines(config: RunConfig) -> list[str]:
 
 
 def device_memory(config: RunConfig) -> list[DeviceMemory]:
-    """Work out the memory of each device that trainer and engines take."""
+    """Compute the memory that trainer and engines take on each device."""
     from rollover.trainer.memory import training_memory
 
     model, base_dtype = _model(config)
@@ -121,8 +122,8 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
 
 
 def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) -> tuple[dict[str, int], str]:
-    """Return what is held when trainer and engine do not hold theirs at the same time, and whose turn that is. What the
-    trainer keeps from step to step is there in both."""
+    """Return the larger use of memory when trainer and engine take turns, and whose turn that is. The parts that the
+    trainer keeps from step to step count in both."""
     kept = {name: of_trainer[name] for name in _KEPT}
     in_step = {name: num_bytes for name, num_bytes in of_trainer.items() if name not in _KEPT}
     if sum(in_step.values()) >= sum(of_engine.values()):
@@ -131,7 +132,7 @@ def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) ->
 
 
 def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Say which share of a device servers may take that have it in turn with the trainer."""
+    """Yield which share of a device is left to servers that take turns with the trainer."""
     argument = config.engine.memory_share_argument
     if argument is None or not config.engine.declared.is_colocated:
         return
@@ -155,7 +156,7 @@ def _trainer_devices(trainer: TrainerConfig) -> list[str]:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield changes of settings, those first that cost least, each on top of those before."""
+    """Yield changes of settings, the cheapest first, each on top of those before."""
     if (smaller := _smaller_cache(config, least_share=0.5)) is not None:
         yield smaller
     trainer, said = config.trainer, ""
@@ -178,8 +179,8 @@ def _remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _smaller_cache(config: RunConfig, least_share: float = 0.0) -> tuple[str, RunConfig] | None:
-    """Return the largest cache of embedded engines with which all fits; ``None`` where none does that holds the longest
-    sample and ``least_share`` of what the config says."""
+    """Return the largest cache of embedded engines with which everything fits; ``None`` if none does that holds the
+    longest sample and ``least_share`` of the configured cache."""
     engine = config.engine
     if not isinstance(engine, EmbeddedConfig | EmbeddedServerConfig):
         return None
@@ -205,7 +206,7 @@ def _all_fit(config: RunConfig) -> bool:
 
 
 def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
-    """The ``config.json`` of the run's model, and the number format of its folder."""
+    """Return the ``config.json`` of the run's model, and the number format of its folder."""
     import torch
 
     from rollover.hf.config import read_model_config
@@ -235,6 +236,6 @@ def _capacity(device: str) -> int | None:
 
 
 def _size(num_bytes: int) -> str:
-    """Write bytes for people, as in "512 MiB" and "1.3 GiB"."""
+    """Format bytes for people, as in "512 MiB" and "1.3 GiB"."""
     mib = num_bytes / 2**20
     return f"{mib:,.0f} MiB" if mib < 1000 else f"{mib / 1024:,.1f} GiB"

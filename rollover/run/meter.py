@@ -1,4 +1,4 @@
-"""The metrics of a training step: the seconds of its parts, and its share of counters that only grow."""
+"""The metrics of a training step: the seconds that its parts took, and its share of counters that only grow."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rollover.types import Batch, TrainedStep, WasteCause
 
 
 class StepMeter:
-    """Measures one training step after the other.
+    """Measures one training step after another.
 
     Args:
-        overlaps_training: whether samples are decoded during the whole step, or while a batch is collected only.
+        overlaps_training: whether samples are decoded during the whole step, or only while a batch is collected.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class StepMeter:
             self._timings[name] += time.perf_counter() - began_s
 
     def measured(self, name: str, value: float) -> None:
-        """Give the metric ``name`` of the step its value, in place of one that it may have."""
+        """Set the metric ``name`` of the step, replacing any earlier value."""
         self._measured[name] = value
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the seconds spent inside out of the step."""
+        """Exclude the seconds spent inside from the step."""
         began_s = self._clock.now_s()
         try:
             yield
@@ -62,7 +62,7 @@ class StepMeter:
             self._step_began_s += self._clock.now_s() - began_s
 
     def step_ended(self, batch: Batch, trained: TrainedStep) -> StepEnded:
-        """Return the metrics of the step that ends now, and begin the next one."""
+        """Return the metrics of the step that ends now, and start the next one."""
         now_s = self._clock.now_s()
         counters, before = self._counters(), self._at_last_step
         step_s = now_s - self._step_began_s
@@ -76,7 +76,7 @@ class StepMeter:
             **(self._engine.take_metrics() if isinstance(self._engine, ReportsMetrics) else {}),
             **self._timings,
             **self._measured,
-            # A sum over all samples: where rewards are computed side by side, it exceeds the step's time.
+            # A sum over all samples: if rewards are computed in parallel, it exceeds the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
             **throughput.of_step(

@@ -71,7 +71,11 @@ def to_all(observers: Sequence[Observer]) -> Observer:
 
 @dataclass(frozen=True, slots=True)
 class MetricsObserver:
-    """Writes a row of metrics for every training step and every evaluation."""
+    """Writes a row of metrics for every training step and every evaluation.
+
+    Example: ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42})`` adds a line for step 3 to
+    ``metrics.jsonl``.
+    """
 
     writer: MetricsWriter
 
@@ -85,7 +89,7 @@ class MetricsObserver:
 
 @runtime_checkable
 class WatchesSteps(Protocol):
-    """An engine that shows people how the run goes beside its own state.
+    """An engine that shows people the run's progress beside its own state.
 
     Example: ``SwarmEngine`` shows the staleness of the last batch on its live page.
     """
@@ -95,7 +99,11 @@ class WatchesSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineObserver:
-    """Tells the engine of each training step."""
+    """Reports each training step to the engine.
+
+    Example: on ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42})`` it calls ``engine.step_ended(3,
+    {"reward/mean": 0.42})``.
+    """
 
     engine: WatchesSteps
 
@@ -106,7 +114,11 @@ class EngineObserver:
 
 @dataclass(frozen=True, slots=True)
 class ProgressObserver:
-    """Shows on the terminal how the rollout fills the next batch, and what each step and evaluation found."""
+    """Shows on the terminal how the rollout fills the next batch, and the results of each step and evaluation.
+
+    Example: with 12 groups ready of a batch of 32, it calls ``progress.rollout(12, 32, ...)`` after every event of the
+    rollout.
+    """
 
     progress: Progress
     ledger: Ledger

@@ -20,9 +20,9 @@ _PROBE = "probe"
 
 
 def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerConfig) -> list[str]:
-    """Say where the servers will go.
+    """Return lines that say where the servers will go.
 
-    Raises ``ConfigError`` when there is no such cluster, or one that can never hold them beside the trainer's ranks.
+    Raises ``ConfigError`` when there is no such cluster, or when it can never hold them beside the trainer's ranks.
     """
     assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     nodes, ranks = alive_nodes(connect(cluster)), []

@@ -1,7 +1,8 @@
-"""The initial policy: an existing model, or a small one built from nothing; where asked for, a supervised warm-up.
+"""The initial policy: an existing model, or a small one built from scratch, with a supervised warm-up if the config
+asks for it.
 
-What it keeps true: the folder it returns is an ordinary Hugging Face model folder, whole or absent, so a run killed
-in its warm-up does it again.
+What it keeps true: the folder that it returns is an ordinary Hugging Face model folder, complete or absent, so a run
+that is killed in its warm-up repeats it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ NUM_TOKENIZER_TEXTS = 2000
 
 
 def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics: MetricsWriter) -> Path:
-    """Return the folder of the policy that training starts from: the user's own, or ``folder``, made unless it exists.
+    """Return the folder of the policy that training starts from: the user's own, or ``folder``, which is made unless it
+    exists.
 
     Raises:
-        ModelError: the model cannot be had or is of an unsupported architecture.
-        DataError: a source cannot be read or has no solutions to warm up on.
+        ModelError: the model is not available or has an unsupported architecture. DataError: a source cannot be read or
+        has no solutions for a warm-up.
     """
     from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model
@@ -42,7 +44,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
     if config.model.scratch is None:
         assert config.model.path is not None
         base = resolve_model(config.model.path)
-        read_model_config(base)  # says what is wrong with it before anything else stumbles over it
+        read_model_config(base)  # reports what is wrong with it before other code fails on it
     check_devices(config)
     for line in check_engine(config, begins=True):
         if "warning:" in line:
@@ -61,19 +63,19 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
 
 
 def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
-    """Check that ``folder`` holds the model that the run began with; a run that begins records it. Once there is a
-    checkpoint, the weights in it are needed for the algorithm's reference and beside adapters only.
+    """Check that ``folder`` holds the model that the run began with; a new run records it. Once there is a checkpoint,
+    its weights are needed only for the algorithm's reference policy and beside adapters.
 
     Raises ``ModelError`` naming what is different.
     """
     if run.began_with.is_file():
         check_began_with(run.began_with, folder, needs_weights=needs_weights)
-    else:  # the run begins, or goes on from an earlier version
+    else:  # the run begins, or was begun by an earlier version of Rollover
         replace_json(run.began_with, {"model": fingerprint(folder)})
 
 
 def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) -> None:
-    """Check that ``folder`` holds the model whose fingerprint a run has left in the file ``record``.
+    """Check that ``folder`` holds the model whose fingerprint a run left in the file ``record``.
 
     Raises ``ModelError`` naming what is different.
     """
@@ -97,7 +99,7 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     assert config.model.scratch is not None
     shape = config.model.scratch
     progress.message("building a tokenizer and a model from scratch")
-    # The tokenizer is made of what it will have to write, so the prompts are needed before there is one.
+    # The tokenizer is trained on what it will have to write, so the prompts are needed before there is one.
     plain = replace(
         config.tasks, train=config.warmup_sources, max_prompt_tokens=10**6, chat_template="off", system_prompt=None
     )
@@ -145,7 +147,7 @@ def _warmup_seed(config: RunConfig) -> int:
 
 
 class _PlainText:
-    """Stands in for a tokenizer that is not made yet: one id per character."""
+    """Stands in for a tokenizer that does not exist yet: one id per character."""
 
     chat_template: Any = None
 

@@ -1,4 +1,4 @@
-"""The sections of a run's config that belong to no other room: the model, the warm-up and the evaluation."""
+"""The sections of a run's config that belong to no other package: the model, the warm-up and the evaluation."""
 
 from __future__ import annotations
 

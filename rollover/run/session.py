@@ -1,6 +1,6 @@
-"""A session: the parts of a run, opened in the order in which they need each other and closed in reverse.
+"""A session: the parts of a run, opened in the order of their dependencies and closed in reverse.
 
-What it keeps true: whatever happens, every part that was opened is closed; a resumed run is opened from its newest
+What it keeps true: every part that was opened is closed, whatever happens; a resumed run is opened from its newest
 checkpoint and its journal, which agree.
 """
 
@@ -50,7 +50,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The open parts of a run, as the loop uses them."""
+    """The open parts of a run, as the loop uses them.
+
+    Example: within ``async with open_session(config, run, progress) as session``, ``session.version`` is 0 for a new
+    run and 40 for one that resumes from the checkpoint ``step_40``.
+    """
 
     config: RunConfig
     trainer: Trainer
@@ -62,11 +66,11 @@ class Session:
     observe: Observer
     clock: Clock
     resume_command: str
-    """The command that goes on with the run."""
+    """The command that continues the run."""
 
     @property
     def version(self) -> int:
-        """The version of the trainer's weights: the number of steps done."""
+        """Return the version of the trainer's weights, which is the number of steps done."""
         return self.trainer.version
 
 
@@ -147,7 +151,7 @@ async def open_session(
 
 
 class _Tasks(NamedTuple):
-    """The prompts of a run and what scores the responses to them."""
+    """The prompts of a run, and the scorer of the responses to them."""
 
     source: PromptSource
     evaluation: Sequence[RowSource]
@@ -201,7 +205,7 @@ def _open_driver(
 def _resumed(
     run: RunDir, journal: Journal, config: RunConfig, trainer: Trainer, progress: Progress, skip_batch: int | None
 ) -> RolloutState:
-    """Return the rollouts of a run that goes on from where ``trainer`` stands."""
+    """Return the rollouts of a run that resumes at the trainer's version."""
     state = restart(journal, step=trainer.version, redo_round=config.deterministic, skip_batch=skip_batch)
     progress.resumed(trainer.version)
     if config.deterministic and (changed := run.changed_environment()):

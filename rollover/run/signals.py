@@ -1,7 +1,7 @@
-"""The signals that ask a process to end: Ctrl-C, a scheduler that takes the machine back, a terminal that goes away.
+"""The signals that ask a process to end: Ctrl-C, a scheduler that takes the machine back, a terminal that closes.
 
-They mean the same here, and the exit code says which it was, as shells have it. One that was ignored when the process
-began (``nohup``, a background job) stays ignored.
+They have the same effect here, and the exit code tells which it was, as in shells. One that was ignored when the
+process began (``nohup``, a background job) stays ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def handled(handler: Callable[[int], None]) -> Iterator[None]:
-    """Call ``handler`` with the number of each signal that comes inside. Does nothing outside the main thread."""
+    """Call ``handler`` with the number of each signal that arrives inside. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,13 +54,13 @@ def handled(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def stop(number: int) -> None:
-    """Raise ``Stopped``: the handler for work that has nothing to finish."""
+    """Raise ``Stopped``. This is the handler for work that has nothing to finish."""
     raise Stopped(number)
 
 
 def _leave_terminal() -> None:
-    """Redirect output from a terminal that is gone to nowhere: writing to it is an error, which would end in mid-step
-    what is to end cleanly."""
+    """Redirect output from a terminal that is gone to nowhere: writing to it is an error, which would end a process in
+    mid-step that is to end cleanly."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

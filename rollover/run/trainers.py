@@ -1,4 +1,4 @@
-"""The trainer of a run: in this process on one device, or processes of its own on several."""
+"""The trainer of a run: in this process on one device, or in processes of its own on several."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 
 def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
-    """Open the trainer of a run that begins with the model in ``folder``, or goes on from ``checkpoint``.
+    """Open the trainer of a run that begins with the model in ``folder``, or resumes from ``checkpoint``.
 
     Raises:
-        ModelError: the model cannot be trained, or the checkpoint does not go on under this config.
-        RankLost: the processes of several devices do not start.
-        ConfigError: they cannot be placed on the cluster.
+        ModelError: the model cannot be trained, or the checkpoint cannot be resumed under this config. RankLost: the
+        processes of several devices do not start. ConfigError: they cannot be placed on the cluster.
     """
     from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.fleet import FleetTrainer
@@ -70,7 +69,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 
 
 def check_devices(config: RunConfig) -> list[str]:
-    """Return what a user should know of the trainer's devices. This loads nothing, and so comes before the warm-up.
+    """Return what a user should know about the trainer's devices. This loads nothing, and so comes before the warm-up.
 
     Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model.
     """
@@ -100,7 +99,7 @@ def check_devices(config: RunConfig) -> list[str]:
 
 
 def _shape(config: RunConfig) -> Mapping[str, Any]:
-    """Return what is in the ``config.json`` of the run's model, or will be."""
+    """Return the contents that the ``config.json`` of the run's model has, or will have."""
     if config.model.scratch is not None:
         return config.model.scratch.model_config(config.model.scratch.vocab_size)
     assert config.model.path is not None

@@ -23,34 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSync:
-    """Publishes weights and parts with engines that do not sample from them."""
+    """Publishes weights and stops using engines that do not sample from them.
+
+    Example: after ``await sync.publish()`` with a trainer at version 7, every engine in use samples from version 7 and
+    has passed the log-prob check.
+    """
 
     trainer: Trainer
     publisher: Publisher
     trust: Trust
     driver: RolloutDriver
     reloads_after_check: bool
-    """Load the weights once more after the first log-prob check, which leaves prompts in the engine's prefix cache that
-    a resumed run would not find there."""
+    """True to load the weights once more after the first log-prob check, which leaves prompts in the engine's prefix
+    cache that a resumed run would not find there."""
     sleeper: Sleeps | None = None
-    """The engine, where it has the trainer's devices."""
+    """The engine, if it shares the trainer's devices."""
     notify: Callable[[Notice], None]
-    """Told what was dropped with an engine."""
+    """Called with what was dropped along with an engine."""
     measured: Callable[[str, float], None]
-    """Told the metrics of a publication: ``weights/bytes`` that each engine is given, before a swarm makes them less;
-    ``weights/stage_s`` until they are there to be given, and ``weights/load_s`` that engines take for them."""
+    """Called with the metrics of a publication: ``weights/bytes`` that each engine is given, before a swarm compresses
+    them; ``weights/stage_s`` until they are ready, and ``weights/load_s`` that engines take to load them."""
 
     async def make_room(self) -> None:
-        """Have an engine on the trainer's devices give its memory back, until weights are published; one on devices of
-        its own is left alone.
+        """Let an engine on the trainer's devices release its memory until weights are published; one on devices of its
+        own is left alone.
 
-        Raises ``EngineError`` naming who holds memory still.
+        Raises ``EngineError`` naming the process that still holds memory.
         """
         if self.sleeper is not None:
             await self.sleeper.sleep()
 
     async def pass_over(self) -> None:
-        """Count the trainer's version as published without loading it: nothing is sampled before the next one."""
+        """Count the trainer's version as published without loading it, since nothing is sampled before the next one."""
 
         async def load() -> None:
             pass
@@ -67,7 +71,7 @@ class WeightSync:
         self.measured("weights/bytes", weights.manifest.num_bytes)
         self.measured("weights/stage_s", time.perf_counter() - began_s)
         await self.trust.expect(version)
-        if self.sleeper is not None:  # the last that the trainer computes before it is the engine's turn
+        if self.sleeper is not None:  # the trainer's last computation before the engine's turn
             await asyncio.to_thread(self.trainer.rest)
         failed: Sequence[str] = ()
 
@@ -82,7 +86,7 @@ class WeightSync:
                 await self.publisher.publish_to_all(weights)
 
         await self.driver.update_weights(version, load)
-        for name in failed:  # it may have gone on sampling during the load, before the check
+        for name in failed:  # it may have continued sampling during the load, before the check
             self._dropped(name, await self.driver.drop_tokens_of(name, lambda: None, since=version))
 
     def _weights(self) -> WeightSource:
@@ -90,7 +94,7 @@ class WeightSync:
         return sent if sent is not None else self.trainer.weight_source()
 
     async def judge_engines(self, batch: Batch, trained: TrainedStep) -> None:
-        """Part with the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens.
+        """Stop using the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens.
 
         Raises ``EngineError`` when no engine is left.
         """

@@ -39,8 +39,8 @@ class Publisher:
     """Publishes weights to all targets at once and keeps each target's version.
 
     Args:
-        folders: writes weights for targets that need a folder; the others get the tensors. timeout_s: deadline of one
-        publication; on expiry an ``EngineTimeout`` names the target it waited for.
+        folders: writes weights for targets that need a folder; the others get the tensors.
+        timeout_s: deadline of one publication; on expiry an ``EngineTimeout`` names the target it waited for.
     """
 
     def __init__(

@@ -161,7 +161,8 @@ class OwnSender:
     """Sends weights that this process can read, one tensor at a time. Implements ``Sender``.
 
     Args:
-        take: returns the tensor that is asked for. on_close: called once, at the end.
+        take: returns the tensor that is asked for.
+        on_close: called once, at the end.
 
     Example: ``OwnSender(plan, pieces, partial(cast, dict(trainer.weights())))``
     """
@@ -260,7 +261,8 @@ class OwnWeights:
     """Weights in this process's memory, lent for as long as they are sent. Implements ``SentByHolder``.
 
     Args:
-        source: the same weights, for readers. weights: by Hugging Face name; tensors to send are read from here.
+        source: the same weights, for readers.
+        weights: by Hugging Face name; tensors to send are read from here.
         current: returns the version that their owner is at.
 
     Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: trainer.version)``

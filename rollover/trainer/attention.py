@@ -32,8 +32,8 @@ def packed_attention(
     packed_row: PackedRow,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within samples. ``query [1, H, N, D]``, ``key`` and ``value [1, K, N, D]``; returns ``[1, N, H,
-    D]``. Where several ranks share the row, N are the positions of this one."""
+    """Attend within samples. ``query [1, H, N, D]``, ``key`` and ``value [1, K, N, D]``; returns ``[1, N, H, D]``. If
+    several ranks share the row, N counts the positions of this one."""
     rows: Sequence[Tensor] = [x[0].transpose(0, 1) for x in (query, key, value)]
     share = packed_row.share
     if share is not None:
@@ -56,7 +56,7 @@ def packed_attention(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The packed row says who may look where."""
+    """Return no mask, since the packed row determines which positions attend to which."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,4 +1,5 @@
-"""The ``Trainer`` protocol: what a run asks of training, whatever devices it takes. ``local`` implements it on one."""
+"""The ``Trainer`` protocol: the interface of training to a run, whatever devices it uses. ``local`` implements it on
+one."""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Batches trained so far: the ``policy_version`` of its weights."""
+        """Return the number of batches trained so far, which is the ``policy_version`` of the weights."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output matrix."""
+        """Return the number of rows of the output matrix."""
         ...
 
     def step(self, batch: Batch) -> TrainedStep:
         """Train one batch and count it. A batch in which no token has a gradient is counted without an update.
 
-        Raises ``RolloverError`` when the batch cannot be trained; then go on from the last checkpoint.
+        Raises ``RolloverError`` when the batch cannot be trained; then continue from the last checkpoint.
         """
         ...
 
@@ -48,8 +49,8 @@ class Trainer(Protocol):
         ...
 
     def weights_to_send(self) -> SentByHolder | None:
-        """Return the same, for engines to which they are sent by whoever holds them; ``None`` where adapters are
-        published alone. They can be sent until the next step begins, which waits while they are."""
+        """Return the same weights, for engines to which the processes that hold them send them; ``None`` if only
+        adapters are published. They can be sent until the next step begins, which waits while they are."""
         ...
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -57,17 +58,17 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint from which training goes on bit for bit; ``extra`` is JSON kept in its manifest.
+        """Write a checkpoint from which training continues bit for bit; ``extra`` is JSON kept in its manifest.
 
-        Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
+        Raises ``ResourceError`` when the disk is full; an earlier folder in its place is then intact.
         """
         ...
 
     def rest(self) -> None:
-        """Give back what only a step takes of the device: its gradients and what the allocator keeps. Weights and the
+        """Release the device memory that only a step needs: its gradients and the allocator's cache. Weights and the
         optimizer's moments stay."""
         ...
 
     def close(self) -> None:
-        """End what it has started. Nothing else may be asked of it then."""
+        """End everything that it has started. It must not be used afterwards."""
         ...

@@ -1,11 +1,12 @@
-"""Checkpoints on disk: a folder is whole or it is not there.
+"""Checkpoints on disk: a folder is complete or it is not there.
 
 Layout of ``step_<version>/``: an ordinary Hugging Face model folder (trainable and servable as it is), plus
 ``trainer/optimizer.safetensors`` (Adam's moments by parameter name, generator states; in a folder of its own, since
 servers take every ``*.safetensors`` beside the model for weights) and ``trainer.json``, the manifest. Several ranks
-write a file each instead of either (``shares``); any number of ranks reads both layouts. Nothing
-is pickled. A folder is written under a hidden name, flushed, and renamed; a reader sees only finished ones. The
-manifest holds a checksum of each file and of itself: a checkpoint goes on as it was written, or is refused.
+write one file each in place of the model's and the optimizer's (``shares``); any number of ranks reads both layouts.
+Nothing is pickled. A folder is written under a hidden name, flushed, and renamed, so a reader sees only finished ones.
+The manifest contains a checksum of each file and of itself: a checkpoint is resumed exactly as it was written, or
+refused.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """``trainer.json``."""
+    """The content of ``trainer.json``.
+
+    Example: ``CheckpointManifest(version=40, identity={"seed": 0, "temperature": 1.0}, num_threads=2)``
+    """
 
     version: int
     """Batches trained: the ``policy_version`` of the weights."""
     identity: Mapping[str, Any]
-    """Settings under which training goes on, by their keys."""
+    """Settings under which training can continue, by their keys."""
     num_threads: int
     """CPU threads of each process that wrote it; the bits of a sum depend on them."""
     num_ranks: int = 1
-    """Processes that wrote it, and trained it: bits depend on them too. Left out of the file where there was one."""
+    """Number of processes that trained and wrote it; the bits depend on it too. Left out of the file if there was
+    one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own JSON, such as a journal position."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +67,7 @@ def checkpoint_path(root: Path, version: int) -> Path:
 
 
 def list_checkpoints(root: Path) -> tuple[Path, ...]:
-    """The finished checkpoints under ``root``, oldest first."""
+    """List the finished checkpoints under ``root``, oldest first."""
     if not root.is_dir():
         return ()
     found = [(int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / MANIFEST).is_file()]
@@ -74,13 +79,13 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def prune_checkpoints(root: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints, and what a killed process left half written."""
+    """Delete all but the newest ``keep_last`` checkpoints, and anything that a killed process left half written."""
     for path in (*list_checkpoints(root)[:-keep_last], *root.glob(".partial-*")):
         shutil.rmtree(path)
 
 
 class DamagedCheckpoint(ModelError):
-    """A checkpoint that is not what was written; the message says what the user can do about it."""
+    """A checkpoint that differs from what was written; the message says what the user can do about it."""
 
     def __init__(self, folder: Path, damage: str) -> None:
         super().__init__(damage)
@@ -91,7 +96,7 @@ class DamagedCheckpoint(ModelError):
 
 
 def _doing_without(folder: Path) -> str:
-    """Return what the user can do about a damaged checkpoint: the newest other one that is whole takes its place."""
+    """Return what the user can do about a damaged checkpoint: use the newest other one that is intact."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
         return "no other is left: restore it, or start a new run"
@@ -104,7 +109,8 @@ def _doing_without(folder: Path) -> str:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises ``ModelError`` when the folder is no checkpoint of this format, ``DamagedCheckpoint`` when it was one."""
+    """Read the manifest of a checkpoint. Raises ``ModelError`` when the folder is not a checkpoint of this format,
+    ``DamagedCheckpoint`` when it was one."""
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -125,7 +131,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Read every file that ``manifest`` names and compare it with its checksum: about 0.7 s per GB.
 
-    Raises ``DamagedCheckpoint`` naming the first file that is not what was written.
+    Raises ``DamagedCheckpoint`` naming the first file that differs from what was written.
     """
     for name, written in manifest.files.items():
         try:
@@ -138,8 +144,8 @@ def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def check_identity(folder: Path, manifest: CheckpointManifest, identity: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` naming the first setting that differs from the checkpoint's. A setting that it does not
-    know is younger than itself."""
+    """Raise ``ModelError`` naming the first setting that differs from the checkpoint's. A setting that the checkpoint
+    does not have was introduced after it, and is ignored."""
     wanted = json.loads(json.dumps(dict(identity)))
     for key in sorted(wanted.keys() & manifest.identity.keys()):
         if (old := manifest.identity[key]) != (new := wanted[key]):
@@ -168,8 +174,8 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest, sums: Mapping[str, str] | None = None) -> None:
-    """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` are those known
-    already, by the paths of the files within the folder."""
+    """Write ``trainer.json``, the last file of a checkpoint, with the checksums of all others; ``sums`` has those that
+    are already known, by path within the folder."""
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
     known = sums or {}
     files = {name: known[name] if name in known else sum_of_file(folder / name) for name in names}
@@ -181,13 +187,13 @@ def write_manifest(folder: Path, manifest: CheckpointManifest, sums: Mapping[str
 
 
 def optimizer_files(folder: Path) -> Sequence[Path]:
-    """List the files of a checkpoint that hold the optimizer's state: one, or one of each rank that wrote it."""
+    """List the files of a checkpoint that hold the optimizer's state: one, or one from each rank that wrote it."""
     of_ranks = sorted((folder / OPTIMIZER).parent.glob("optimizer-*.safetensors"))
     return of_ranks or [folder / OPTIMIZER]
 
 
 def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
-    """Put the stored moments into ``optimizer`` and set PyTorch's generators.
+    """Load the stored moments into ``optimizer`` and set PyTorch's generators.
 
     Raises ``ModelError`` naming the first tensor that does not fit the model.
     """
@@ -226,7 +232,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ``ModelError`` unless the moments in a checkpoint, of these shapes, are those of the model's parameters."""
+    """Raise ``ModelError`` unless the moments in a checkpoint, which have these shapes, are those of the model's
+    parameters."""
     expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in MOMENTS}
     for name in sorted(expected.keys() | shapes.keys()):
         if name not in shapes:
@@ -253,5 +260,5 @@ def sum_of_file(path: Path) -> str:
 
 
 def _sum_of(values: Mapping[str, Any]) -> str:
-    """Return the sum of a manifest, without the sum itself."""
+    """Return the checksum of a manifest, computed without the checksum itself."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Says whether settings suit a model, by its ``config.json``, before anything of it is loaded. Needs no torch."""
+"""Checks from the ``config.json`` of a model whether settings suit it, before any of it is loaded. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
     """Check that a model can be trained as ``config`` says.
 
     Args:
-        model: what its ``config.json`` holds.
+        model: the content of its ``config.json``.
 
-    Raises ``ConfigError`` when rows cannot be shared as ``context_parallel`` says, and when adapters are asked for
-    beside matrices that the model has not.
+    Raises ``ConfigError`` when rows cannot be shared as ``context_parallel`` says, and when adapters are requested
+    beside matrices that the model does not have.
 
-    Example: of a model with 14 heads and 2 key-value heads each row can be shared by 2 devices.
+    Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
     if config.context_parallel > 1:
         shape = Architecture.from_config(model)
@@ -30,7 +30,7 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
 
 
 def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads: int) -> None:
-    """Raise ``ConfigError`` when the heads cannot be dealt to the devices that share a row, as many to each."""
+    """Raise ``ConfigError`` when the heads cannot be divided equally among the devices that share a row."""
     size, both = config.context_parallel, math.gcd(num_heads, num_kv_heads)
     if both % size:
         divisors = ", ".join(str(n) for n in range(1, both + 1) if both % n == 0)
@@ -42,7 +42,7 @@ def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads:
 
 
 def check_targets(targets: Iterable[str], matrices: Iterable[str]) -> None:
-    """Raise ``ConfigError`` naming the first of ``targets`` that is none of the ``matrices``, and those."""
+    """Raise ``ConfigError`` naming the first of ``targets`` that is not among the ``matrices``, and listing those."""
     known = list(dict.fromkeys(matrices))
     if unknown := [name for name in targets if name not in known]:
         raise ConfigError(

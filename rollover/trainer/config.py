@@ -152,7 +152,7 @@ class TrainerConfig(StepConfig):
 
 
 def _fixed(settings: Any) -> dict[str, Any]:
-    """Return the settings of a record that do not say whether they may change on resume."""
+    """Return the settings of a record that do not declare whether they may change on resume."""
     hints = get_type_hints(type(settings), include_extras=True)
     kept = {f.name for f in fields(settings) if said_by(hints[f.name]) is None}
     return {name: value for name, value in asdict(settings).items() if name in kept}
@@ -244,7 +244,7 @@ class ScratchConfig:
         )
 
     def model_config(self, vocab_size: int) -> dict[str, Any]:
-        """The ``config.json`` of the model, as far as its shape goes, with a vocabulary of ``vocab_size`` entries."""
+        """Return the shape-related part of the model's ``config.json``, with a vocabulary of ``vocab_size`` entries."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

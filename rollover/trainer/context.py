@@ -1,9 +1,10 @@
 """Lets several ranks share a row along the sequence, for contexts that one device cannot hold.
 
-Each of C ranks has the same number of a row's positions, and does for them alone all that goes token by token. Around
-attention two exchanges turn that into all positions of 1 / C of the heads, and back (Ulysses, arXiv 2309.14509). The
-log-probs of all ranks are put together at the end: each computes the whole row's loss, in which a sequence on several
-ranks is one, and takes the gradient of its own log-probs alone. The sum over ranks is then that of the whole row.
+Each of C ranks has the same number of a row's positions, and computes all token-wise operations for these alone. Around
+attention, two exchanges turn that into all positions of 1 / C of the heads, and back (Ulysses, arXiv 2309.14509). The
+log-probs of all ranks are combined at the end: each rank computes the loss of the whole row, in which a sequence on
+several ranks is one, and takes the gradient of only its own log-probs. The sum over ranks is then the gradient of the
+whole row.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from rollover.trainer.world import World
 
 
 class Context(Protocol):
-    """Stands for the ranks that share a row, as one of them sees them.
+    """The ranks that share a row, from the viewpoint of one of them.
 
     Example: on 4 ranks with ``context_parallel = 2``, rank 3 is at ``place`` 1 of ``size`` 2, beside rank 2.
     """
 
     @property
     def size(self) -> int:
-        """Return how many share a row."""
+        """Return the number of ranks that share a row."""
         ...
 
     @property
     def place(self) -> int:
-        """Return which part of each row this rank has, from 0."""
+        """Return the index of this rank's part of each row, from 0."""
         ...
 
     def exchange(self, parts_C: Tensor) -> Tensor:
-        """Send ``parts_C[c]`` to the rank at place ``c``, and return what the others have sent, by their places."""
+        """Send ``parts_C[c]`` to the rank at place ``c``, and return what the others have sent, ordered by their
+        places."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values of all, ``[C, ...]``, which have the same shape."""
+        """Return the values of all ranks, ``[C, ...]``, which have the same shape."""
         ...
 
 
@@ -55,7 +57,7 @@ class ContextGroup:
         self.size = size
         self.place = world.rank % size
         self.number = world.rank // size
-        """Number of this group among the groups."""
+        """Index of this group among the groups."""
         self._world = world
         self._group = world.neighbours(size)
         first = self.number * size
@@ -82,7 +84,8 @@ class ContextGroup:
 
 
 def open_context(world: World, size: int) -> ContextGroup | None:
-    """Return the group of this rank where ``size`` ranks share each row; ``None`` where none does. All ranks call it.
+    """Return the group of this rank if ``size`` ranks share each row; ``None`` if rows are not shared. All ranks call
+    it.
 
     ``size`` divides the number of ranks.
     """
@@ -91,10 +94,10 @@ def open_context(world: World, size: int) -> ContextGroup | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShare:
-    """Holds what one of C ranks has of a row of N positions with T targets: ``n = ceil(N / C)`` positions, of which
-    those past the end are padding that nothing looks at, and the ``t`` targets that these predict.
+    """The share of one of C ranks in a row of N positions with T targets: ``n = ceil(N / C)`` positions, of which those
+    past the end are padding to which nothing attends, and the ``t`` targets that these predict.
 
-    Example: of 5 positions on 2 ranks, the second has positions 3 and 4 and one of padding.
+    Example: with 5 positions on 2 ranks, the second has positions 3 and 4 and one of padding.
     """
 
     context: Context
@@ -111,7 +114,7 @@ class RowShare:
     found_T: Tensor
     """Place of each of the row's T targets among those of all ranks, when each rank pads its own to ``width``."""
     width: int
-    """The most targets that a rank has."""
+    """The largest number of targets on a rank."""
     num_padding: int
     """Positions of padding on all ranks."""
 
@@ -119,14 +122,14 @@ class RowShare:
     def of(
         cls, context: Context, *, input_ids_N: Tensor, position_ids_N: Tensor, predict_T: Tensor, target_T: Tensor
     ) -> RowShare:
-        """Take this rank's share of a row; see ``PackedRow`` for its tensors."""
+        """Build this rank's share of a row; see ``PackedRow`` for its tensors."""
         num, size, place = len(input_ids_N), context.size, context.place
         each = -(-num // size)
         num_padding = each * size - num
         own = slice(place * each, (place + 1) * each)
         place_T = predict_T // each
         counts_C = torch.bincount(place_T, minlength=size)
-        # Numbers the targets of each rank, in the order in which the row has them.
+        # Number the targets of each rank, in their order in the row.
         order_T = torch.argsort(place_T, stable=True)
         within_T = torch.empty_like(order_T)
         within_T[order_T] = (
@@ -147,26 +150,26 @@ class RowShare:
         )
 
     def whole_rows(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Give heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H``."""
+        """Exchange heads for positions: each ``[n, H, D]`` becomes ``[C n, H / C, D]``, whatever its ``H``."""
         size = self.context.size
         parts_CnhD = torch.cat([x.unflatten(1, (size, -1)) for x in own], dim=2).transpose(0, 1)
         rows: Tensor = _Exchange.apply(self.context, parts_CnhD)
         return rows.flatten(0, 1).split([x.shape[1] // size for x in own], dim=1)
 
     def own_positions(self, row: Tensor) -> Tensor:
-        """Give positions for heads: ``[N, H / C, D]`` becomes ``[n, H, D]``."""
+        """Exchange positions for heads: ``[N, H / C, D]`` becomes ``[n, H, D]``."""
         row = torch.cat([row, row[:1].expand(self.num_padding, -1, -1)])
         parts: Tensor = _Exchange.apply(self.context, row.unflatten(0, (self.context.size, -1)))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def gathered(self, values_T: Tensor) -> Tensor:
-        """Put the values of each rank's targets, ``[t, ...]``, together to ``[T, ...]``."""
+        """Combine the values of each rank's targets, ``[t, ...]``, into ``[T, ...]``."""
         whole: Tensor = _Gather.apply(self, values_T)
         return whole
 
 
 class _Exchange(torch.autograd.Function):
-    """``Context.exchange`` with its gradient, which goes the same way back."""
+    """``Context.exchange`` with its gradient, which takes the same way back."""
 
     @staticmethod
     def forward(ctx: Any, context: Context, parts_C: Tensor) -> Tensor:
@@ -179,7 +182,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """``RowShare.gathered``. All ranks go on alike with the result, so each has the gradient of its own already."""
+    """``RowShare.gathered`` with its gradient. All ranks use the result alike, so each already has the gradient of its
+    own part."""
 
     @staticmethod
     def forward(ctx: Any, share: RowShare, values_T: Tensor) -> Tensor:

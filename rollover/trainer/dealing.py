@@ -1,14 +1,14 @@
-"""Decides which rank trains which part of a batch: as much work for each, and as many passes.
+"""Decides which rank trains which part of a batch: the same work for each, and the same number of passes.
 
 A *family* is dealt as a whole: siblings that share a prompt, which a row of input positions holds once. The costliest
-goes first, each to the rank with the least so far (longest processing time first, Graham 1969: at most 4/3 of the best
-possible load). Each rank packs its own into rows. All ranks then make the same number of passes, since every pass of a
-sharded model needs all of them: where one has fewer rows it repeats the cheapest, for nothing.
+goes first, each to the rank with the least load so far (longest processing time first, Graham 1969: at most 4/3 of the
+best possible load). Each rank packs its own into rows. All ranks then make the same number of passes, since every pass
+of a sharded model needs all of them: a rank with fewer rows repeats its cheapest, and discards the result.
 
-One family can cost more than all that a rank should have. So families above some limits are cut into pieces too, each
-of which computes the prompt again, and of these deals the one is taken whose busiest rank has the least to do.
+One family can cost more than a rank's fair share. So the deal is also tried with families above some limits cut into
+pieces, each of which computes the prompt again, and the deal whose busiest rank has the least to do is chosen.
 
-Needs neither torch nor the other ranks: all compute the same from the same batch.
+Needs neither torch nor the other ranks: all compute the same deal from the same batch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dataclasses import dataclass
 from rollover.trainer.packing import TrainingSample, families, first_fit_decreasing, num_positions
 
 _LIMITS = (math.inf, 1.0, 0.75, 0.5)
-"""Costs of the largest piece of a family that are tried, in shares of a rank; first, families stay whole."""
+"""The limits that are tried for the cost of a piece of a family, in shares of a rank; with the first, families stay
+whole."""
 
 Row = tuple[tuple[int, ...], ...]
-"""Families that share a row: the samples of each, by their number in the batch."""
+"""Families that share a row: the samples of each, by their index in the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtRows:
-    """The rows of one rank, the costliest first, and how it fills up to as many passes as the others make.
+    """The rows of one rank, the costliest first, and the padding up to the number of passes of the others.
 
-    Example: of five rows dealt to two ranks one has three; the other has two, ``num_padding`` 1, and repeats
+    Example: when five rows are dealt to two ranks, one has three; the other has two and ``num_padding`` 1, and passes
     ``padding`` once.
     """
 
@@ -44,7 +45,7 @@ class DealtRows:
         return len(self.rows) + self.num_padding
 
     def cost(self, samples: Sequence[TrainingSample], quadratic: float) -> float:
-        """Return what its passes cost in all, those for nothing included; see ``family_cost``."""
+        """Return the total cost of its passes, including those of padding; see ``family_cost``."""
         own = sum(_row_cost(samples, row, quadratic) for row in self.rows)
         return own + self.num_padding * _row_cost(samples, self.padding, quadratic)
 
@@ -62,15 +63,15 @@ def family_cost(samples: Sequence[TrainingSample], family: Sequence[int], quadra
 
 
 def attention_share(hidden_size: int) -> float:
-    """Return ``quadratic`` of a decoder: each layer has about 12 d^2 weights, 24 d^2 operations for a position, and
-    causal attention over L positions takes 2 d L more for each of them."""
+    """Return ``quadratic`` for a decoder: each layer has about 12 d^2 weights and so takes 24 d^2 operations per
+    position, and causal attention over L positions takes 2 d L more for each."""
     return 1 / (12 * hidden_size)
 
 
 def by_longest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Deal items of these costs: for each rank the numbers of its own, in the order in which it got them.
+    """Deal items of these costs, and return for each rank the indices of its items, in the order in which it got them.
 
-    Example: ``by_longest_first([5, 4, 3, 3, 3], 2)`` is ``((0, 3), (1, 2, 4))``, 8 against 10.
+    Example: ``by_longest_first([5, 4, 3, 3, 3], 2)`` is ``((0, 3), (1, 2, 4))``, with loads of 8 and 10.
     """
     loads = [(0.0, rank) for rank in range(num_ranks)]
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -86,8 +87,8 @@ def pieces(
 ) -> tuple[tuple[int, ...], ...]:
     """Cut a family into the fewest pieces that cost at most ``most`` each, with its prompt; or into single samples.
 
-    Example: with ``quadratic = 0``, three responses of 11 tokens to a prompt of 20 cost 50, and at most 40 in two
-    pieces.
+    Example: with ``quadratic = 0``, three responses of 11 tokens to a prompt of 20 cost 50; in two pieces they cost at
+    most 40 each.
     """
     costs = [family_cost(samples, (i,), quadratic) for i in family]
     found: tuple[tuple[int, ...], ...] = (family,)
@@ -107,7 +108,7 @@ def deal_rows(
     quadratic: float,
 ) -> tuple[DealtRows, ...]:
     """Deal ``members`` of a batch to ranks, packed into rows of at most ``budget`` input positions (a longer sample is
-    a row of its own). There is one member at least.
+    a row of its own). There must be at least one member.
 
     Args:
         quadratic: see ``family_cost``.
@@ -128,7 +129,7 @@ def _deal(
 ) -> tuple[DealtRows, ...]:
     packed = []
     for dealt in by_longest_first([family_cost(samples, part, quadratic) for part in parts], num_ranks):
-        own = families(samples, [i for part in dealt for i in parts[part]], budget)  # pieces of one family meet again
+        own = families(samples, [i for part in dealt for i in parts[part]], budget)  # reunites pieces of one family
         bins = first_fit_decreasing([num_positions(samples, part) for part in own], budget)
         rows = [tuple(own[i] for i in b) for b in bins]
         packed.append(sorted(rows, key=lambda row: -_row_cost(samples, row, quadratic)))

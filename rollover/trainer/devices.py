@@ -1,4 +1,4 @@
-"""The devices of a sharded trainer: which rank has which, and whether they are there."""
+"""The devices of a sharded trainer: which rank has which, and whether they exist."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollover.trainer.config import SFTConfig, TrainerConfig
 def rank_devices(config: TrainerConfig | SFTConfig) -> tuple[str, ...]:
     """Return the device of each rank by PyTorch's name.
 
-    Raises ``ConfigError`` when there are not so many, or ranks cannot speak with each other.
+    Raises ``ConfigError`` when there are too few, or ranks cannot communicate.
 
-    Example: with ``num_devices = 2``, ``("cuda:0", "cuda:1")`` where there are GPUs, else ``("cpu", "cpu")``.
+    Example: with ``num_devices = 2``, ``("cuda:0", "cuda:1")`` if there are GPUs, else ``("cpu", "cpu")``.
     """
     num, kind, key = config.num_devices, config.device, f"{config.section}.num_devices"
     if kind == "auto":

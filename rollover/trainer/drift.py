@@ -1,8 +1,8 @@
 """Measures how far the log-probs that engines recorded are from the trainer's own.
 
-Looked at are tokens that the weights at the start of the step sampled, with a cache of theirs: there both sides
-computed the same number, and differ by rounding alone. It costs no forward pass, for the step has the trainer's
-log-probs anyway.
+It compares tokens that were sampled with the weights at the start of the step and a cache of the same weights: for
+these both sides computed the same number, and differ only by rounding. This costs no forward pass, since the step needs
+the trainer's log-probs anyway.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def measured_drift(
     """Return the drift of each engine that has such tokens.
 
     Args:
-        distance_T: of each token, in the order of ``trajectories``; not a number where the trainer has not computed it
-            under the weights at the start of the step.
+        distance_T: of each token, in the order of ``trajectories``; NaN where the trainer has not computed it under the
+        weights at the start of the step.
     """
     by_engine: dict[str, list[NDArray[np.float64]]] = {}
     start = 0

@@ -1,9 +1,9 @@
-"""The trainer on several devices, as the run sees it: it holds no rank, and leads those that do.
+"""The trainer on several devices from the run's point of view: it is no rank itself, and leads the ranks.
 
 Ranks are processes of their own (``rank``), on this machine (``ranks``) or wherever a ``RankLauncher`` starts them
-(``leading``), which shard the model by FSDP2. When one is lost, all are ended
-and started again from the last checkpoint, and are given the batches since then once more: the same ones, so nothing is
-decoded twice, and engines go on meanwhile with weights that remain those of their version.
+(``leading``), which shard the model with FSDP2. When one is lost, all are ended and restarted from the last checkpoint,
+and are given the same batches since then once more. So nothing is decoded twice, and engines meanwhile continue with
+weights that remain those of their version.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ T = TypeVar("T")
 Way = Literal["step", "skip"]
 
 _LOST_OR_FULL = (RankLost, ResourceError)
-"""Failures that new ranks may not meet again; memory counts only when a device, not a disk, ran out."""
+"""Failures that new ranks may not repeat; memory counts only when a device, not a disk, ran out."""
 
 
 class FleetTrainer:
     """Implements ``Trainer`` on ``config.num_devices`` devices, with a process for each.
 
     Args:
-        model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs one.
+        model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
         temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
-        resume_from: a checkpoint to go on from, written by any number of devices.
-        fallback: where values are passed on when shared memory is too small for them.
+        resume_from: a checkpoint to continue from, written by any number of devices.
+        fallback: a folder for exchanging values when shared memory is too small for them.
         logs: the folder for the output of each rank.
-        launcher: starts the ranks; without, they are processes of this machine.
-        notify: shows the user that ranks were lost and started again.
+        launcher: starts the ranks; without it, they are processes of this machine.
+        notify: tells the user that ranks were lost and restarted.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint that does not match, ``ConfigError``
     for devices that are not there, ``RankLost`` for ranks that do not start.
 
-    Example: of a fleet at version 6 whose rank 1 is killed during ``step(batch)``, the weights of ``version`` 7 are
-    those that they would have been, and the user has been told.
+    Example: when rank 1 of a fleet at version 6 is killed during ``step(batch)``, the weights of version 7 are the same
+    as without the failure, and the user has been told.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class FleetTrainer:
         self._num_lost = 0
         """Number of times that ranks were lost since the last new step."""
         self._ran_out = False
-        """Memory or disk ran out at one of these times. New processes are tried once: a fragmented allocator may have
-        been the reason."""
+        """True if memory or disk ran out at one of these times. New processes are tried once: a fragmented allocator
+        may have been the reason."""
         self._is_closed = False
         self._turn = threading.Lock()
         self._lease = Lease()
@@ -110,7 +110,7 @@ class FleetTrainer:
             self._version = self._setup.check_resumable(
                 resume_from, self._model, num_threads=self._num_threads, num_ranks=len(self._devices)
             )
-        # Two versions of the weights in float32 and one that is being written, and a batch.
+        # Two versions of the weights in float32, a third that is being written, and a batch.
         num_values = sum(int(np.prod(info.shape)) for info in read_weight_infos(self._model).values())
         self._staging = Staging(3 * 4 * num_values + 2**28, fallback=fallback)
         self._ranks: LedRanks | None = None
@@ -124,32 +124,33 @@ class FleetTrainer:
 
     @property
     def version(self) -> int:
-        """Batches trained so far."""
+        """Return the number of batches trained so far."""
         return self._version
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output matrix."""
+        """Return the number of rows of the output matrix."""
         return self._vocab_size
 
     @property
     def pids(self) -> Sequence[int]:
-        """The processes of the ranks that are alive."""
+        """Return the process ids of the ranks that are alive."""
         return self._ranks.pids if self._ranks is not None else []
 
     def step(self, batch: Batch) -> TrainedStep:
-        """See ``Trainer.step``. Raises ``RankLost`` when ranks were lost more than ``max_restarts`` times in a row."""
+        """Implement ``Trainer.step``. Raises ``RankLost`` when ranks were lost more than ``max_restarts`` times in a
+        row."""
         trained: TrainedStep = self._train("step", batch)[0]
         return trained
 
     def skip(self, batch: Batch) -> TrainedStep:
-        """See ``Trainer.skip``."""
+        """Implement ``Trainer.skip``."""
         self._train("skip", batch)
         return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
 
     def weight_source(self) -> WeightSource:
-        """See ``Trainer.weight_source``. Each rank writes the tensors that it owns: none has all of them. Blocks
-        while they do, and while the files are brought into shared memory here."""
+        """Implement ``Trainer.weight_source``. Each rank writes the tensors that it owns, since none has all of them.
+        Blocks until they have, and until the files are in shared memory here."""
 
         def publish(ranks: LedRanks) -> Path:
             doing = f"the publication of version {self._version}"
@@ -164,7 +165,7 @@ class FleetTrainer:
         return _StagedWeights(self._version, folder)
 
     def weights_to_send(self) -> FleetWeights | None:
-        """See ``Trainer.weights_to_send``: the ranks send, and none has all of them."""
+        """Implement ``Trainer.weights_to_send``: the ranks send, and none has all weights."""
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return None
         with self._turn:
@@ -173,8 +174,8 @@ class FleetTrainer:
         return FleetWeights(specs, self._lease, self._send, self.weight_source, current=lambda: self._version)
 
     def _send(self, ranks: LedRanks | None, do: str, what: Any) -> tuple[LedRanks, Any]:
-        """Have ``ranks``, or those that are there, do something about sending weights. Returns them and the answer of
-        the first. Raises ``SenderLost`` when one of them is lost; the next that are asked for are new ones."""
+        """Ask ``ranks``, or the current ones, to perform a step of sending weights. Returns them and the answer of the
+        first. Raises ``SenderLost`` when one of them is lost; the next call then starts new ones."""
         with self._turn:
             try:
                 if ranks is not None and ranks is not self._ranks:
@@ -191,7 +192,7 @@ class FleetTrainer:
                 raise
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """See ``Trainer.next_logits``."""
+        """Implement ``Trainer.next_logits``."""
 
         def compute(ranks: LedRanks) -> NDArray[np.float32]:
             folder = self._staging.path
@@ -204,7 +205,7 @@ class FleetTrainer:
             return self._surely(compute, retried=_LOST_OR_FULL)
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Trainer.save``. Each rank writes the tensors that it owns."""
+        """Implement ``Trainer.save``. Each rank writes the tensors that it owns."""
         manifest = self._setup.manifest(
             self._version, num_threads=self._num_threads, num_ranks=len(self._devices), extra=extra
         )
@@ -223,12 +224,12 @@ class FleetTrainer:
             self._checkpoint, self._since = folder, []
 
     def rest(self) -> None:
-        """See ``Trainer.rest``."""
+        """Implement ``Trainer.rest``."""
         with self._turn:
             self._surely(lambda ranks: ranks.ask(f"the rest after step {self._version - 1}", "rest"))
 
     def close(self) -> None:
-        """End the ranks, also where they are at work."""
+        """End the ranks, even while they are at work."""
         self._is_closed = True
         self._end_ranks()
         self._staging.close()
@@ -246,8 +247,8 @@ class FleetTrainer:
         return ranks.ask(f"step {batch.step}", way, batch=ForRanks(batch))
 
     def _surely(self, work: Callable[[LedRanks], T], *, retried: tuple[type[RolloverError], ...] = (RankLost,)) -> T:
-        """Do ``work`` with ranks that are at ``version``; with new ones after an error that is ``retried``, as often as
-        is allowed."""
+        """Run ``work`` with ranks that are at ``version``; after an error that is ``retried``, run it with new ones, as
+        often as is allowed."""
         while True:
             try:
                 return work(self._open_ranks())
@@ -258,7 +259,7 @@ class FleetTrainer:
                 raise
 
     def _give_up(self, error: RolloverError) -> None:
-        """End the ranks after an error that new ones may not meet. Raises it where there were too many."""
+        """End the ranks after an error that new ones may not repeat. Raises it if there were too many."""
         self._end_ranks()
         self._num_lost += 1
         if self._is_closed:
@@ -283,7 +284,7 @@ class FleetTrainer:
         )
 
     def _open_ranks(self) -> LedRanks:
-        """Return ranks at ``version``: those that are there, or new ones that have gone through the same steps."""
+        """Return ranks at ``version``: the present ones, or new ones that have repeated the same steps."""
         assert not self._is_closed, "the trainer is closed"
         if self._ranks is None:
             task = RankTask(
@@ -309,8 +310,8 @@ class FleetTrainer:
 
 
 class _StagedWeights(FolderWeights):
-    """Weights in shared memory, which are there only until later versions are published. Engines that need a model
-    folder are written one."""
+    """Weights in shared memory, which exist only until later versions are published. For engines that need a model
+    folder, one is written."""
 
     def __init__(self, version: int, folder: Path) -> None:
         super().__init__(version, folder)

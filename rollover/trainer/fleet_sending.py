@@ -1,4 +1,4 @@
-"""The weights of a sharded trainer, for engines to which its ranks send them; this process sees none of them."""
+"""The weights of a sharded trainer, which its ranks send to engines; they do not pass through this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollover.trainer.leading import LedRanks
 
 Ask = Callable[["LedRanks | None", str, Any], "tuple[LedRanks, Any]"]
-"""Has ranks do something about sending; see ``FleetTrainer._send``."""
+"""Asks ranks to perform a step of sending; see ``FleetTrainer._send``."""
 
 
 class FleetWeights:
@@ -26,10 +26,10 @@ class FleetWeights:
 
     Args:
         specs: of all tensors.
-        read: makes them readable in this process, for those who ask for ``tensors``.
-        current: the version that the trainer is at.
+        read: makes them readable in this process, for callers of ``tensors``.
+        current: returns the version of the trainer.
 
-    Example: ``trainer.weights_to_send()`` of a trainer at version 7 is of version 7.
+    Example: ``trainer.weights_to_send()`` of a trainer at version 7 sends version 7.
     """
 
     folder = None
@@ -53,7 +53,7 @@ class FleetWeights:
         return self._read().tensors(names)
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
-        """See ``SentByHolder.open_sender``."""
+        """Implement ``SentByHolder.open_sender``."""
         give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
         try:
             return FleetSender(self._ask, plan, buckets, give_back)

@@ -1,4 +1,4 @@
-"""Brings together what the ranks found of a batch: losses add up, metrics merge as those of micro-batches do."""
+"""Combines the results of the ranks for a batch: losses add up, and metrics merge as those of micro-batches do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gathered_losses(world: World, losses: Sequence[Tensor], metrics: LossMetrics
 
 
 def of_nothing(metrics: LossMetrics) -> LossMetrics:
-    """Return the metrics of no token at all, in the form of ``metrics``: merged into others they change nothing."""
+    """Return the metrics of no tokens, in the form of ``metrics``: merged into others, they change nothing."""
     return replace(
         metrics,
         token_sums_L={name: torch.zeros_like(sums) for name, sums in metrics.token_sums_L.items()},
@@ -36,7 +36,7 @@ def of_nothing(metrics: LossMetrics) -> LossMetrics:
 
 
 def gathered_distances(world: World, distance_T: Tensor) -> Tensor:
-    """Return what each rank has computed of a batch's tokens in one tensor; not a number where none has."""
+    """Return the distances that the ranks have computed for a batch's tokens in one tensor; NaN where none has."""
     if world.size == 1:
         return distance_T
     known_2T = torch.stack([distance_T.nan_to_num(0.0), (~distance_T.isnan()).double()])

@@ -1,5 +1,5 @@
-"""Provides what surrounds a training step: reproducible kernels on request, and an out-of-memory error one can act
-upon."""
+"""Context managers around a training step: reproducible kernels on request, and an out-of-memory error that a user can
+act upon."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rollover.trainer.config import StepConfig
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Within it, PyTorch refuses kernels without a reproducible result."""
+    """Let PyTorch refuse, within this context, kernels without a reproducible result."""
     if not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is reproducible only with it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is reproducible only with this
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

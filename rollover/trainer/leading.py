@@ -1,11 +1,10 @@
-"""The process of the run leads the ranks of a sharded trainer, wherever they run: it asks, watches and gives them up.
+"""The process of the run leads the ranks of a sharded trainer, wherever they run: it commands, watches and ends them.
 
 What it keeps true: every wait has a deadline; of several failures the first is named, and by then no rank is left
-running. The deadline is one of progress: ranks count what they do, and are given up when none of them does anything for
-so long, however long a whole command takes.
+running. The deadline applies to progress: ranks count what they do, and are ended when none of them has done anything
+for that long, however long a whole command takes.
 
-Who starts ranks and speaks with them is a ``RankLauncher``: processes of this machine (``ranks``) or of the nodes of a
-cluster.
+A ``RankLauncher`` starts the ranks: as processes of this machine (``ranks``) or of the nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ from rollover.errors import ResourceError, RolloverError
 from rollover.trainer.messages import Done, Failed, RankTask
 
 _COLLECTIVE_MARGIN = 2.0
-"""Collectives in a rank wait so many times longer than the process of the run, which can name whom they wait for."""
+"""Collectives in a rank wait this many times longer than the process of the run, which can name the rank that they wait
+for."""
 _POLL_S = 0.2
 _START_S = 120.0
-"""Importing PyTorch takes its time, and shows no progress."""
+"""Deadline while ranks start: importing PyTorch takes time and shows no progress."""
 _GRACE_S = 3.0
-"""After the first failure, others have so long to show that they came before it."""
+"""Time after the first reported failure in which others can turn out to have preceded it."""
 
 
 def collective_timeout_s(timeout_s: float) -> float:
-    """Return the deadline of each collective of ranks that are given up after ``timeout_s``.
+    """Return the deadline of each collective for ranks that are ended after ``timeout_s`` without progress.
 
-    Example: 1200 s where ranks are given up after 600 s, and 240 s after 5 s, since they may start for 120 s.
+    Example: 1200 s if ranks are ended after 600 s, and 240 s if after 5 s, since they may take 120 s to start.
     """
     return _COLLECTIVE_MARGIN * max(timeout_s, _START_S)
 
 
 class RankLost(RolloverError, RuntimeError):
-    """A rank that died, hangs, or failed in a way that nobody has foreseen; the others have been ended.
+    """A rank died, hangs, or failed with an unexpected error; the others have been ended.
 
     Example: ``rank 1 of 2 was killed (SIGTERM) in step 7``
     """
@@ -50,7 +50,7 @@ class RankLost(RolloverError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ForRanks:
-    """A value for all ranks, too large for a message: each finds it in a file whose path it is told.
+    """A value for all ranks that is too large for a message: each reads it from a file whose path it is given.
 
     Example: ``ranks.ask("step 7", "step", batch=ForRanks(batch))``
     """
@@ -60,8 +60,8 @@ class ForRanks:
 
 @dataclass(frozen=True, slots=True)
 class FromRanks:
-    """A folder of this machine where the files that ranks write are when they have answered. Each rank is told the path
-    of a folder on its own machine.
+    """A folder of this machine that contains the files written by ranks once they have answered. Each rank is given the
+    path of a folder on its own machine.
 
     Example: ``ranks.ask("the publication of version 7", "publish", folder=FromRanks(folder))``
     """
@@ -70,25 +70,33 @@ class FromRanks:
 
 
 class RankProcess(Protocol):
-    """One rank, as whoever leads it sees it."""
+    """One rank, from the viewpoint of the process that leads it.
+
+    Example: after a command, ``rank.answer`` is ``Done(None)``; for a rank that was killed instead, ``rank.is_gone`` is
+    true and ``rank.fate()`` is ``"was killed (SIGTERM)"``.
+    """
 
     rank: int
     answer: Done | Failed | None
     """Answer to the last command."""
     is_gone: bool
-    """It has ended, and no answer comes from it any more."""
+    """True if it has ended, so that no answer comes from it any more."""
 
     def fate(self) -> str:
-        """Say how it ended, as in "was killed (SIGTERM)"."""
+        """Describe how it ended, as in "was killed (SIGTERM)"."""
         ...
 
     def is_stopped(self) -> bool:
-        """Say whether somebody has stopped it (SIGSTOP)."""
+        """Return whether it has been stopped (SIGSTOP)."""
         ...
 
 
 class RankLauncher(Protocol):
-    """Starts all ranks of a trainer, as often as it is asked to."""
+    """Starts all ranks of a trainer, as often as it is asked to.
+
+    Example: ``LocalLauncher(TrainerConfig(num_devices=2), timeout_s=600.0).launch(task)`` starts two processes of this
+    machine.
+    """
 
     @property
     def devices(self) -> Sequence[str]:
@@ -101,12 +109,12 @@ class RankLauncher(Protocol):
         ...
 
     def launch(self, task: RankTask) -> LedRanks:
-        """Start ranks that have not met before, and return them once they have loaded what they train.
+        """Start new ranks, and return them once they have loaded the model that they train.
 
         Args:
-            task: of rank 0; the others are told the same, but for what is their own.
+            task: of rank 0; the others get the same, except for what is specific to each.
 
-        Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
+        Raises ``RankLost`` or the error of a rank that cannot load its model.
         """
         ...
 
@@ -118,13 +126,13 @@ class LedRanks(ABC):
     """
 
     facts: dict[str, Any]
-    """Facts that rank 0 reports about the trainer when it has loaded it."""
+    """Facts about the trainer that rank 0 reports when it has loaded it."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._failures: list[int] = []
-        """The ranks that have failed in the present command, in the order in which that became known here: clocks of
-        several machines cannot be compared."""
+        """The ranks that have failed in the present command, in the order in which this became known here, since the
+        clocks of several machines cannot be compared."""
 
     @property
     @abstractmethod
@@ -134,7 +142,7 @@ class LedRanks(ABC):
     @property
     @abstractmethod
     def pids(self) -> list[int]:
-        """Return the process of each rank, by its number on its own machine."""
+        """Return the process id of each rank on its own machine."""
 
     @property
     @abstractmethod
@@ -143,19 +151,19 @@ class LedRanks(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Kill all ranks. Does nothing the second time."""
+        """Kill all ranks. Does nothing when called again."""
 
     @abstractmethod
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
-        """Send a command to all ranks, and the values in its arguments with it."""
+        """Send a command to all ranks, along with the values in its arguments."""
 
     @abstractmethod
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
-        """Take the answers that are there; wait a little for the first. Returns whether there were any."""
+        """Collect the answers that have arrived, after a short wait for the first. Returns whether there were any."""
 
     @abstractmethod
     def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        """Bring what ranks have written to this machine."""
+        """Bring the files that ranks have written to this machine."""
 
     @property
     def size(self) -> int:
@@ -163,12 +171,12 @@ class LedRanks(ABC):
         return len(self.members)
 
     def ask(self, doing: str, command: str, **arguments: Any) -> list[Any]:
-        """Have all ranks carry out a command, and return the result of each.
+        """Let all ranks carry out a command, and return the result of each.
 
         Args:
-            doing: what that is, for messages.
+            doing: description of the command for messages.
 
-        Raises ``RankLost``, or the error that a rank has met; the ranks have been ended then.
+        Raises ``RankLost``, or the error of a rank; the ranks have then been ended.
         """
         try:
             self._failures = []
@@ -199,18 +207,18 @@ class LedRanks(ABC):
         return [p for p in self.members if p.answer is None and not p.is_gone]
 
     def _limit_s(self, doing: str, waiting: Sequence[RankProcess]) -> float:
-        """Return for how long ranks may show no progress: for longer while they start, unless one was stopped."""
+        """Return how long ranks may show no progress: longer while they start, unless one was stopped."""
         is_stopped = any(p.is_stopped() for p in waiting)
         return self._timeout_s if doing != "loading" or is_stopped else max(self._timeout_s, _START_S)
 
     def _receive(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
-        """Take the answers that are there, and keep count of failures. Returns whether there were any answers."""
+        """Collect the answers that have arrived, and record failures. Returns whether there were any answers."""
         is_any = self._collect(waiting, timeout_s)
         self._failures += [p.rank for p in self.members if _has_failed(p) and p.rank not in self._failures]
         return is_any
 
     def _fail(self, doing: str) -> NoReturn:
-        """Raise for the first failure, once it is known which that is."""
+        """Raise the error of the first failure, once it is known which one that is."""
         deadline_s = time.monotonic() + _GRACE_S
         while waiting := self._waiting():
             rest_s = deadline_s - time.monotonic()
@@ -222,7 +230,7 @@ class LedRanks(ABC):
         if not isinstance(first.answer, Failed):
             raise RankLost(f"{name} {first.fate()} in {doing}")
         if _blame(first) == _FORESEEN:
-            is_of_place = first.answer.kind == ResourceError.__name__  # a device or a disk of its own
+            is_of_place = first.answer.kind == ResourceError.__name__  # a device or a disk of the rank's own
             message = f"{name}: {first.answer.message}" if is_of_place else first.answer.message
             raise getattr(errors, first.answer.kind)(message)
         raise RankLost(f"{name} failed in {doing}: {first.answer.message}")
@@ -244,7 +252,7 @@ class LedRanks(ABC):
 
 
 _FORESEEN, _DIED, _UNFORESEEN, _SECONDARY = range(4)
-"""Kinds of failures, that which explains the others first."""
+"""Kinds of failures; earlier ones explain later ones."""
 
 
 def _has_failed(process: RankProcess) -> bool:
@@ -252,8 +260,8 @@ def _has_failed(process: RankProcess) -> bool:
 
 
 def _blame(process: RankProcess) -> int:
-    """Return the kind of a rank's failure: an error that Rollover foresees is certainly a rank's own, and so is nearly
-    always a sudden end; other errors may come of losing another rank."""
+    """Return the kind of a rank's failure: an error that Rollover foresees is certainly a rank's own, and a sudden end
+    nearly always is; other errors may be caused by the loss of another rank."""
     if not isinstance(process.answer, Failed):
         return _DIED
     if process.answer.is_secondary:

@@ -53,12 +53,12 @@ class LocalTrainer:
     """Implements ``Trainer`` on one device of this process.
 
     Args:
-        model: folder or hub id of the initial policy, also the frozen reference where the algorithm needs
-        one.
+        model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
         temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
-        resume_from: a checkpoint to go on from, exactly where ``save`` left off.
+        resume_from: a checkpoint to continue from, exactly where ``save`` left off.
         world: other ranks with which it trains one model. All are given the same batches, each trains its own rows of
-            them, and each writes its share of a checkpoint; whoever leads them has checked the one to go on from.
+        them, and each writes its share of a checkpoint; the process that leads them has checked the one to continue
+        from.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
     optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there.
@@ -94,7 +94,7 @@ class LocalTrainer:
         self._version = 0
         self._lease = Lease()
         self._is_whole = True
-        """The weights are those of ``version``: no step was left halfway."""
+        """True if the weights are those of ``version``: no step was left half done."""
         initial = resolve_model(model)
         check_suits(config, read_model_config(initial, weights=False))
         self._context = open_context(world, config.context_parallel)
@@ -124,25 +124,25 @@ class LocalTrainer:
 
     @property
     def version(self) -> int:
-        """Batches trained so far: the ``policy_version`` of ``weights()``."""
+        """Return the number of batches trained so far, which is the ``policy_version`` of ``weights()``."""
         return self._version
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output matrix."""
+        """Return the number of rows of the output matrix."""
         return int(self._model.lm_head.out_features)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return what engines serve, by Hugging Face name: views that the next step changes, or, where adapters are
-        trained, the merged tensors; a tied matrix once."""
+        """Return the weights that engines serve, by Hugging Face name: views that the next step changes or, if adapters
+        are trained, the merged tensors; a tied matrix appears once."""
         return self._policy.weights()
 
     def weight_source(self) -> WeightSource:
-        """See ``Trainer.weight_source``: tensors that are trained are passed on themselves, not as copies."""
+        """Implement ``Trainer.weight_source``: trained tensors are passed on themselves, not as copies."""
         return self._policy.source(self._version)
 
     def weights_to_send(self) -> OwnWeights | None:
-        """See ``Trainer.weights_to_send``."""
+        """Implement ``Trainer.weights_to_send``."""
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return None
         return OwnWeights(self.weight_source(), self.weights(), self._lease, current=lambda: self._version)
@@ -152,7 +152,7 @@ class LocalTrainer:
         until the weights are no longer being sent.
 
         Raises ``ResourceError`` when memory runs out and ``RolloverError`` when a log-prob, the gradient or a weight is
-        not finite; then go on from the last checkpoint: what this trainer holds cannot be saved any more.
+        not finite; then continue from the last checkpoint, since the state of this trainer can no longer be saved.
         """
         with self._lease.changing():
             return self._step(batch)
@@ -202,14 +202,15 @@ class LocalTrainer:
         return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift)
 
     def skip(self, batch: Batch) -> TrainedStep:
-        """Count one batch without training it: the next version has the weights and the optimizer's state of this."""
+        """Count one batch without training it: the next version has the weights and the optimizer's state of this
+        one."""
         assert batch.step == self._version, f"batch of step {batch.step} given to version {self._version}"
         self._version += 1
         return TrainedStep(metrics={}, untrained={WasteCause.SKIPPED: batch.num_tokens})
 
     def next_logits(self, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Logits ``[num_prompts, vocab]`` of the token after each prompt under ``weights()``, as ``step`` would compute
-        them."""
+        """Compute the logits ``[num_prompts, vocab]`` of the token after each prompt under ``weights()``, as ``step``
+        would."""
         samples = [TrainingSample(prompt_ids=tuple(ids), response_ids=(0,)) for ids in prompts]
         rows = pack(samples, self._config.micro_batch_tokens, device=self._device)
         logits = np.empty((len(prompts), self.vocab_size), dtype=np.float32)
@@ -222,7 +223,7 @@ class LocalTrainer:
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that ``load`` continues bit for bit; ``extra`` is JSON kept in its manifest.
 
-        Raises ``ResourceError`` when the disk is full; whatever stood there before is then intact.
+        Raises ``ResourceError`` when the disk is full; an earlier folder in its place is then intact.
         """
         assert self._is_whole, "a step that raised left weights that are no version's"
         assert self._world.size == 1, "ranks write their shares, and whoever leads them the rest"
@@ -235,29 +236,28 @@ class LocalTrainer:
         write_folder(folder, write)
 
     def write_share(self, folder: Path) -> None:
-        """Write what this rank has of a checkpoint: all but the manifest, where it is alone."""
+        """Write this rank's share of a checkpoint: everything but the manifest, if it is alone."""
         self._policy.write(folder, companions=self._companions)
         self._policy.write_state(folder, self._optimizer)
 
     def publish_share(self, folder: Path) -> None:
-        """Write this rank's part of what engines serve."""
+        """Write this rank's part of the weights that engines serve."""
         self._policy.publish_share(folder)
 
     def rest(self) -> None:
-        """See ``Trainer.rest``."""
+        """Implement ``Trainer.rest``."""
         self._optimizer.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """See ``Trainer.close``: there is nothing to end."""
+        """Implement ``Trainer.close``; there is nothing to end."""
 
     def _constants(self, data: BatchTensors, minis: tuple[MiniBatch, ...]) -> StepConstants:
-        """Proximal and reference log-probs and advantages of the batch.
+        """Compute the proximal and reference log-probs and the advantages of the batch.
 
-        While the weights are still those of the step's start, the training forward yields the proximal
-        log-probs
-        itself: the first mini-batch needs no forward of its own (its entries here stay 0 and are not read),
+        While the weights are still those at the start of the step, the training forward itself yields the proximal
+        log-probs. So the first mini-batch needs no forward of its own (its entries here stay 0 and are not read),
         unless the advantages do.
         """
         in_reward = self._algorithm.needs_ref and self._algorithm.kl_in == "reward"
@@ -302,8 +302,8 @@ class LocalTrainer:
     def _accumulate(
         self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, distance_T: Tensor
     ) -> tuple[float, LossMetrics]:
-        """Fill the gradients of one mini-batch, row by row. ``distance_T`` takes the distances between recorded and
-        proximal log-probs."""
+        """Accumulate the gradients of one mini-batch, row by row. The distances between recorded and proximal log-probs
+        are written into ``distance_T``."""
         self._optimizer.zero_grad(set_to_none=True)
         is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
         losses, parts = [], []
@@ -311,7 +311,7 @@ class LocalTrainer:
         for row in mini.rows:
             logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
             tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
-            if self._counts and (is_first or needs_proximal):  # else the weights have moved since the step began
+            if self._counts and (is_first or needs_proximal):  # otherwise the weights have changed since the step began
                 distance_T[row.token_T] = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).abs().double()
             try:
                 loss, row_metrics = self._loss(data, mini, row, tokens)
@@ -328,7 +328,7 @@ class LocalTrainer:
         for row in mini.padding:
             logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
             (0 * logprobs_T).sum().backward()
-            if not parts and refused is None:  # without rows of its own it takes the form of metrics from this one
+            if not parts and refused is None:  # without rows of its own, this gives the metrics their form
                 tokens = mini.token_batch(data, constants, row, logprobs_T.detach(), as_proximal=True)
                 try:
                     parts.append(of_nothing(self._loss(data, mini, row, tokens)[1]))
@@ -341,7 +341,7 @@ class LocalTrainer:
     def _loss(
         self, data: BatchTensors, mini: MiniBatch, row: PackedRow, tokens: TokenBatch
     ) -> tuple[Tensor, LossMetrics]:
-        """The share of one row. Raises ``RolloverError`` naming a sample that cannot be trained on."""
+        """Compute the loss share of one row. Raises ``RolloverError`` naming a sample that cannot be trained on."""
         try:
             return policy_loss(self._algorithm, tokens, mini.denominators)
         except LossError as error:
@@ -351,7 +351,7 @@ class LocalTrainer:
             raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
 
     def _agree(self, refused: RolloverError | None) -> None:
-        """Raise what one rank has met on all of them, since none can go on without the others."""
+        """Raise an error of one rank on all of them, since none can continue without the others."""
         failed = self._world.failed(refused is not None, "errors")
         if refused is not None:
             raise refused

@@ -1,7 +1,6 @@
 """Log-probabilities of response tokens: the one function behind proximal, reference and trainer log-probs.
 
-Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's
-dtype.
+Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from rollover.trainer.packing import PackedRow
 
 LOGITS_PER_CHUNK = 1 << 26
-"""Logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
+"""Number of logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
 
 
 class OneForward(nn.Module):
-    """A model of which every use is one forward pass of this module, the output matrix included: FSDP gathers weights
+    """A model whose every use is one forward pass of this module, including the output matrix: FSDP gathers weights
     when a pass begins, and frees them when it ends.
 
     Example: ``response_logprobs(OneForward(model), row, 1.0)`` is ``response_logprobs(model, row, 1.0)``.
@@ -50,9 +49,9 @@ class OneForward(nn.Module):
 
 
 def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocast: bool = False) -> Tensor:
-    """Log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
-    unless it is switched off. The head runs on the ``T`` predicting positions alone, in bounded memory.
-    ``autocast`` runs matrix products in bfloat16."""
+    """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
+    unless it is switched off. The head runs only on the ``T`` predicting positions, in bounded memory. ``autocast``
+    runs matrix products in bfloat16."""
     if isinstance(model, OneForward):
         inner: Tensor = model(lambda hf: response_logprobs(hf, row, temperature, autocast=autocast))
         return inner
@@ -64,8 +63,8 @@ def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocas
 
 
 def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Tensor:
-    """Logits ``[T, vocab]`` from which the row's response tokens are drawn; for few tokens, since nothing bounds the
-    memory."""
+    """Compute the logits ``[T, vocab]`` from which the row's response tokens are drawn. This is for few tokens, since
+    the memory is unbounded."""
     if isinstance(model, OneForward):
         inner: Tensor = model(lambda hf: response_logits(hf, row, autocast=autocast))
         return inner
@@ -84,11 +83,11 @@ def all_logprobs(
     padding: Sequence[PackedRow] = (),
     on_pass: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Log-probs ``[num_tokens]`` of all response tokens of a batch, in the batch's own order, without
+    """Compute the log-probs ``[num_tokens]`` of all response tokens of a batch, in the batch's own order, without
     gradient; 0 for tokens that are in none of the rows.
 
     Args:
-        padding: rows that are passed through the model and count nowhere.
+        padding: rows that are passed through the model but do not count.
         on_pass: called after each row.
     """
     out_T = torch.zeros(num_tokens, device=model.device)
@@ -104,7 +103,7 @@ def all_logprobs(
 
 
 def response_hidden(model: Any, row: PackedRow) -> Tensor:
-    """Return the last hidden states ``[T, D]`` at the predicting positions; those of this rank, where several share the
+    """Return the last hidden states ``[T, D]`` at the predicting positions; only this rank's if several share the
     row."""
     own = row.share or row
     hidden_ND = model.model(
@@ -120,7 +119,7 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
 def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
     """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
 
-    Example: with a vocabulary of 151,936 logits of 441 tokens are held at a time.
+    Example: with a vocabulary of 151,936, the logits of 441 tokens are held at a time.
     """
     chunk = max(1, LOGITS_PER_CHUNK // head.out_features)
     if len(hidden_TD) <= chunk:

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: what is trained where a model's own weights stay as they are.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) with peft: they are trained while a model's own weights stay as they are.
 
 The forward pass of a matrix ``W`` with an adapter is ``W x + (alpha / rank) B A x``; ``A`` begins with noise and ``B``
-with zeros, so that training begins with the model itself. Engines are given ``W + (alpha / rank) B A``, in the number
-format of ``W``.
+with zeros, so that training begins with the model itself. Engines get ``W + (alpha / rank) B A``, in the number format
+of ``W``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PREFIX = "base_model.model."
 
 
 class LoraPolicy:
-    """Adapters are trained, in float32, beside a frozen base in the number format of its folder. Implements ``Policy``.
+    """Trains adapters in float32 beside a frozen base in the number format of its folder. Implements ``Policy``.
 
     Args:
         base: the model that the run began with.
-        checkpoint: a checkpoint whose adapters training goes on with.
-        seed: of the first values of ``A``.
+        checkpoint: a checkpoint with whose adapters training continues.
+        seed: determines the first values of ``A``.
 
     Example: before the first step ``weights()`` are those of ``base``, since every ``B`` is 0.
     """
@@ -89,7 +89,7 @@ class LoraPolicy:
         raise AssertionError("a trainer alone passes its tensors on")
 
     def write(self, folder: Path, *, companions: Companions) -> None:
-        """Write the adapters as peft does, and the tokenizer's files beside them."""
+        """Write the adapters in peft's format, and the tokenizer's files beside them."""
         write_companions(without_own_files(companions), folder)
         self._settings.save_pretrained(str(folder))
         save_file(named_adapters(self.model), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -123,13 +123,13 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Have ``model`` compute what it would without its adapters."""
+    """Switch the adapters of ``model`` off within this context."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for layer in layers:
             layer.enable_adapters(False)
-        for parameter in trained:  # peft freezes them; FSDP would gather them for good as it first sees them
+        for parameter in trained:  # peft freezes them, and FSDP, if it first saw them so, would keep them gathered
             parameter.requires_grad_(True)
         yield
     finally:
@@ -138,7 +138,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
-    """Return peft's settings of the adapters. Raises ``ConfigError`` when a target is no matrix of the model."""
+    """Return peft's settings of the adapters. Raises ``ConfigError`` when a target is not a matrix of the model."""
     from peft import LoraConfig as PeftConfig
 
     matrices = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -157,7 +157,7 @@ def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
 
 
 def with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
-    """Put adapters beside the matrices of ``model`` itself, and freeze the rest."""
+    """Put adapters beside the matrices of ``model``, in place, and freeze the rest."""
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
@@ -165,7 +165,7 @@ def with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # small, and updates to them would be rounded away in half precision
+        if parameter.requires_grad:  # they are small, and updates to them would be rounded away in half precision
             parameter.data = parameter.data.float()
     return model
 
@@ -186,26 +186,26 @@ def merged_weights(model: nn.Module) -> MergedWeights:
 
 
 def named_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters by the names that peft's files have."""
+    """Return the adapters by their names in peft's files."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if "lora_" in name}
     return {name_in_file(name): tensor.contiguous() for name, tensor in found.items()}
 
 
 def name_in_file(name: str) -> str:
-    """Return the name that a parameter of an adapter has in peft's files."""
+    """Return the name of an adapter's parameter in peft's files."""
     return f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}"
 
 
 def _load(model: nn.Module, checkpoint: Path) -> None:
-    """Take the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they are not those of the model."""
+    """Load the adapters of a checkpoint. Raises ``DamagedCheckpoint`` when they are not those of the model."""
     own = named_adapters(model)
     for name, tensor in read_adapters(checkpoint, own).items():
         own[name].copy_(tensor)
 
 
 def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the adapters of a checkpoint, by the names that they have there. Raises ``DamagedCheckpoint`` when names or
-    shapes are not those of ``like``."""
+    """Read the adapters of a checkpoint, by their names there. Raises ``DamagedCheckpoint`` when names or shapes are
+    not those of ``like``."""
     path = checkpoint / ADAPTER_WEIGHTS
     try:
         tensors = load_file(path)

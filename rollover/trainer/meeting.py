@@ -1,4 +1,4 @@
-"""The ranks of a sharded trainer meet: through a file on one machine, over the network on several."""
+"""The ranks of a sharded trainer meet through a file on one machine, and over the network on several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from rollover.trainer.messages import NetworkMeeting, RankTask
 
 _SIOCGIFADDR = 0x8915
-"""Linux: the address of a network interface."""
+"""Linux's request for the address of a network interface."""
 
 
 def meet(task: RankTask) -> Any:
-    """Return the mesh of all ranks. Blocks until they are there, and not longer than ``task.timeout_s``."""
+    """Return the mesh of all ranks. Blocks until they have joined, for ``task.timeout_s`` at most."""
     device = torch.device(task.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def meet(task: RankTask) -> Any:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; ``None`` where there is none. Without it gloo takes the
+    """Return the network interface that has an IPv4 address; ``None`` if there is none. Without it gloo uses the
     address of the machine's name, which is often one that other machines cannot reach.
 
     Example: "lo" has 127.0.0.1.
@@ -48,7 +48,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 found = ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             if socket.inet_ntoa(found[20:24]) == address:
                 return name

@@ -1,9 +1,8 @@
-"""The memory that training takes on one device, known before a weight is loaded.
+"""Computes the memory that training takes on one device, before any weights are loaded.
 
-A pass over the largest row that a run can have is traced with tensors that have shapes and no memory (PyTorch's fake
-tensors), through the functions that train. What a layer adds is the same for every layer, so models of two and three
-layers are traced, and deeper ones follow. Caches of the allocator, workspaces of libraries and the process itself are
-not counted.
+A pass over the largest row that a run can have is traced through the training functions with tensors that have shapes
+but no memory (PyTorch's fake tensors). Every layer adds the same amount, so models of two and three layers are traced
+and deeper ones extrapolated. Caches of the allocator, workspaces of libraries and the process itself are not counted.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _MOMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMemory:
-    """Bytes on one device at the height of a training step.
+    """Bytes on one device at the peak of a training step.
 
-    Example: full training of 1e9 parameters takes 4e9 for ``weights``, as much for ``gradients``, twice that for
-    ``optimizer``.
+    Example: full training of 1e9 parameters takes 4e9 bytes for ``weights``, the same for ``gradients`` and twice that
+    for ``optimizer``.
     """
 
     num_parameters: int
     """Number of parameters of the model itself, without adapters."""
     weights: int
     reference: int
-    """A frozen copy, where the algorithm has one that is not the model with its adapters off."""
+    """A frozen copy, if the algorithm needs one that is not the model with its adapters off."""
     gradients: int
     optimizer: int
     activations: int
@@ -54,7 +53,7 @@ class TrainingMemory:
     logits: int
     """Additional bytes for log-probs over the vocabulary."""
     gathered: int
-    """Weights and gradients that are whole for a moment, where each device keeps its part of them."""
+    """Weights and gradients that are briefly whole, if each device keeps only its part of them."""
 
     @property
     def total(self) -> int:
@@ -73,15 +72,15 @@ def training_memory(
     needs_ref: bool = False,
     base_dtype: torch.dtype = torch.bfloat16,
 ) -> TrainingMemory:
-    """Work out the memory of a step over rows that are full of responses of the greatest length.
+    """Compute the memory of a step over rows that are full of responses of the greatest length.
 
     Args:
-        model: what its ``config.json`` holds.
-        batch_samples: samples in a batch; few and short ones do not fill a row.
+        model: the content of its ``config.json``.
+        batch_samples: samples in a batch; a few short ones may not fill a row.
         needs_ref: the algorithm compares with the policy that training began with.
-        base_dtype: of the frozen weights, where adapters are trained.
+        base_dtype: of the frozen weights, if adapters are trained.
 
-    Raises ``ConfigError`` when adapters are asked for beside matrices that the model has not.
+    Raises ``ConfigError`` when adapters are requested beside matrices that the model does not have.
 
     Example: Qwen3-0.6B in float32 with rows of 4,096 tokens takes 9.5 GB for weights, gradients and optimizer, and
     15.5 GB for activations, or 1.2 GB with ``gradient_checkpointing``.
@@ -109,8 +108,8 @@ def training_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """Holds what was seen of a model of some depth; ``layers`` is the height of a pass without log-probs, ``whole`` of
-    one with them."""
+    """Measurements of a model of some depth; ``layers`` is the peak of a pass without log-probs, ``whole`` of one with
+    them."""
 
     num_parameters: int
     weights: int
@@ -120,7 +119,7 @@ class _Trace:
     whole: int
 
     def at(self, num_layers: int, deeper: _Trace) -> _Trace:
-        """Carry the line through this trace and the next deeper one on to ``num_layers``."""
+        """Extrapolate linearly from this trace and the next deeper one to ``num_layers``."""
         steps = num_layers - _TRACED_LAYERS[0]
         first, second = ({f.name: getattr(t, f.name) for f in fields(t)} for t in (self, deeper))
         return _Trace(**{name: first[name] + steps * (second[name] - first[name]) for name in first})
@@ -134,7 +133,7 @@ def _trace(
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
         trained = [p for p in parameters if p.requires_grad]
-        for parameter in trained:  # they are there from the first row of a mini-batch on
+        for parameter in trained:  # gradients exist from the first row of a mini-batch on
             parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
         num_trained = sum(p.numel() for p in trained)
@@ -160,13 +159,13 @@ def _trace(
 
 
 def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype: torch.dtype) -> Any:
-    """Make the model as training has it, with tensors of the present fake mode."""
+    """Build the model as training does, with tensors of the present fake mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = AutoConfig.for_model(**{**model, "layer_types": None})
     dtype = torch.float32 if config.lora is None else base_dtype
     if config.dtype == "bfloat16" and config.num_devices > 1:
-        dtype = torch.bfloat16  # as weights are gathered for the passes
+        dtype = torch.bfloat16  # the format in which weights are gathered for the passes
     with unset_fake_temporarily(), torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
@@ -188,9 +187,9 @@ def _counterpart(tensor: Tensor) -> Tensor:
 
 
 def _gathered(config: TrainerConfig, shallow: int, deeper: int) -> int:
-    """Work out what is whole at the height of a pass over sharded weights: all that is in no layer, with its gradient,
-    and of layers the one that computes, the next one and a gradient; on GPUs, where transfers and computation go on at
-    once, also the buffer in which the next one arrives, and a second gradient on its way to its parts."""
+    """Compute the bytes of whole tensors at the peak of a pass over sharded weights: everything outside the layers,
+    with its gradient; the layer that computes, the next one and a gradient; and on GPUs, where transfers overlap with
+    computation, the buffer in which the next one arrives and a second gradient that is being scattered."""
     layer = (deeper - shallow) // (_TRACED_LAYERS[1] - _TRACED_LAYERS[0])
     rest = shallow - _TRACED_LAYERS[0] * layer
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
@@ -198,7 +197,7 @@ def _gathered(config: TrainerConfig, shallow: int, deeper: int) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Adds up the storages that operations make within its context, until nobody holds them any more.
+    """Adds up the storages that operations allocate within its context, until nothing refers to them any more.
 
     Example: ``x + 1`` of 4,096 float32 values raises ``now`` by 16,384 for as long as the result lives.
     """
@@ -230,7 +229,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples: int) -> PackedRow:
-    """A row of ``budget`` positions, nearly all of which predict; or of one sample that is longer."""
+    """Return a row of ``budget`` positions, nearly all of which predict, or of one sample that is longer."""
     if max_prompt + max_response > budget:
         samples = [TrainingSample(prompt_ids=(0,) * max_prompt, response_ids=(0,) * max_response)]
     else:
@@ -242,9 +241,10 @@ def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples:
 
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """Stands in for the ranks that share a row: what they send has a shape, and no values. Implements ``Context``.
+    """Stands in for the ranks that share a row: the tensors that they send have shapes but no values. Implements
+    ``Context``.
 
-    Example: what ``_Neighbours(2, 0).gather(x)`` returns is of twice the size of ``x``.
+    Example: ``_Neighbours(2, 0).gather(x)`` returns a tensor twice the size of ``x``.
     """
 
     size: int
@@ -258,7 +258,7 @@ class _Neighbours:
 
 
 def _largest_share(row: PackedRow, size: int) -> PackedRow:
-    """The row, with the share of the device that predicts most of it."""
+    """Return the row with the share of the device that predicts the most targets."""
     shares = [shared(row, _Neighbours(size, place)) for place in range(size)]
     return max(shares, key=lambda share: 0 if share.share is None else len(share.share.target_T))
 

@@ -1,4 +1,4 @@
-"""The process of the run and the ranks of its trainer say these things to each other."""
+"""The messages between the process of the run and the ranks of its trainer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 
 LOGITS = "logits.npy"
-"""The file that rank 0 writes its logits into."""
+"""The file into which rank 0 writes its logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkMeeting:
-    """Ranks that are on several machines meet here.
+    """The place where ranks on several machines meet.
 
-    Example: rank 1 on 10.0.0.2 meets the others by ``NetworkMeeting(host="10.0.0.1", port=40123, own="10.0.0.2")``.
+    Example: rank 1 on 10.0.0.2 meets the others with ``NetworkMeeting(host="10.0.0.1", port=40123, own="10.0.0.2")``.
     """
 
     host: str
     """Address of the machine of rank 0."""
     port: int
     own: str
-    """Address of the rank's own machine, by which the others reach it."""
+    """Address of the rank's own machine, at which the others reach it."""
     descriptor: int | None = None
-    """Rank 0 has the socket that listens there, under this number."""
+    """Number of the listening socket that rank 0 inherits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """A rank is told this first.
+    """The first message to a rank.
 
-    Example: of two ranks on the CPU, ``rank`` is 0 or 1, ``size`` 2 and ``device`` "cpu".
+    Example: for two ranks on the CPU, ``rank`` is 0 or 1, ``size`` 2 and ``device`` "cpu".
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Failed:
     """
 
     kind: str
-    """The class in ``rollover.errors`` nearest to the error's; empty for any other error, which nobody has foreseen."""
+    """The class in ``rollover.errors`` nearest to the error's; empty for any other, unexpected error."""
     message: str
     is_secondary: bool
-    """It came of waiting for another rank, which was the first to fail."""
+    """True if it was caused by waiting for another rank, which failed first."""

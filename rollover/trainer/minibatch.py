@@ -1,7 +1,7 @@
 """A batch of trajectories as tensors, dealt into the mini-batches of its optimizer steps.
 
-Kept true: samples and tokens have one order (that of the dealt groups) in every tensor of a batch, rows refer
-to it by number, and denominators count the whole mini-batch whatever its split into rows.
+What it keeps true: samples and tokens have one order (that of the dealt groups) in every tensor of a batch, rows refer
+to it by index, and denominators count the whole mini-batch whatever its split into rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from rollover.types import Group, SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTensors:
-    """``B`` samples with ``T`` response tokens in all."""
+    """``B`` samples with ``T`` response tokens in all.
+
+    Example: two groups of two samples with 3, 2, 4 and 1 response tokens have ``lengths_B`` of ``(3, 2, 4, 1)``,
+    ``group_B`` of ``(0, 0, 1, 1)`` and ``sample_T`` of ``(0, 0, 0, 1, 1, 2, 2, 2, 2, 3)``.
+    """
 
     samples: tuple[TrainingSample, ...]
     sample_ids: tuple[SampleId, ...]
@@ -33,10 +37,10 @@ class BatchTensors:
     rewards_B: Tensor
     """Rewards as scored, float32."""
     lengths_B: Tensor
-    """Response tokens."""
+    """Number of response tokens of each sample."""
     group_B: Tensor
     baseline_B3: Tensor | None
-    """``Baseline`` of each sample, where samples are groups of their own."""
+    """``Baseline`` of each sample, if samples are groups of their own."""
     sample_T: Tensor
     rollout_logprobs_T: Tensor
     staleness_T: Tensor
@@ -48,7 +52,8 @@ class BatchTensors:
 
     @classmethod
     def of(cls, groups: Sequence[Group], algorithm: Algorithm, *, step: int, device: torch.device) -> BatchTensors:
-        """``step`` is the batch's: tokens sampled by version ``step`` have staleness 0."""
+        """Build the tensors of a batch. ``step`` is the batch's: tokens sampled by version ``step`` have staleness
+        0."""
         trajectories = [t for g in groups for t in g.trajectories]
         lengths = np.array([t.num_tokens for t in trajectories])
         masks, rewards = [], []
@@ -82,7 +87,11 @@ class BatchTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConstants:
-    """Holds what is computed of a batch once, under the weights at the start of its step."""
+    """Values that are computed once for a batch, under the weights at the start of its step.
+
+    Example: for a batch of 10 response tokens each tensor has 10 entries; with ``grpo``, which compares with no
+    reference policy, ``ref_logprobs_T`` is ``None``.
+    """
 
     proximal_logprobs_T: Tensor
     ref_logprobs_T: Tensor | None
@@ -91,12 +100,16 @@ class StepConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The part of a batch that one optimizer step trains: some of the batch's groups, packed."""
+    """The part of a batch that one optimizer step trains: some of the batch's groups, packed.
+
+    Example: with ``mini_batches = 2`` and 8 groups, the second one has ``first_group`` 4 and
+    ``denominators.num_groups`` 4.
+    """
 
     rows: tuple[PackedRow, ...]
     """Rows of this rank."""
     padding: tuple[PackedRow, ...] = ()
-    """Passes made for nothing, since other ranks have more rows: they count nowhere."""
+    """Passes whose results do not count, made because other ranks have more rows."""
     num_positions: int
     """Input positions of the rows of all ranks."""
     denominators: Denominators
@@ -111,7 +124,7 @@ class MiniBatch:
         *,
         as_proximal: bool,
     ) -> TokenBatch:
-        """The tokens of one row, with the row's log-probs under the trainer. ``as_proximal``: those are taken for the
+        """Return the tokens of one row, with the row's log-probs under the trainer. ``as_proximal``: use those as the
         proximal ones too."""
         members = torch.tensor(row.samples_B, device=data.group_B.device)
         proximal_T, ref_T = constants.proximal_logprobs_T, constants.ref_logprobs_T
@@ -129,8 +142,8 @@ class MiniBatch:
 
 
 def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Group, ...]:
-    """The order in which groups go to ``num`` mini-batches: a permutation fixed by (seed, step), since the
-    order of a batch follows completion and would put short responses into the first mini-batch."""
+    """Return the groups in the order in which they go to ``num`` mini-batches: a permutation fixed by (seed, step),
+    since the order of a batch follows completion and would put short responses into the first mini-batch."""
     if num > len(groups):
         raise ConfigError(
             f"trainer.mini_batches is {num} but the batch has only {len(groups)} groups: lower it or train more groups"
@@ -150,8 +163,8 @@ def split(
     context: ContextGroup | None = None,
     quadratic: float = 0.0,
 ) -> tuple[MiniBatch, ...]:
-    """``num`` mini-batches of whole groups, as equal in groups as can be, packed into rows of ``budget``
-    tokens, of which each rank of ``world`` gets its own, and the ranks of a ``context`` the same.
+    """Split a batch into ``num`` mini-batches of whole groups, as equal in groups as possible, packed into rows of
+    ``budget`` tokens. Each rank of ``world`` gets its own rows, and the ranks of a ``context`` the same ones.
     ``quadratic``: see ``dealing.family_cost``."""
     sizes = np.array(data.samples_per_group)
     ends = np.cumsum(sizes)
@@ -197,8 +210,8 @@ def rows_of_rank(
     quadratic: float,
     device: torch.device,
 ) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
-    """Return this rank's rows, its padding, and the input positions of all ranks. See ``dealing``. Ranks that share
-    rows have the same ones."""
+    """Return this rank's rows, its padding, and the input positions of all ranks (see ``dealing``). Ranks that share
+    rows get the same ones."""
     if world.size == 1:
         rows = pack(samples, budget, members=members, device=device)
         return rows, (), sum(len(row.input_ids_N) for row in rows)

@@ -1,7 +1,7 @@
 """The policy as a transformers model: load it from a Hugging Face folder, name its weights, write it as a folder.
 
-``hf.config`` refuses what the embedded engine could not run or what packed attention would compute wrongly. Weights are
-safetensors only.
+``hf.config`` refuses models that the embedded engine cannot run or that packed attention would compute wrongly. Weights
+are safetensors only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollover.hf.hub import resolve_model
 
 
 def pick_device(name: str) -> torch.device:
-    """The device a config names; ``auto`` prefers a GPU. Raises ``ConfigError`` when it is not there."""
+    """Return the device that a config names; ``auto`` prefers a GPU. Raises ``ConfigError`` when it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -44,7 +44,7 @@ def load_policy(
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
 ) -> Any:
-    """A causal language model that runs packed rows (see ``logprobs.response_logprobs``).
+    """Load a causal language model that runs packed rows (see ``logprobs.response_logprobs``).
 
     ``dtype`` is float32 when left out. Dropout is off. Raises ``ModelError`` for folders that
     ``read_model_config`` refuses and for weights that do not fit their config.
@@ -77,20 +77,20 @@ def load_policy(
             f"model folder {str(folder)!r}: weights do not fit config.json: {kind.replace('_', ' ')}: {names[0]}"
         )
     if model.lm_head.weight is not model.model.embed_tokens.weight:
-        model.config.tie_word_embeddings = False  # as the weights have it, which overrule the config where they differ
+        model.config.tie_word_embeddings = False  # as in the weights, which override the config
     if gradient_checkpointing:
         recompute_layers(model)
     return model.to(device or "cpu")
 
 
 def recompute_layers(model: Any) -> None:
-    """Let the backward pass compute the activations of each layer again, instead of keeping them."""
+    """Let the backward pass recompute the activations of each layer instead of keeping them."""
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def named_weights(model: Any) -> Mapping[str, Tensor]:
-    """Parameters by their Hugging Face names, as views without gradient; a tied matrix appears once."""
+    """Return the parameters by their Hugging Face names, as views without gradient; a tied matrix appears once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -101,7 +101,7 @@ def save_model(model: Any, folder: Path, *, companions: Companions) -> None:
 
 
 def save_weights(model: Any, weights: Mapping[str, Tensor], folder: Path, *, companions: Companions) -> None:
-    """Write a folder as ``save_model`` does, with ``weights`` instead of the model's own."""
+    """Write a folder like ``save_model``, with ``weights`` instead of the model's own."""
     write_companions(without_own_files(companions), folder)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -111,7 +111,8 @@ def save_weights(model: Any, weights: Mapping[str, Tensor], folder: Path, *, com
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and load reports on the user's screen: what they would say becomes an error here."""
+    """Suppress progress bars and load reports on the user's screen; problems that they would report become errors
+    here."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -25,7 +25,7 @@ from rollover.trainer.world import World
 
 
 def write_moments(world: World, folder: Path, hf: Any, optimizer: AdamW) -> None:
-    """Write this rank's share of the moments of all parameters that are trained; the first rank adds the generators."""
+    """Write this rank's share of the moments of all trained parameters; the first rank adds the generators."""
     parameters = trained_parameters(hf)
     moments, owned_by = {}, {}
     for name, owner in owners_of(parameters, world).items():
@@ -51,7 +51,7 @@ def read_moments(world: World, folder: Path, hf: Any, optimizer: AdamW) -> None:
             raise DamagedCheckpoint(folder, f"{path} cannot be read ({error})") from error
     infos = {name: info for name, info in infos.items() if not is_generator(name)}
     if not infos:
-        return  # no step has been trained
+        return  # no step has been trained yet
     parameters = trained_parameters(hf)
     check_moments(path, {name: info.shape for name, info in infos.items()}, parameters)
     wanted: dict[str, Tensor] = {}

@@ -13,8 +13,8 @@ from rollover.trainer.config import StepConfig
 
 
 def learning_rate(config: StepConfig, step: int, num_steps: int) -> float:
-    """Rate of step ``step`` (from 0) in a run of ``num_steps``: linear warm-up that reaches the peak at step
-    ``warmup_steps - 1``, then the schedule, which reaches ``final_lr_ratio`` at step ``num_steps - 1``."""
+    """Compute the learning rate of step ``step`` (from 0) in a run of ``num_steps``: linear warm-up that reaches the
+    peak at step ``warmup_steps - 1``, then the schedule, which reaches ``final_lr_ratio`` at step ``num_steps - 1``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -26,7 +26,7 @@ def learning_rate(config: StepConfig, step: int, num_steps: int) -> float:
 
 
 def build_optimizer(model: Any, config: StepConfig) -> AdamW:
-    """AdamW over all parameters with a gradient; matrices decay, norms and biases do not."""
+    """Build AdamW over all parameters with a gradient; matrices decay, norms and biases do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -45,10 +45,10 @@ def apply_gradients(optimizer: AdamW, config: StepConfig, rate: float) -> float:
     """Clip, step with learning rate ``rate``, and return the gradient norm before the clip.
 
     A gradient that is exactly 0 takes no step: neither the momentum of earlier batches nor weight decay moves the
-    weights on account of a batch that says nothing, and the optimizer's state stays as it was.
+    weights because of a batch without information, and the optimizer's state stays as it was.
 
-    Raises ``RolloverError`` when the norm is not finite, with the weights untouched, and when the step made a weight
-    that is not.
+    Raises ``RolloverError`` when the norm is not finite, with the weights untouched, and when the step produced a
+    weight that is not finite.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,8 +1,8 @@
-"""Decides which sequences share a forward pass, and where each token lies in it.
+"""Decides which sequences share a forward pass, and the position of each token in it.
 
-Kept true: every response token of every sample is predicted in exactly one row, rows hold no padding, a sample is
-never split, and siblings in a row share the positions of their prompt. Places are worked out on the host; the rows are
-tensors on the model's device.
+What it keeps true: every response token of every sample is predicted in exactly one row, rows have no padding, a sample
+is never split, and siblings in a row share the positions of their prompt. Positions are computed on the host; the rows
+are tensors on the model's device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One prompt and one response: what a forward pass sees of a trajectory."""
+    """One prompt and one response: the part of a trajectory that a forward pass needs.
+
+    Example: ``TrainingSample(prompt_ids=(15, 10, 22), response_ids=(31, 4))``
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -37,11 +40,15 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """``B`` samples in ``N`` input positions, each prompt followed by its responses, less their last tokens
-    (which predict nothing that trains). ``T`` response tokens are predicted."""
+    """``B`` samples in ``N`` input positions, each prompt followed by its responses without their last tokens (which
+    predict nothing that is trained). ``T`` response tokens are predicted.
+
+    Example: two siblings with a prompt of 3 tokens and responses of 2 and 3 take 6 positions, with ``position_ids_N``
+    of ``(0, 1, 2, 3, 3, 4)`` and ``predict_T`` of ``(2, 3, 2, 4, 5)``.
+    """
 
     samples_B: tuple[int, ...]
-    """Numbers of the samples in the batch."""
+    """Indices of the samples in the batch."""
     input_ids_N: Tensor
     position_ids_N: Tensor
     """Counted from 0 in each sample."""
@@ -51,7 +58,7 @@ class PackedRow:
     target_T: Tensor
     """The response tokens they predict."""
     token_T: Tensor
-    """Number of each target among all response tokens of the batch, counted in the batch's own order."""
+    """Index of each target among all response tokens of the batch, in the batch's own order."""
     sample_T: Tensor
     """Index of the sample, among the B, to which each target belongs."""
     buckets: tuple[Tensor, ...]
@@ -65,7 +72,7 @@ class PackedRow:
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Bins of indices whose lengths sum to at most ``budget``; a longer one has a bin of its own.
+    """Return bins of indices whose lengths sum to at most ``budget``; a longer item has a bin of its own.
 
     Longest first, each into the first bin with room (at most 11/9 of the optimal number of bins, plus one).
     """
@@ -83,10 +90,10 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> tuple[tuple[int
 
 
 def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Indices of similar length, for attention blocks.
+    """Group indices of similar length, for attention blocks.
 
-    A new block starts below 3/4 of the longest, less 8 tokens: few blocks (each costs kernel launches) and at
-    most about a quarter of the attention spent on positions that are thrown away.
+    A new block starts below 3/4 of the longest length minus 8 tokens, so that there are few blocks (each costs kernel
+    launches) and at most about a quarter of the attention is spent on discarded positions.
     """
     buckets: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -97,7 +104,8 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Members with the same prompt, which a row holds once; cut where the ``budget`` would be exceeded."""
+    """Group members with the same prompt, which a row holds once; a group is cut where it would exceed the
+    ``budget``."""
     siblings: dict[tuple[int, ...], list[list[int]]] = {}
     for index in members:
         prompt = samples[index].prompt_ids
@@ -115,9 +123,9 @@ def pack(
     members: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> tuple[PackedRow, ...]:
-    """Rows of at most ``budget`` input positions (a longer sample is a row of its own), of all samples of a
-    batch or of ``members`` alone; samples and tokens keep their numbers in the batch. On the CPU unless a ``device`` is
-    named."""
+    """Pack all samples of a batch, or only its ``members``, into rows of at most ``budget`` input positions (a longer
+    sample is a row of its own). Samples and tokens keep their indices in the batch. The rows are on the CPU unless a
+    ``device`` is given."""
     parts = families(samples, range(len(samples)) if members is None else members, budget)
     bins = first_fit_decreasing([num_positions(samples, part) for part in parts], budget)
     return rows_of(samples, [[parts[i] for i in b] for b in bins], device=device)
@@ -129,13 +137,13 @@ def rows_of(
     *,
     device: torch.device | None = None,
 ) -> tuple[PackedRow, ...]:
-    """Rows that hold these families each."""
+    """Build rows, each of these families."""
     first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
     return tuple(_row(samples, parts, first_token_B, device) for parts in rows)
 
 
 def shared(row: PackedRow, context: Context | None) -> PackedRow:
-    """Return the row with this rank's share of it, where several ranks share rows."""
+    """Return the row with this rank's share of it, if several ranks share rows."""
     if context is None:
         return row
     share = RowShare.of(
@@ -149,7 +157,7 @@ def shared(row: PackedRow, context: Context | None) -> PackedRow:
 
 
 def num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
-    """Input positions of siblings that share their prompt; the last response token is no input."""
+    """Count the input positions of siblings that share their prompt; the last response token is not an input."""
     return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
 
 
@@ -205,7 +213,7 @@ def _attention_layout(lines: Sequence[Ints], num_positions: int) -> tuple[tuple[
         for slot, line in enumerate(lines[i] for i in bucket):
             block[slot, : len(line)] = line
             block[slot, len(line) :] = line[-1]
-            # All siblings attend alike over their prompt: whichever comes last provides its outputs.
+            # All siblings attend alike over their prompt, so the last one provides its outputs.
             unpad_N[line] = offset + slot * width + np.arange(len(line))
         blocks.append(block)
         offset += block.size

@@ -1,6 +1,6 @@
-"""The policy that is trained: its model, the weights that it publishes, and what a checkpoint holds of it.
+"""The policy that is trained: its model, the weights that it publishes, and its part of a checkpoint.
 
-``FullPolicy`` trains all weights of a model; ``lora.LoraPolicy`` adapters beside weights that stay as they are.
+``FullPolicy`` trains all weights of a model; ``lora.LoraPolicy`` trains adapters beside weights that stay as they are.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from rollover.weights.sources import MemoryWeights
 class Policy(Protocol):
     """A model in training, whatever part of it is trained.
 
-    Example: under LoRA ``model`` has adapters beside its matrices, ``weights()`` has them merged, ``reference()`` has
-    them switched off, and ``write`` writes them alone.
+    Example: with LoRA, ``model`` has adapters beside its matrices, ``weights()`` has them merged, ``reference()`` has
+    them switched off, and ``write`` writes only them.
     """
 
     @property
     def model(self) -> Any:
-        """The transformers model that gives log-probs; parameters without ``requires_grad`` stay as they are."""
+        """Return the transformers model that computes log-probs; parameters without ``requires_grad`` stay as they
+        are."""
         ...
 
     @property
     def autocast(self) -> bool:
-        """Say whether matrix products of ``model`` run in bfloat16 only under autocast, and shall."""
+        """Return whether passes of ``model`` need autocast to run their matrix products in bfloat16, as configured."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -48,37 +49,37 @@ class Policy(Protocol):
         ...
 
     def source(self, version: int) -> WeightSource:
-        """Return the same, to be published as ``version``."""
+        """Return the same weights, to be published as ``version``."""
         ...
 
     def reference(self) -> AbstractContextManager[Any]:
-        """Return the frozen policy that training began with, as a model, within a context."""
+        """Return a context with the frozen policy that training began with, as a model."""
         ...
 
     def write(self, folder: Path, *, companions: Companions) -> None:
-        """Write what has been trained into a checkpoint's folder."""
+        """Write the trained parameters into a checkpoint's folder."""
         ...
 
     def publish_share(self, folder: Path) -> None:
-        """Write this rank's part of the weights that engines serve, where the model is sharded."""
+        """Write this rank's part of the weights that engines serve, if the model is sharded."""
         ...
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Write the state of its optimizer there too."""
+        """Write the state of its optimizer into the folder too."""
         ...
 
     def read_state(self, folder: Path, optimizer: AdamW) -> None:
-        """Put the state in a checkpoint into ``optimizer``. Raises ``ModelError`` naming the first tensor that does not
-        fit the model."""
+        """Load the state in a checkpoint into ``optimizer``. Raises ``ModelError`` naming the first tensor that does
+        not fit the model."""
         ...
 
 
 class FullPolicy:
-    """All weights are trained, in float32. Implements ``Policy``.
+    """Trains all weights, in float32. Implements ``Policy``.
 
     Args:
         folder: the model or checkpoint to begin from.
-        initial: the model that the run began with, of which a frozen copy is kept when ``needs_ref``.
+        initial: the model that the run began with; a frozen copy is kept when ``needs_ref``.
 
     Example: ``FullPolicy(config, folder, initial=folder, needs_ref=False, device=cpu).weights()`` are the folder's.
     """
@@ -123,16 +124,16 @@ def open_policy(
     seed: int,
     world: World = ALONE,
 ) -> Policy:
-    """Load the policy of a run that begins with the model ``initial`` or goes on from ``checkpoint``.
+    """Load the policy of a run that begins with the model ``initial`` or continues from ``checkpoint``.
 
     Args:
-        needs_ref: ``reference`` will be asked for.
-        seed: of the first values of adapters.
+        needs_ref: ``reference`` will be used.
+        seed: determines the first values of adapters.
         world: the ranks over which it is sharded.
 
     Raises:
         ModelError: the model cannot be trained, or the checkpoint is of another kind.
-        DamagedCheckpoint: the checkpoint is not what was written.
+        DamagedCheckpoint: the checkpoint differs from what was written.
     """
     if config.lora is not None:
         if world.mesh is not None:
@@ -155,7 +156,7 @@ def open_policy(
 
 
 def check_kind(config: TrainerConfig, checkpoint: Path, initial: Path) -> None:
-    """Raise ``ModelError`` when a checkpoint holds something else than ``config`` trains, or is not of the model
+    """Raise ``ModelError`` when a checkpoint holds something other than ``config`` trains, or is not of the model
     ``initial``."""
     has_adapters = holds_adapters(checkpoint)
     if has_adapters != (config.lora is not None):

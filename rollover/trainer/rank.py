@@ -1,9 +1,9 @@
 """One rank of a sharded trainer: ``python -m rollover.trainer.rank DESCRIPTOR``, started by ``ranks``
 or, on a node of a cluster, by its host there.
 
-It speaks with the process of the run over the socket ``DESCRIPTOR``: a task, then commands, each with one answer. All
-ranks are given the same commands in the same order. Whatever goes wrong is told in an answer, and the process ends: the
-other ranks cannot go on without it, and whoever leads them ends them too. Large values go through files.
+It communicates with the process of the run over the socket ``DESCRIPTOR``: a task, then commands, each with one answer.
+All ranks are given the same commands in the same order. Any failure is reported in an answer, and the process ends: the
+other ranks cannot continue without it, and the process that leads them ends them too. Large values go through files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Rank:
         return commands[command](**arguments)
 
     def facts(self) -> dict[str, Any]:
-        """Return what whoever leads the ranks wants to know of the trainer."""
+        """Return the facts about the trainer that the process leading the ranks needs."""
         trainer = self._trainer
         specs = specs_of(trainer.weights())
         return {"version": trainer.version, "vocab_size": trainer.vocab_size, "weights": specs}
@@ -95,7 +95,7 @@ class _Rank:
         self._trainer.publish_share(folder)
 
     def _send(self, do: str, what: Any = None) -> Any:
-        """Do this rank's part in sending weights to servers; ``do`` is a method of ``RankSender``."""
+        """Perform this rank's part of sending weights to servers; ``do`` is a method of ``RankSender``."""
         if do == "open":
             self._sender.close()
             self._sender = RankSender(self._world, self._trainer.weights())
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def serve(connection: Connection) -> NoReturn:
-    """Be the rank that the other end of ``connection`` asks for, until it is closed."""
+    """Serve as the rank that the other end of ``connection`` describes, until it is closed."""
     task: RankTask = connection.recv()
     _end_with(os.getppid())
     torch.set_num_threads(task.num_threads)
@@ -154,7 +154,7 @@ def serve(connection: Connection) -> NoReturn:
 
 
 class _telling:
-    """Tells of an error within, and ends the process with it."""
+    """Reports an error within this context, and ends the process with it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -184,13 +184,13 @@ def _refused(error: BaseException) -> Failed:
 
 
 def _unpickled(path: Path) -> Any:
-    """Read what the process of the run has put there for its ranks, in a folder that only its user can enter."""
+    """Read a value that the process of the run wrote for its ranks, in a folder that only its user can enter."""
     with path.open("rb") as file:
         return pickle.load(file)
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, also in the middle of a collective."""
+    """Arrange that this process ends with its parent, even in the middle of a collective."""
 
     def watch() -> NoReturn:
         while os.getppid() == parent:

@@ -1,4 +1,5 @@
-"""The process of one rank, as whoever has started it sees it. Free of PyTorch, which the rank imports itself."""
+"""The process of one rank, from the viewpoint of the process that starts it. Needs no PyTorch, which the rank imports
+itself."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 PROGRESS = "progress"
-"""The file in the folder of the ranks that says how much each has done."""
+"""The file in the folder of the ranks that records how much each has done."""
 END_S = 10.0
-"""A process that is not gone so long after SIGKILL hangs in the kernel and is left to it."""
+"""A process that still exists this long after SIGKILL hangs in the kernel and is left alone."""
 
 
 def start_rank(
@@ -24,7 +25,7 @@ def start_rank(
     """Start the process of a rank, and return it with the connection over which it awaits its task.
 
     Args:
-        passed: further descriptors that it shall have, under the same numbers.
+        passed: more descriptors that it inherits, under the same numbers.
     """
     ours, theirs = socket.socketpair()
     log: IO[bytes] | None = None
@@ -52,7 +53,7 @@ def start_rank(
 
 
 def exit_of(popen: subprocess.Popen[bytes]) -> str:
-    """Say how a process has ended that has closed its connection, as in "was killed (SIGTERM)"."""
+    """Describe how a process that has closed its connection ended, as in "was killed (SIGTERM)"."""
     try:
         code = popen.wait(END_S)
     except subprocess.TimeoutExpired:
@@ -63,7 +64,7 @@ def exit_of(popen: subprocess.Popen[bytes]) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a process of this machine was stopped (SIGSTOP), where Linux tells."""
+    """Return whether a process of this machine was stopped (SIGSTOP), where Linux reports it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -72,6 +73,6 @@ def is_stopped(pid: int) -> bool:
 
 
 def listening(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of one address of this machine, and of no other, for rank 0."""
+    """Return a socket for rank 0 that listens at a free port of one address of this machine, and of no other."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)

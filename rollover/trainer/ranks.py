@@ -1,6 +1,6 @@
 """The ranks of a sharded trainer as processes of this machine (``rank``), which the process of the run starts and ends.
 
-They share memory: what is too large for a message lies in files there, and each rank counts its progress in one.
+They share memory: values too large for a message are in files there, and each rank counts its progress in one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Process:
     connection: Connection
     answer: Done | Failed | None = None
     is_gone: bool = False
-    """It has closed its end of the connection."""
+    """True if it has closed its end of the connection."""
 
     def fate(self) -> str:
         return exit_of(self.popen)
@@ -46,12 +46,13 @@ class LocalLauncher:
     """Starts ranks on the devices of this machine. Implements ``RankLauncher``.
 
     Args:
-        timeout_s: ranks that do nothing for so long are given up.
-        logs: the folder of ``trainer-rank-0.log`` and so on; without, the standard error of this process.
+        timeout_s: ranks that do nothing for this long are ended.
+        logs: the folder of ``trainer-rank-0.log`` and so on; without it, output goes to the standard error of this
+        process.
 
-    Raises ``ConfigError`` for devices that are not there.
+    Raises ``ConfigError`` for devices that do not exist.
 
-    Example: ``LocalLauncher(TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0", "cuda:1")`` where
+    Example: ``LocalLauncher(TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0", "cuda:1")`` if
     there are GPUs.
     """
 
@@ -62,7 +63,7 @@ class LocalLauncher:
         self._logs = logs
 
     def launch(self, task: RankTask) -> LedRanks:
-        """See ``RankLauncher.launch``."""
+        """Implement ``RankLauncher.launch``."""
         return Ranks(task, self.devices, timeout_s=self._timeout_s, logs=self._logs)
 
 
@@ -70,11 +71,11 @@ class Ranks(LedRanks):
     """The processes of all ranks, from their start to their end.
 
     Args:
-        task: of rank 0; the others are told the same, but for their rank and device.
+        task: of rank 0; the others get the same, except for their rank and device.
         devices: of each rank.
         logs: see ``LocalLauncher``.
 
-    Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
+    Raises ``RankLost`` or the error of a rank that cannot load its model.
 
     Example: ``Ranks(task, ["cpu", "cpu"], timeout_s=600.0).ask("step 7", "step", batch=ForRanks(batch))`` returns two
     results.
@@ -121,7 +122,7 @@ class Ranks(LedRanks):
     def _tell(self, command: str, arguments: Mapping[str, Any]) -> None:
         own = {name: self._here(name, value) for name, value in arguments.items()}
         for process in self._processes:
-            with suppress(OSError):  # it has died: that is found out by whoever waits for its answer
+            with suppress(OSError):  # it has died, which is noticed when its answer is awaited
                 process.connection.send((command, own))
 
     def _here(self, name: str, value: Any) -> Any:
@@ -134,7 +135,7 @@ class Ranks(LedRanks):
                 return value
 
     def _bring(self, doing: str, arguments: Mapping[str, Any]) -> None:
-        pass  # it is here
+        pass  # the files are already on this machine
 
     def _collect(self, waiting: Sequence[RankProcess], timeout_s: float) -> bool:
         connections = {process.connection: process for process in self._processes if process in waiting}

@@ -1,4 +1,4 @@
-"""A tokenizer and a small decoder from nothing, saved as an ordinary Hugging Face folder."""
+"""A tokenizer and a small decoder from scratch, saved as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ END_TOKEN = "<|end|>"
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries.
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` entries.
 
-    Any text survives encoding and decoding: all 256 bytes are entries. Each digit is a token of its own, so
-    that numbers look alike wherever they stand. ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1.
+    Any text survives encoding and decoding: all 256 bytes are entries. Each digit is a token of its own, so that
+    numbers look alike wherever they appear. ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1.
     """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,9 +1,10 @@
-"""The ranks of a sharded trainer send their weights into a process group, straight from where they are trained.
+"""The ranks of a sharded trainer send their weights into a process group, straight from the memory in which they are
+trained.
 
-The first rank is rank 0 of the group; all take part in gathering each tensor, and all but the first let go of it at
-once. So no rank has more than two buckets, however large the model. No rank waits for a server inside a collective: a
-bucket is gathered by all, and only then does the first rank wait until the bucket before has arrived. A server that
-fails is an answer like any other: the ranks live on.
+The first rank is rank 0 of the group; all take part in gathering each tensor, and all but the first free it at once. So
+no rank has more than two buckets, however large the model. No rank waits for a server inside a collective: a bucket is
+gathered by all, and only then does the first rank wait until the previous bucket has arrived. The failure of a server
+is an answer like any other, and the ranks keep running.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollover.weights.sending import BucketQueue, SendReport, gathered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendFailed:
-    """An answer of a rank that says that the group has failed, though no rank has.
+    """A rank's answer that the group has failed, though no rank has.
 
     Example: ``SendFailed(message="weights were not received within 300 s (engine.load_timeout_s)", is_late=True)``
     """
@@ -38,10 +39,10 @@ class SendFailed:
 
 
 class RankSender:
-    """One rank's part in sending weights of one version.
+    """One rank's part in sending the weights of one version.
 
     Args:
-        weights: what engines serve, by Hugging Face name, sharded over the ranks of ``world``.
+        weights: those that engines serve, by Hugging Face name, sharded over the ranks of ``world``.
 
     Example: on all ranks ``open(plan)``, ``send(bucket)`` for each bucket, ``finish()`` and ``close()``.
     """
@@ -53,7 +54,7 @@ class RankSender:
         self._queue: BucketQueue | None = None
 
     def open(self, plan: GroupPlan) -> Mapping[str, Any] | SendFailed | None:
-        """Return where the group meets; the first rank alone knows it."""
+        """Return where the group meets; only the first rank knows it."""
         self.close()
         self._plan = plan
         if self._world.rank:
@@ -66,7 +67,7 @@ class RankSender:
         return dict(group.address)
 
     def send(self, bucket: Bucket) -> SendFailed | None:
-        """Gather a bucket; the first rank puts it on its way as soon as the one before has arrived."""
+        """Gather a bucket; the first rank sends it as soon as the previous one has arrived."""
         assert self._plan is not None, "nothing was opened"
         if self._queue is None:
             for _ in self._whole(bucket):
@@ -80,14 +81,14 @@ class RankSender:
         return None
 
     def finish(self) -> SendReport | SendFailed | None:
-        """Return what it took, once the last bucket has arrived."""
+        """Return the measurements of the transfer once the last bucket has arrived."""
         try:
             return self._queue.drain() if self._queue is not None else None
         except EngineError as e:
             return _failed(e)
 
     def close(self) -> None:
-        """Give up the group."""
+        """Close the group."""
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.close()
@@ -107,7 +108,7 @@ def _failed(error: EngineError) -> SendFailed:
 
 
 def specs_of(weights: Mapping[str, Tensor]) -> Sequence[TensorSpec]:
-    """Say which tensors these are, none of which is made for it where adapters are merged."""
+    """Return the specs of these tensors without making any of them, even if adapters are merged."""
     plain = getattr(weights, "base", weights)
     return [
         TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))

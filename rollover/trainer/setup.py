@@ -1,4 +1,4 @@
-"""The settings under which batches or examples become weights, and whether a checkpoint can go on under them."""
+"""The settings under which batches or examples become weights, and whether a checkpoint can be resumed under them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rollover.trainer.policy import check_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """Everything that decides what is learned, beside the batches and the model.
+    """Everything that determines what is learned, apart from the batches and the model.
 
-    Example: two trainers with equal setups that begin with one model and are given the same batches have the same
-    weights, but for rounding.
+    Example: two trainers with the setup ``TrainingSetup(config=TrainerConfig(), algorithm=ALGORITHMS["grpo"],
+    temperature=1.0, max_response_tokens=1024, num_steps=200)`` that begin with one model and get the same batches have
+    the same weights, except for rounding.
     """
 
     config: TrainerConfig
@@ -43,7 +44,7 @@ class TrainingSetup:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint goes on under, by their keys."""
+        """Return the settings under which a checkpoint can be resumed, by their keys."""
         settings = {f"trainer.{k}": v for k, v in self.config.identity().items()}
         settings |= {f"algorithm.{k}": v for k, v in self.algorithm.settings().items()}
         settings |= {"seed": self.seed, "temperature": self.temperature}
@@ -63,16 +64,16 @@ class TrainingSetup:
         )
 
     def check_resumable(self, checkpoint: Path, initial: Path, *, num_threads: int, num_ranks: int = 1) -> int:
-        """Return the version of a checkpoint that training can go on from, having read all of it.
+        """Read all of a checkpoint and return its version. Raises an error unless training can continue from it.
 
         Args:
             initial: the model that the run began with.
-            num_threads, num_ranks: of the trainer that would go on.
+            num_threads, num_ranks: of the trainer that would continue.
 
         Raises:
-            ModelError: the settings, the model or, where bits matter, threads or devices are not those it was written
-                with.
-            DamagedCheckpoint: it is not what was written.
+            ModelError: the settings, the model or, if bits matter, threads or devices differ from those it was written
+            with.
+            DamagedCheckpoint: it differs from what was written.
         """
         manifest = read_manifest(checkpoint)
         verify_files(checkpoint, manifest)
@@ -94,7 +95,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSetup:
-    """Everything that decides what a warm-up learns, beside its examples.
+    """Everything that determines what a warm-up learns, apart from its examples.
 
     Example: ``SFTSetup(config=SFTConfig(), deterministic=True)``
     """

@@ -1,4 +1,4 @@
-"""Supervised warm-up: maximum likelihood of response tokens, by the packing and log-probs that the trainer
+"""Supervised warm-up: maximum likelihood of response tokens, with the packing and the log-probs that the trainer
 uses."""
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from rollover.trainer.sharded import ShardedPolicy
 
 Example = tuple[Sequence[int], Sequence[int]]
-"""Prompt ids and response ids; the response ends with the end token where the model should learn to stop."""
+"""Prompt ids and response ids; the response ends with the end token if the model should learn to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTProgress:
-    """One optimizer step."""
+    """The result of one optimizer step.
+
+    Example: ``SFTProgress(step=99, loss=1.025, grad_norm=0.8, learning_rate=1e-3, num_tokens=2048, elapsed_s=10.2)``
+    """
 
     step: int
     """Number of the step, from 0."""
@@ -53,7 +56,7 @@ class SFTProgress:
     num_tokens: int
     """Response tokens trained."""
     elapsed_s: float
-    """Since the first step began."""
+    """Seconds since the first step began."""
 
 
 class SFTTrainer:
@@ -111,11 +114,11 @@ class SFTTrainer:
         return loss, grad_norm
 
     def save(self, folder: Path) -> None:
-        """Write the model to ``folder``; of several ranks, this one's part of it."""
+        """Write the model to ``folder``, or this rank's part of it if there are several."""
         self._policy.write(folder, companions=self._companions)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
 
 
 def run_sft(
@@ -134,7 +137,7 @@ def run_sft(
     metrics.
 
     Args:
-        timeout_s, logs: of the ranks, where there are several devices; see ``Ranks``.
+        timeout_s, logs: of the ranks, if there are several devices; see ``Ranks``.
 
     Raises ``DataError`` when the examples run out before the last step, ``RankLost`` when a rank is lost.
     """

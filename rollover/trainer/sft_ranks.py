@@ -1,6 +1,6 @@
 """The supervised warm-up on several devices of one machine, with a process for each (``ranks``, ``rank``).
 
-A warm-up that loses a rank is over: it has no checkpoints, and the run begins it anew.
+A warm-up that loses a rank has failed: it has no checkpoints, and the run starts it from the beginning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BATCH_BYTES = 2**28
 
 
 class SFTRanks:
-    """Leads the ranks; has the surface of ``SFTTrainer``.
+    """Leads the ranks, with the interface of ``SFTTrainer``.
 
     Args:
         timeout_s, logs: see ``LocalLauncher``.
-        fallback: where examples are passed on when shared memory is too small for them.
+        fallback: a folder for passing examples on when shared memory is too small for them.
 
     Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, ...).step(0, samples)``
     """
@@ -50,13 +50,13 @@ class SFTRanks:
             raise
 
     def step(self, step: int, samples: Sequence[TrainingSample]) -> tuple[float, float]:
-        """See ``SFTTrainer.step``."""
+        """Implement ``SFTTrainer.step``."""
         batch = ForRanks((step, list(samples)))
         loss, grad_norm = self._ranks.ask(f"step {step} of the warm-up", "step", batch=batch)[0]
         return loss, grad_norm
 
     def save(self, folder: Path) -> None:
-        """Have each rank write its part of the model."""
+        """Let each rank write its part of the model."""
         self._ranks.ask("writing the model", "save", folder=FromRanks(folder))
         write_index(folder)
 

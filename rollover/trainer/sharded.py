@@ -1,13 +1,14 @@
-"""The policy sharded over ranks by FSDP2 (``torch.distributed.fsdp.fully_shard``): each holds its rows of every tensor.
+"""The policy sharded over ranks with FSDP2 (``torch.distributed.fsdp.fully_shard``): each holds its rows of every
+tensor.
 
-The model is made without storage, tied, sharded layer by layer and as a whole, and only then given memory, into which
-each rank reads its own rows. Three settings are not FSDP2's defaults, and training would be wrong without them:
+The model is built without storage, tied, sharded layer by layer and as a whole, and only then given memory, into which
+each rank reads its own rows. Three settings differ from FSDP2's defaults, and training would be wrong without them:
 
-* The root too frees its weights after a forward pass. By default embedding, output matrix and last norm stay whole
-  after a pass without a backward one, and an optimizer that is made then trains tensors that nobody uses.
-* Gradients are summed over ranks and not averaged, for every denominator counts the whole batch. gloo has no scaled
-  sum, so the sum has to be asked for by name.
-* The rotary module is made anew: its buffers are in no checkpoint.
+* The root frees its weights after a forward pass too. By default embedding, output matrix and last norm stay whole
+after a forward pass without a backward one, and an optimizer that is created then trains tensors that are never used.
+* Gradients are summed over ranks rather than averaged, since every denominator counts the whole batch. gloo has no
+scaled sum, so a plain sum has to be requested explicitly.
+* The rotary module is built again, since its buffers are in no checkpoint.
 
 Master weights are float32. With ``dtype = "bfloat16"`` they are gathered in bfloat16 for the passes, and gradients are
 summed in float32.
@@ -43,14 +44,14 @@ from rollover.weights.base import WeightSource
 
 
 class ShardedPolicy:
-    """All weights are trained, in float32, a part of each tensor on each rank. Implements ``Policy``.
+    """Trains all weights in float32, with a part of each tensor on each rank. Implements ``Policy``.
 
     Args:
         folder: the model or checkpoint to begin from.
-        initial: the model that the run began with, of which a frozen copy is kept, sharded too, when ``needs_ref``.
+        initial: the model that the run began with; a frozen copy is kept, sharded too, when ``needs_ref``.
         world: the ranks that share the model, with their devices.
 
-    Example: of a model of 4 B parameters on 8 ranks each holds 2 GB of weights, and 8 GB with gradients and moments.
+    Example: with 4 B parameters on 8 ranks, each holds 2 GB of weights, and 8 GB with gradients and moments.
     """
 
     autocast = False  # the weights are gathered in the number format of the passes
@@ -81,7 +82,7 @@ class ShardedPolicy:
         return nullcontext(self._ref_model)
 
     def write(self, folder: Path, *, companions: Companions) -> None:
-        """Write this rank's share; the first one adds config and tokenizer."""
+        """Write this rank's share; the first rank adds config and tokenizer."""
         hf = self.model.hf
         if self._world.rank == 0:
             write_companions(without_own_files(companions), folder)
@@ -106,7 +107,7 @@ def _precision(config: StepConfig) -> MixedPrecisionPolicy:
 
 
 def without_adapter(name: str) -> str:
-    """Return the name that a parameter of a model with adapters has in the model alone."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
@@ -115,9 +116,9 @@ def _parameters(hf: Any) -> list[str]:
 
 
 def sharded_weights(model: OneForward) -> dict[str, Tensor]:
-    """Return the parameters by their Hugging Face names, as they are held; a tied matrix appears once.
+    """Return the parameters by their Hugging Face names, in their sharded form; a tied matrix appears once.
 
-    All are sharded: one that is not was left behind by a pass, and nothing that is done to it lasts.
+    All are sharded: a parameter that is not was left behind by a pass, and changes to it would be lost.
     """
     found = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
     whole = [name for name, tensor in found.items() if not isinstance(tensor, DTensor)]
@@ -134,11 +135,11 @@ def load_sharded(
     precision: MixedPrecisionPolicy | None = None,
     adapt: Callable[[Any], Mapping[str, Tensor]] = lambda hf: {},
 ) -> OneForward:
-    """Load the model in ``folder``, of which each rank reads its own rows; see ``models.load_policy``.
+    """Load the model in ``folder``, with each rank reading its own rows; see ``models.load_policy``.
 
     Args:
         dtype: the number format in which weights are held.
-        precision: that of the passes, where it is another.
+        precision: that of the passes, if it differs.
         adapt: puts adapters beside the model's matrices, before there is memory for any, and returns their first
             values by name.
 
@@ -158,7 +159,7 @@ def load_sharded(
     _shard(model, precision or MixedPrecisionPolicy(), world.mesh)
     device = torch.device(world.mesh.device_type)
     model.to_empty(device=device)
-    if is_tied:  # giving it memory has made two of one
+    if is_tied:  # giving it memory has split the tied matrix in two
         hf.lm_head.weight = hf.model.embed_tokens.weight
     with device:
         hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
@@ -173,14 +174,14 @@ def load_sharded(
 
 
 def _without_storage(folder: Path, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> Any:
-    """Return the model of the folder's config, with no memory for its weights."""
+    """Return the model of the folder's config without memory for its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rollover.trainer.attention import PACKED_ATTENTION
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # As the weights have it, which overrule the config where they differ.
+        # As in the weights, which override the config.
         config.tie_word_embeddings = bool(config.tie_word_embeddings) and _may_be_one(infos)
         config.dtype = dtype
         make: Any = AutoModelForCausalLM.from_config
@@ -194,7 +195,7 @@ def _without_storage(folder: Path, infos: Mapping[str, TensorInfo], dtype: torch
 
 
 def _may_be_one(infos: Mapping[str, TensorInfo]) -> bool:
-    """Say whether the input and the output matrix in the files can be one tensor: there are not two that differ."""
+    """Return whether the input and the output matrix can be one tensor: the files do not have two that differ."""
     if not {EMBEDDING, HEAD} <= infos.keys():
         return True
     with (
@@ -210,8 +211,8 @@ def _may_be_one(infos: Mapping[str, TensorInfo]) -> bool:
 
 
 def _names_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Return the names that parameters have in the files where those are others. Raises ``ModelError`` when the files
-    do not fit the model."""
+    """Return the names of parameters in the files where they differ from the model's. Raises ``ModelError`` when the
+    files do not fit the model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
     names = {EMBEDDING: HEAD} if HEAD not in shapes and EMBEDDING not in infos and HEAD in infos else {}
     expected = {names.get(name, name): shape for name, shape in shapes.items()}

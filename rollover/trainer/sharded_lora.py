@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen base, both sharded over ranks by FSDP2.
 
-The base lies on the ranks in the number format of its folder, 2 bytes per parameter as a rule, and is gathered in it;
-nothing but adapters has gradients and moments. The passes are those of one process: autocast where it has autocast.
+The base is on the ranks in the number format of its folder, usually 2 bytes per parameter, and is gathered in it; only
+adapters have gradients and moments. The passes are those of one process, with autocast where it uses autocast.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from rollover.weights.base import WeightSource
 
 
 class ShardedLoraPolicy:
-    """Adapters are trained, in float32; base and adapters are held in parts. Implements ``Policy``.
+    """Trains adapters in float32; both base and adapters are sharded. Implements ``Policy``.
 
     Args:
         base: the model that the run began with.
-        checkpoint: a checkpoint whose adapters training goes on with.
-        seed: of the first values of ``A``, which are those that one process would draw.
+        checkpoint: a checkpoint with whose adapters training continues.
+        seed: determines the first values of ``A``, which are those that one process would draw.
 
-    Example: of a base of 70 B parameters in bfloat16 on 8 ranks each holds 17.5 GB.
+    Example: with a base of 70 B parameters in bfloat16 on 8 ranks, each holds 17.5 GB.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedLoraPolicy:
             yield self.model
 
     def write(self, folder: Path, *, companions: Companions) -> None:
-        """Write the adapters as peft does, in one file: the first rank has room for them."""
+        """Write the adapters in peft's format, in one file: the first rank has room for them."""
         adapters = named_adapters(self.model.hf)
         whole = own_tensors(self._world, adapters, dict.fromkeys(adapters, 0))
         if self._world.rank == 0:
@@ -115,8 +115,8 @@ class ShardedLoraPolicy:
 def _adapt(hf: Any, lora: LoraConfig, put: Any) -> dict[str, Tensor]:
     """Put adapters beside the matrices of a model without memory, and return their first values.
 
-    peft moves adapters to where their matrix is. So for as long as it draws them, each matrix is on the CPU, all its
-    values in one place in memory; then it and the adapters are without memory again.
+    peft moves adapters to the device of their matrix. So while it draws them, each matrix is on the CPU, with all its
+    values in one place in memory; afterwards it and the adapters have no memory again.
     """
     targets = [m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in lora.targets]
     for module in targets:

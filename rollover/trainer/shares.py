@@ -1,8 +1,8 @@
 """Weights split by owner: every rank writes the whole tensors that it owns, and no rank ever holds the whole model.
 
-A tensor that is sharded over the ranks is gathered by all of them, one after the other, and kept by its owner alone.
-The files are those of a Hugging Face folder in parts, ``model-00001-of-00002.safetensors`` and so on with an index, so
-whoever opens model folders opens these; so are the files of the optimizer's state.
+A sharded tensor is gathered by all ranks, one after another, and kept only by its owner. The files are those of a
+Hugging Face folder in parts, ``model-00001-of-00002.safetensors`` and so on with an index, so any code that opens model
+folders opens these; the files of the optimizer's state are split in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollover.trainer.world import World
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Say which rank owns each tensor, given their sizes: as many bytes for each.
+    """Assign an owner to each tensor, given their sizes, so that each rank has about the same number of bytes.
 
     Example: ``owners({"embedding": 8, "up": 4, "down": 4}, 2)`` gives the first to rank 0 and the others to rank 1.
     """
@@ -33,12 +33,12 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def owners_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, int]:
-    """Say which rank owns each of the tensors."""
+    """Return which rank owns each of the tensors."""
     return owners({name: tensor.numel() for name, tensor in tensors.items()}, world.size)
 
 
 def part_name(stem: str, rank: int, num_ranks: int) -> str:
-    """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` of rank 0 of 2."""
+    """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` for rank 0 of 2."""
     return f"{stem}-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 
@@ -50,7 +50,7 @@ def write_share(
     *,
     extra: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the tensors of ``owned_by`` that this rank owns into the file ``path``, and ``extra`` with them. All ranks
+    """Write the tensors of ``owned_by`` that this rank owns into the file ``path``, along with ``extra``. All ranks
     call it with the same names in the same order.
 
     Args:
@@ -61,8 +61,8 @@ def write_share(
 
 
 def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[str, int]) -> dict[str, Tensor]:
-    """Gather the tensors of ``owned_by`` one after the other, and return those that this rank owns, on the CPU. All
-    ranks call it with the same names in the same order."""
+    """Gather the tensors of ``owned_by`` one after another, and return those that this rank owns, on the CPU. All ranks
+    call it with the same names in the same order."""
     own: dict[str, Tensor] = {}
     for name, owner in owned_by.items():
         tensor = tensors[name].detach()
@@ -77,7 +77,7 @@ def publish_share(world: World, weights: Mapping[str, Tensor], sized_as: Mapping
     """Write this rank's part of a model folder.
 
     Args:
-        sized_as: tensors of the same names and sizes, where those of ``weights`` are made when they are asked for.
+        sized_as: tensors with the same names and sizes, for ``weights`` whose tensors are made on demand.
     """
     path = folder / part_name("model", world.rank, world.size)
     write_share(world, weights, path, owners_of(sized_as, world))
@@ -94,10 +94,10 @@ def write_index(folder: Path) -> None:
 
 
 def local_rows(parameter: Tensor, world: World) -> slice:
-    """Return the rows of the whole tensor that this rank holds of it, as FSDP2 deals them: ``ceil(rows / size)`` for
-    each, and what is left for the last.
+    """Return the rows of the whole tensor that this rank holds, as FSDP2 deals them: ``ceil(rows / size)`` for each,
+    and the remainder for the last.
 
-    Example: of 5 rows on 3 ranks, ``slice(0, 2)``, ``slice(2, 4)`` and ``slice(4, 5)``.
+    Example: with 5 rows on 3 ranks, ``slice(0, 2)``, ``slice(2, 4)`` and ``slice(4, 5)``.
     """
     rows = parameter.shape[0]
     each = -(-rows // world.size)
@@ -105,7 +105,7 @@ def local_rows(parameter: Tensor, world: World) -> slice:
 
 
 def take_rows(world: World, wanted: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-    """Put this rank's rows of whole tensors into sharded ones of the same names."""
+    """Copy this rank's rows of whole tensors into sharded ones of the same names."""
     for name, target in wanted.items():
         assert isinstance(target, DTensor), f"{name} is not sharded"
         with torch.no_grad():
@@ -113,12 +113,12 @@ def take_rows(world: World, wanted: Mapping[str, Tensor], whole: Mapping[str, Te
 
 
 def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, Path], names: Mapping[str, str]) -> None:
-    """Read this rank's rows of tensors in safetensors files; nothing else is read.
+    """Read only this rank's rows of tensors in safetensors files into sharded tensors.
 
     Args:
         wanted: sharded tensors, by name.
         stored: the file of each tensor by its name there.
-        names: its name there, where it has another.
+        names: the name of a tensor there, if it has another one.
     """
     for file, inside in _by_file(wanted, stored, names):
         with safe_open(file, framework="pt") as opened:

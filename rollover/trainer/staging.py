@@ -1,9 +1,9 @@
-"""The ranks of a trainer and the process of the run lay down here what they pass on: in memory that they share.
+"""The ranks of a trainer and the process of the run exchange large values here, in memory that they share.
 
-A folder of its own for each trainer, which its user alone can enter. It lies in ``/dev/shm`` where there is room, else
-below the run. Its process holds a lock on it (flock), which ends with the process, however that ends; folders that
-nobody holds are cleared away by the next trainer. Process numbers would not do: containers that share ``/dev/shm``
-do not see each other's.
+Each trainer has a folder of its own, which only its user can enter. It is in ``/dev/shm`` if there is room, else below
+the run. Its process holds a lock on it (flock), which ends with the process, however that ends; the next trainer
+deletes folders that no process holds. Process numbers would not do: containers that share ``/dev/shm`` do not see each
+other's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Staging:
     """A folder for large values, and for the newest versions of the weights.
 
     Args:
-        needed_bytes: the most that will lie there at a time.
-        fallback: a place on disk, for where shared memory is too small.
+        needed_bytes: the most that will be there at a time.
+        fallback: a place on disk, in case shared memory is too small.
 
     Example: ``Staging(2**30, fallback=run / "staging").publication(7, write)`` is a folder into which ``write`` has put
     weights of version 7.
@@ -45,12 +45,12 @@ class Staging:
         self._num_folders = 0
 
     def meeting(self) -> Path:
-        """Return an empty folder where ranks can meet that have not met before."""
+        """Return an empty folder where new ranks can meet."""
         return self._folder("ranks")
 
     def publication(self, version: int, write: Callable[[Path], object]) -> Path:
-        """Return the folder with the weights of ``version``, which ``write`` fills unless they are there already. Those
-        of the version before, which an engine may still read, stay, and older ones go."""
+        """Return the folder with the weights of ``version``, which ``write`` fills unless it exists already. The
+        version before, which an engine may still read, stays, and older ones are deleted."""
         if version not in self._published:
             for old in sorted(self._published)[:-1]:
                 shutil.rmtree(self._published.pop(old), ignore_errors=True)
@@ -64,7 +64,7 @@ class Staging:
         return self._published[version]
 
     def close(self) -> None:
-        """Delete the folder. Does nothing the second time."""
+        """Delete the folder. Does nothing when called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, None
         if lock is not None:
@@ -78,20 +78,20 @@ class Staging:
 
 
 def lay_down(path: Path, value: Any) -> Path:
-    """Write a value into a file for ranks to read, in place of the one before it, and return its path."""
+    """Write a value into a file for ranks to read, replacing the previous one, and return its path."""
     with path.open("wb") as file:
         pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
     return path
 
 
 def _held_folder(root: Path) -> tuple[Path, int | None]:
-    """Make a folder and hold it. Returns it with the descriptor of its lock; ``None`` where the file system has no
-    locks, so that no trainer clears anything away there."""
+    """Create a folder and lock it. Returns it with the descriptor of its lock; ``None`` if the file system has no
+    locks, in which case no trainer deletes anything there."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         try:
             lock = _locked(folder)
-        except (BlockingIOError, FileNotFoundError):  # another trainer has taken it for one that nobody holds
+        except (BlockingIOError, FileNotFoundError):  # another trainer has taken it for an abandoned one
             continue
         except OSError:
             return folder, None
@@ -103,15 +103,15 @@ def _held_folder(root: Path) -> tuple[Path, int | None]:
 def _clear_left_behind(root: Path) -> None:
     """Delete the folders that no process holds."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is held, or another user's
+        with suppress(OSError):  # it is in use, or another user's
             lock = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
 def _locked(folder: Path) -> int:
-    """Hold a folder until the descriptor that is returned is closed. Raises ``BlockingIOError`` when another process
-    holds it."""
+    """Lock a folder until the returned descriptor is closed. Raises ``BlockingIOError`` when another process holds
+    it."""
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

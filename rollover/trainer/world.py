@@ -1,7 +1,7 @@
 """The world of a rank: the processes that train one model together, each with a part of it on a device of its own.
 
-What a step needs of the others are a few collectives; each has a deadline, that of the process group, and names whom it
-waited for. How far each rank has come is written where all can read it, so that the one that hangs can be told from
+A step needs only a few collectives from the others; each has a deadline, that of the process group, and names the ranks
+that it waited for. The progress of each rank is written where all can read it, so that one that hangs can be told from
 those that wait for it.
 """
 
@@ -25,15 +25,15 @@ from rollover.errors import RolloverError
 
 
 class PeerLost(RolloverError, RuntimeError):
-    """A collective that did not come about, since another rank has ended, hangs or does something else.
+    """A collective failed because another rank has ended, hangs or does something else.
 
     Example: ``rank 0 of 2 waited 600 s for rank 1 (log-probs): ...``
     """
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Say whether an error comes from an exchange with other ranks that PyTorch made by itself, as FSDP2 does in every
-    pass: it is raised from ``torch.distributed``, and nothing but PyTorch has been called from there.
+    """Return whether an error comes from an exchange with other ranks that PyTorch made by itself, as FSDP2 does in
+    every pass: it is raised from ``torch.distributed``, and only PyTorch has been called from there.
 
     Example: ``RuntimeError("... Connection closed by peer ...")`` in the pass of rank 0, when rank 1 has ended.
     """
@@ -47,12 +47,12 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 class World:
-    """One rank among ``size`` of them. With a process group of torch.distributed where ``size`` is above 1.
+    """One rank among ``size`` of them, with a process group of torch.distributed if ``size`` is above 1.
 
     Args:
-        progress: how much each rank has done, ``[size]``; this one counts its own entry up.
+        progress: how much each rank has done, ``[size]``; this one increments its own entry.
         mesh: the devices of all ranks, in one dimension.
-        timeout_s: the deadline of collectives among a part of the ranks; that of all ranks is their process group's.
+        timeout_s: the deadline of collectives among some of the ranks; those of all ranks have their process group's.
 
     Example: on rank 1 of 2, ``world.sum(torch.tensor([1.0]), "ones")`` returns 2 on both.
     """
@@ -78,18 +78,19 @@ class World:
         return f"rank {self.rank} of {self.size}"
 
     def tick(self) -> None:
-        """Say that something was done: a pass over a row, a tensor read or written."""
+        """Record progress: a pass over a row, a tensor read or written."""
         if self._progress is not None:
             self._progress[self.rank] += 1
 
     def sum(self, values: Tensor, what: str) -> Tensor:
-        """Return the sum of the tensors of all ranks; the same bits on each of them. It may be ``values`` itself."""
+        """Return the sum of the tensors of all ranks, with the same bits on each of them. It may be ``values``
+        itself."""
         if self.size > 1:
             self.together(what, lambda: dist.all_reduce(values))
         return values
 
     def gather(self, values_K: Tensor, what: str) -> Tensor:
-        """Return ``[size, K]``: the vectors of all ranks, which have the same length."""
+        """Return the vectors of all ranks, which have the same length, as ``[size, K]``."""
         if self.size == 1:
             return values_K[None]
         parts = [torch.empty_like(values_K) for _ in range(self.size)]
@@ -97,7 +98,7 @@ class World:
         return torch.stack(parts)
 
     def failed(self, here: bool, what: str) -> Sequence[int]:
-        """Return the ranks that say ``here``: all of them know of a failure before any raises."""
+        """Return the ranks on which ``here`` is true, so that all know of a failure before any raises."""
         if self.size == 1:
             return [0] if here else []
         device = "cpu" if self.mesh is None else self.mesh.device_type
@@ -105,28 +106,28 @@ class World:
         return [rank for rank, flag in enumerate(flags_W.tolist()) if flag]
 
     def neighbours(self, size: int) -> dist.ProcessGroup:
-        """Return the process group of this rank among groups of ``size`` ranks that follow each other. All ranks call
-        it; ``size`` divides their number."""
+        """Return the process group of this rank among groups of ``size`` consecutive ranks. All ranks call it; ``size``
+        divides their number."""
         if size not in self._neighbours:
             timeout = timedelta(seconds=self._timeout_s)
-            for first in range(0, self.size, size):  # each group is made by all ranks, also by those outside it
+            for first in range(0, self.size, size):  # each group is created by all ranks, even by those outside it
                 group = dist.new_group(list(range(first, first + size)), timeout=timeout)
                 if first <= self.rank < first + size:
                     self._neighbours[size] = group
         return self._neighbours[size]
 
     def together(self, what: str, collective: Callable[[], Any], *, among: Sequence[int] | None = None) -> None:
-        """Do what needs other ranks too: all of them, or those of ``among``.
+        """Run an operation that involves other ranks: all of them, or those of ``among``.
 
-        Raises ``PeerLost`` naming whom this rank has waited for, when it does not come about.
+        Raises ``PeerLost``, naming the ranks that this one has waited for, when it fails.
         """
         self.tick()
         started_s = time.monotonic()
         try:
             collective()
-        except torch.OutOfMemoryError:  # that is this rank's own
+        except torch.OutOfMemoryError:  # this rank's own failure
             raise
-        except RuntimeError as error:  # gloo's errors and NCCL's are of this kind
+        except RuntimeError as error:  # errors of gloo and NCCL are of this type
             waited_s = time.monotonic() - started_s
             names = " and ".join(f"rank {rank}" for rank in self._behind(among or range(self.size)))
             reason = (str(error).splitlines() or [""])[0]
@@ -134,7 +135,7 @@ class World:
         self.tick()
 
     def _behind(self, among: Sequence[int]) -> list[int]:
-        """Return the ranks that have done less than this one, or all others when none has."""
+        """Return the ranks that have done less than this one, or all others if none has."""
         others = [rank for rank in among if rank != self.rank]
         if self._progress is None:
             return others

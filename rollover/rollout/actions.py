@@ -1,7 +1,7 @@
-"""The actions that the scheduler asks a shell for: the closed set of actions.
+"""The actions that the scheduler requests from a shell, a closed set.
 
-A shell (the asyncio driver, the simulator, or a loop of your own) asks ``Scheduler.decide`` after everything that it
-reported, and carries the actions out in order. It needs to know nothing about strategies.
+A shell (the asyncio driver, the simulator, or a loop of your own) calls ``Scheduler.decide`` after everything that it
+reports, and carries out the actions in order. It needs to know nothing about strategies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollover.types import SampleId
 class StartSample(NamedTuple):
     """Send a sample to the engine, to continue after the tokens that it has.
 
-    A tuple, as the events are, because a simulation makes millions.
+    A tuple, like the events, because a simulation creates millions.
 
     Examples:
         Start or resume the first sample of group 3, to be parked after 1,024 more tokens unless it ends before:
@@ -27,14 +27,14 @@ class StartSample(NamedTuple):
 
     sample_id: SampleId
     token_budget: int | None
-    """Tokens it may decode in this call before it is parked. ``None`` lets it run to its end."""
+    """Tokens that it may decode in this call before it is parked. ``None`` lets it run to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAll:
     """Stop every running sample, report what each decoded, then ask again.
 
-    Example: ``april`` asks for it as soon as a batch is full; each sample comes back with ``FinishReason.ABORT``.
+    Example: ``april`` requests it as soon as a batch is full; each sample comes back with ``FinishReason.ABORT``.
     """
 
 
@@ -42,8 +42,8 @@ class StopAll:
 class ConsumeBatch:
     """A batch is ready: take it with ``Scheduler.consume`` as soon as you can use it.
 
-    It is repeated until that is done. An answer without it withdraws it: a group may have been started since that has
-    to be in the batch.
+    It is repeated until then. An answer without it withdraws it, since a group that has to be in the batch may have
+    been started meanwhile.
 
     Example: ``case ConsumeBatch(): batch = scheduler.consume(now_s)``
     """

@@ -27,7 +27,7 @@ class RolloutConfig(SharedConfig):
     `[rollout.strategy]` with `kind = "sync"` and no options."""
 
     def __post_init__(self) -> None:
-        super(RolloutConfig, self).__post_init__()  # slots make a second class: plain super() fails
+        super(RolloutConfig, self).__post_init__()  # slots create a second class, so plain super() fails
         self.strategy.check(self)
 
     @property
@@ -41,12 +41,12 @@ class RolloutConfig(SharedConfig):
 
 
 def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
-    """Make a strategy for an engine.
+    """Create a strategy for an engine.
 
     Args:
         kind: one of ``STRATEGIES``.
-        settings: options of the strategy and settings that all strategies share, by the names that they have in the
-            tables ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
+        settings: options of the strategy and settings that all strategies share, by their names in the tables
+        ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
 
     Raises:
         ConfigError: there is no such strategy or setting, or a value that cannot work.

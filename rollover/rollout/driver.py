@@ -1,4 +1,5 @@
-"""The driver: the asyncio shell around the scheduler. It runs what the scheduler starts and writes its journal.
+"""The driver: the asyncio shell around the scheduler. It runs the samples that the scheduler starts and writes the
+journal.
 
 ::
 
@@ -18,15 +19,15 @@ task                  consumes                 waits for                        
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 ====================  =======================  ===============================  ==============================
 
-Progress is a token or a reward. An abort that nobody here has asked for is a failure of the engine like any other: the
-sample keeps its tokens and is tried again, as ``rollover.rollout.retries`` says. The life of one call is in
+Progress is a token or a reward. An abort that the driver has not requested is a failure of the engine like any other:
+the sample keeps its tokens and is tried again, as described in ``rollover.rollout.retries``. The life of one call is in
 ``rollover.rollout.generation``.
 
 What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
 
-With ``lockstep`` each finished sample is scored and acted upon before the engine may decode on (an engine that declares
-lockstep waits for its consumers), one at a time in order of arrival: two runs then take the same decisions.
+With ``lockstep`` each finished sample is scored and acted upon before the engine continues decoding (an engine that
+declares lockstep waits for its consumers), one at a time in order of arrival: two runs then make the same decisions.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Scorer(Protocol):
     """Turns a finished trajectory into a reward, with deadlines and retries of its own.
 
     Example: ``await scorer.score(trajectory)`` returns 1.0 for a right answer. It raises ``RewardError`` when it gives
-    this trajectory up, and another ``RolloverError`` when there is no use in trying others.
+    up on this trajectory, and another ``RolloverError`` when trying others would be futile.
     """
 
     async def score(self, trajectory: Trajectory) -> float: ...
@@ -76,13 +77,14 @@ class RolloutDriver:
         await driver.stop()
 
     Args:
-        clock: the machine's, which continues where the journal ends, when left out.
+        clock: when left out, the machine's, which continues where the journal ends.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
-        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
-        observer: called after each event, with the ledger already moved on.
+        shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
+        compares.
+        observer: called after each event, when the ledger has already applied it.
         lockstep: see the module's docstring.
-        placement: where calls are placed, when the members of the engine come and go and change weights each in its own
-            time: the same object as ``engine``, as a rule.
+        placement: where calls are placed, if the members of the engine come and go and each changes its weights at its
+        own time; usually the same object as ``engine``.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class RolloutDriver:
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
         self._name = secrets.token_hex(4)
-        """Keeps request ids apart from those that another driver, or this run before a crash, sent to the engine."""
+        """Distinguishes request ids from those that another driver, or this run before a crash, sent to the engine."""
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._calls: dict[SampleId, SampleCall] = {}
         self._open_call = partial(
@@ -141,12 +143,12 @@ class RolloutDriver:
         )
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
-        """Stops what runs, from the moment the scheduler says so."""
+        """Stops the running samples once the scheduler says so."""
         self._batch_is_due = False
-        """The scheduler's last word was to consume a batch."""
-        self._will_act = False  # in the next turn of the event loop: members may change by the hundred in one turn
+        """True if the scheduler's last decision was to consume a batch."""
+        self._will_act = False  # in the next turn of the event loop, as hundreds of members may change in one
         self._changed = asyncio.Event()
-        """A group was settled, or something broke."""
+        """Set when a group was settled, or something broke."""
         self._last_progress_s = clock.now_s()
         self._num_calls = 0
         self._retries = Retries(limits.max_retries)
@@ -164,11 +166,12 @@ class RolloutDriver:
     # -- what the loop calls ---------------------------------------------------------------------------------
 
     async def next_batch(self) -> Batch:
-        """The next batch, consumed and journaled. Replays the recorded ones first after a restart.
+        """Return the next batch, consumed and journaled. After a restart, the recorded ones come first.
 
         Raises:
             EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
-            EngineError: the engine answers nobody: every running sample failed, one of them ``max_retries`` times.
+            EngineError: the engine does not work: every running sample failed, one of them more than ``max_retries``
+            times.
             DataError: every sample fails, or a reward function is wrong.
             RunError: the group filter rejects everything.
         """
@@ -176,7 +179,7 @@ class RolloutDriver:
             raise self._broken
         self._scheduler.begin_round()
         if not self.ledger.replay:
-            in_hand = self._scoring.keys() | self._tasks.keys()  # a call that is ending has its own sample scored
+            in_hand = self._scoring.keys() | self._tasks.keys()  # a call that is ending scores its own sample
             for sample_id in self.ledger.unscored.keys() - in_hand:
                 self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
         self._last_progress_s = self._clock.now_s()
@@ -191,18 +194,18 @@ class RolloutDriver:
         batch = self._scheduler.consume(self._clock.now_s())
         self.flush()
         if self._journal is not None:
-            self._journal.sync()  # a checkpoint that has trained this batch may be on the disk soon
+            self._journal.sync()  # a checkpoint that includes this batch may be on the disk soon
         self.ledger.check()
         return batch
 
     @property
     def has_batch(self) -> bool:
-        """Return whether ``next_batch`` hands out what is there, and has the engine decode nothing before."""
+        """Return whether ``next_batch`` can hand out a batch without any further decoding."""
         return self._scheduler.has_batch and not self._distrusted
 
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
-        """Run ``load``, which puts weights ``version`` into the engine. Running samples go on afterwards: through the
-        load where the engine can, else parked before and resumed after it."""
+        """Run ``load``, which puts weights ``version`` into the engine. Running samples continue during the load if the
+        engine supports that; otherwise they are parked before and resumed after it."""
         goes_on = not self._tasks or self._engine.capabilities.in_flight_update
         async with nullcontext() if goes_on else self._all_parked():
             start_s = self._clock.now_s()
@@ -212,9 +215,9 @@ class RolloutDriver:
         self._act()
 
     async def drop_tokens_of(self, engine: str, take_out: Callable[[], None], *, since: int = 0) -> int:
-        """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later: they are not
-        to be trained. Running samples are parked before, and go on once ``take_out`` has seen to it that ``engine``
-        gets no call. Returns how many tokens were dropped."""
+        """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later, so that they
+        are not trained. Running samples are parked first and resumed once ``take_out`` has made sure that ``engine``
+        gets no more calls. Returns how many tokens were dropped."""
         async with self._all_parked():
             num_tokens = self._scheduler.drop_tokens_of(engine, self._clock.now_s(), since=since)
             take_out()
@@ -222,9 +225,10 @@ class RolloutDriver:
         return num_tokens
 
     async def stop(self) -> None:
-        """Park what runs, cancel what is being scored, write everything down. The ledger stays resumable."""
+        """Park the running samples, cancel pending scores, and write everything to the journal. The ledger stays
+        resumable."""
         self._scheduler.halt()
-        await asyncio.sleep(0)  # calls started in this turn reach the engine: it cannot stop what it does not know
+        await asyncio.sleep(0)  # calls started in this turn reach the engine, so that it can stop them
         try:
             with suppress(EngineError):  # an engine that is gone has nothing to hand over
                 await self._abort_running()
@@ -240,28 +244,28 @@ class RolloutDriver:
             self.flush()
 
     def run_ended(self) -> None:
-        """Let the members of the engine go: the run is over."""
+        """Release the members of the engine, since the run is over."""
         if self._placement is not None:
             self._placement.run_ended()
 
     def flush(self) -> None:
-        """Write every event so far to the journal, and tell those who hold tokens until they are there."""
+        """Write all events so far to the journal, and tell members that hold tokens until they are journaled."""
         if self._unwritten and self._journal is not None:
-            self._journal.append(self._unwritten)  # a failure keeps them: the journal has no holes
+            self._journal.append(self._unwritten)  # if this fails, the events are kept, so the journal has no holes
             tokens, self._unwritten, self._unwritten_tokens = self._unwritten_tokens, [], {}
             if self._placement is not None:
-                self._journal.sync()  # members forget these tokens now
+                self._journal.sync()  # members delete these tokens now
                 self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
 
     def record(self, event: Event) -> None:
-        """Enter an event of the loop (a saved checkpoint) and write it to the journal."""
+        """Record an event of the loop (a saved checkpoint) and write it to the journal."""
         self._scheduler.record(event)
         self.flush()
 
     # -- deciding --------------------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Do what the scheduler decides."""
+        """Carry out the scheduler's decisions."""
         self._will_act = False
         if self._broken is not None:
             return
@@ -283,8 +287,8 @@ class RolloutDriver:
                     self._changed.set()
 
     def distrust(self, name: str) -> None:
-        """See to it that no token of a member of the engine is handed out from now on, where none is open with it any
-        more. May be called at any time."""
+        """Arrange that no unconsumed token of a member of the engine is handed out from now on. The member must have no
+        open calls any more. May be called at any time."""
         self._distrusted.append(name)
         self._changed.set()
 
@@ -294,7 +298,7 @@ class RolloutDriver:
             asyncio.get_running_loop().call_soon(self._act)
 
     def _can_consume(self) -> bool:
-        """Return whether a batch is due. In lockstep the calls that have ended are closed and scored before."""
+        """Return whether a batch is due. In lockstep, calls that have ended are closed and scored first."""
         in_hand = self._turn is not None and (self._scoring or self._tasks.keys() - self.ledger.running.keys())
         return self._batch_is_due and not in_hand
 
@@ -335,14 +339,14 @@ class RolloutDriver:
 
     @asynccontextmanager
     async def _all_parked(self) -> AsyncIterator[None]:
-        """Park what runs, and start nothing within."""
+        """Park the running samples, and start none within this context."""
         with self._scheduler.paused():
-            await asyncio.sleep(0)  # see stop
+            await asyncio.sleep(0)  # as in stop
             await self._abort_running()
             yield
 
     async def _abort_running(self) -> None:
-        """Stop every open call; return when each has handed over what it decoded."""
+        """Stop every open call, and return when each has handed over its tokens."""
         tasks = dict(self._tasks)
         if not tasks:
             return
@@ -358,19 +362,19 @@ class RolloutDriver:
                 raise EngineTimeout(
                     f"the engine did not acknowledge the abort of {late} within {self._limits.abort_timeout_s:.0f} s"
                 ) from None
-            await self._until(lambda: not self._tasks)  # in lockstep they are with the scorer
+            await self._until(lambda: not self._tasks)  # in lockstep they are being scored
 
     # -- one sample ------------------------------------------------------------------------------------------
 
     async def _generate(self, call: SampleCall) -> None:
-        """Enter the segments of one call, and do what follows from its end."""
+        """Record the segments of one call, and act on its end."""
         sample_id, failure, acted = call.start.sample_id, None, False
         try:
             try:
                 async for segment in call.segments():
                     self._scheduler.segment_ended(sample_id, segment, segment.end_s)
                     if call.is_over and self._turn is not None:
-                        await self._after_call(sample_id)  # the engine stands still until this returns
+                        await self._after_call(sample_id)  # the engine waits until this returns
                         acted = True
             except EngineError as e:
                 failure = e
@@ -378,14 +382,14 @@ class RolloutDriver:
                 if not call.is_over:  # failed or cancelled
                     segment = call.cut_off()
                     self._scheduler.segment_ended(sample_id, segment, segment.end_s)
-                if self._calls.get(sample_id) is call:  # else it is already running again
+                if self._calls.get(sample_id) is call:  # otherwise it is already running again
                     del self._tasks[sample_id], self._calls[sample_id]
                 self._ended()
             if failure is not None:
                 self._call_failed(sample_id, failure)
             if not acted:
                 await self._after_call(sample_id)
-        except Exception as e:  # a bug, a prompt that cannot be had: next_batch raises it
+        except Exception as e:  # a bug, or a prompt that cannot be read: next_batch raises it
             self._break(e)
 
     def _tokens_arrived(self, sample_id: SampleId) -> None:
@@ -393,8 +397,8 @@ class RolloutDriver:
         self._retries.decoded(sample_id)
 
     def _call_failed(self, sample_id: SampleId, error: EngineError) -> None:
-        """Leave the sample parked, to be tried again. After too many failures give it up, or the run when all others
-        that are running fail too."""
+        """Leave the sample parked for another attempt. After too many failures give up the sample, or the run if all
+        running samples fail."""
         if isinstance(error, CallDisplaced) or self._retries.failed(sample_id) or self._broken is not None:
             return
         if self._retries.all_failing(self._tasks.keys()):
@@ -402,7 +406,7 @@ class RolloutDriver:
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
     async def _after_call(self, sample_id: SampleId) -> None:
-        """Have a finished sample scored; use the place that became free."""
+        """Start scoring a finished sample, and fill the place that became free."""
         async with self._turn or nullcontext():
             if sample_id in self.ledger.unscored:
                 if self._turn is not None:
@@ -411,7 +415,7 @@ class RolloutDriver:
                     self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
             self._act()
             if self._turn is not None:
-                await asyncio.sleep(0)  # the calls and the abort decided upon reach the engine before it goes on
+                await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
 
     async def _score(self, sample_id: SampleId) -> None:
         reward, failure = 0.0, None
@@ -419,7 +423,7 @@ class RolloutDriver:
             reward = await self._scorer.score(self.ledger.sample(sample_id).trajectory)
         except RewardError as e:
             failure = str(e)
-        except RolloverError as e:  # a mistake that every other sample would meet too
+        except RolloverError as e:  # a mistake that would affect every other sample too
             self._break(e)
             return
         except Exception as e:
@@ -427,7 +431,7 @@ class RolloutDriver:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            failure = "the scorer cancelled it"  # of its own accord: a worker was shut down, say
+            failure = "the scorer cancelled it"  # without our request: a worker was shut down, say
         finally:
             self._scoring.pop(sample_id, None)
         self._last_progress_s = self._clock.now_s()
@@ -442,15 +446,16 @@ class RolloutDriver:
         self._ended()
 
     def _ended(self) -> None:
-        """A call or a score is over. Whoever waits for a batch hears of it when one is due; of this only where calls
-        are taken one by one, or none is left."""
+        """Wake the waiting caller when a call or a score has ended, but only in lockstep or when no call is left;
+        otherwise it is woken when a batch is due."""
         if self._turn is not None or not self._tasks:
             self._changed.set()
 
     # -- writing down ----------------------------------------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
-        """Written at the end of this turn of the event loop: many events share a transaction."""
+        """Queue an event for the journal, which is written at the end of this turn of the event loop, so that many
+        events share a transaction."""
         if isinstance(event, GroupDropped):
             for sample_id in [i for i in self._scoring if i.group == event.group_id]:
                 self._scoring.pop(sample_id).cancel()
@@ -458,7 +463,7 @@ class RolloutDriver:
             if not self._unwritten:
                 asyncio.get_running_loop().call_soon(self._flush_later)
             self._unwritten.append(event)
-            if isinstance(event, SegmentEnded):  # its group may be gone from the ledger when it is written
+            if isinstance(event, SegmentEnded):  # its group may no longer be in the ledger when it is written
                 self._unwritten_tokens[event.sample_id] = self.ledger.sample(event.sample_id).num_tokens
         self._observer(event)
 
@@ -469,6 +474,6 @@ class RolloutDriver:
             self._break(e)
 
     def _break(self, error: Exception) -> None:
-        """The run cannot go on: ``next_batch`` raises ``error``, the first of its kind."""
+        """End the run: ``next_batch`` raises the first ``error`` reported here."""
         self._broken = self._broken or error
         self._changed.set()

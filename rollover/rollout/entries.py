@@ -1,4 +1,4 @@
-"""Records of what the ledger knows: samples, groups, and where every token went. Only the ledger changes them."""
+"""The records in the ledger: samples, groups, and what became of every token. Only the ledger changes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from rollover.types import Prompt, SampleId, Segment, Trajectory, WasteCause
 
 
 class SampleState(StrEnum):
+    """The state of a sample, from the opening of its group to its reward or failure.
+
+    Example: ``SampleState("parked") is SampleState.PARKED``
+    """
+
     WAITING = "waiting"
     RUNNING = "running"
     PARKED = "parked"
@@ -19,7 +24,8 @@ class SampleState(StrEnum):
     FAILED = "failed"
 
 
-# Looked up several times per event: a name of a module is found in a tenth of the time of an enum's attribute.
+# These are looked up several times per event, and a module's name is found in a tenth of the time of an enum's
+# attribute.
 WAITING, RUNNING, PARKED, FINISHED, SCORED, FAILED = SampleState
 SETTLED = (SCORED, FAILED)
 STARTABLE = (WAITING, PARKED)
@@ -27,7 +33,10 @@ STARTABLE = (WAITING, PARKED)
 
 @dataclass(slots=True)
 class SampleEntry:
-    """One sample's place in the ledger."""
+    """One sample's place in the ledger.
+
+    Example: ``SampleEntry(SampleId(0, 1), prompt)`` has ``state`` ``"waiting"`` and ``num_tokens`` 0.
+    """
 
     sample_id: SampleId
     prompt: Prompt
@@ -38,7 +47,7 @@ class SampleEntry:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The record of it as it stands."""
+        """Return the present state as a record."""
         return Trajectory(
             sample_id=self.sample_id, prompt=self.prompt, segments=tuple(self.segments), reward=self.reward
         )
@@ -46,7 +55,11 @@ class SampleEntry:
 
 @dataclass(slots=True)
 class GroupEntry:
-    """One group's place in the ledger."""
+    """One group's place in the ledger.
+
+    Example: a group of two samples that has just been opened has ``num_unsettled`` 2, ``num_startable`` 2 and no
+    ``start_version``.
+    """
 
     group_id: int
     prompt: Prompt
@@ -54,9 +67,9 @@ class GroupEntry:
     start_version: int | None = None
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0
-    """Samples neither scored nor failed."""
+    """Number of samples neither scored nor failed."""
     num_startable: int = 0
-    """Samples waiting or parked."""
+    """Number of samples waiting or parked."""
 
     @property
     def num_scored(self) -> int:
@@ -71,8 +84,8 @@ class GroupEntry:
 class Tokens:
     """The token account of a run: decoded = trained + wasted + live.
 
-    Example: of 1,000 decoded tokens 600 were trained and 150 dropped with their groups. 250 are live: they are being
-    decoded, parked, or in groups that no batch has taken yet.
+    Example: of 1,000 decoded tokens, 600 were trained and 150 dropped with their groups. The other 250 are live: they
+    belong to samples that are running or parked, or to groups that no batch has consumed yet.
     """
 
     decoded: int = 0
@@ -85,7 +98,7 @@ class Tokens:
         return self.decoded - self.trained - sum(self.wasted.values())
 
     def write_off(self, untrained: Mapping[WasteCause, int], sign: int) -> None:
-        """Move tokens without a gradient from the trained ones to the waste, or back again with ``sign`` -1."""
+        """Move tokens without a gradient from trained to wasted, or back with ``sign`` -1."""
         for cause, num_tokens in untrained.items():
             self.trained -= sign * num_tokens
             self.wasted[cause] += sign * num_tokens

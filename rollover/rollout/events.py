@@ -1,8 +1,8 @@
-"""The events that can happen to a rollout: the closed set of journal events.
+"""The events that can happen to a rollout, a closed set: the journal contains nothing else.
 
 The ledger is the fold of these, the report is drawn from these, and the simulator replays these. Events
-carry facts and no decisions: everything a decision needs is derived by the fold. They are tuples, which Python makes
-in a third of the time of a frozen dataclass: a simulation makes tens of millions.
+contain facts and no decisions: everything that a decision needs is derived by the fold. They are tuples, which Python
+creates in a third of the time of a frozen dataclass: a simulation creates tens of millions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GroupOpened(NamedTuple):
     prompt: Prompt
     group_size: int
     cursor: int
-    """Prompts drawn from the source once this one is: where a restart goes on."""
+    """Prompts drawn from the source, this one included: a restart continues there."""
 
 
 class SampleStarted(NamedTuple):
@@ -40,8 +40,8 @@ class SampleStarted(NamedTuple):
 
 
 class SegmentEnded(NamedTuple):
-    """Tokens reached us. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked,
-    with ``None`` it runs on (the weights changed, or progress was saved).
+    """Tokens arrived. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked, and with
+    ``None`` it keeps running (the weights changed, or progress was saved).
 
     Example: ``SegmentEnded(8.0, SampleId(12, 0), segment)`` with 300 tokens of version 3 and ``FinishReason.STOP``:
     sample g12.0 waits for its reward.
@@ -62,13 +62,13 @@ class SampleScored(NamedTuple):
     time_s: float
     sample_id: SampleId
     reward: float
-    """The reward, as the task gives it."""
+    """The reward before shaping."""
     shaping: float = 0.0
     """The amount that the algorithm adds to it before comparing (a penalty for length, for example)."""
 
 
 class SampleFailed(NamedTuple):
-    """The sample was given up, and its tokens are waste. Its siblings go on without it.
+    """The sample was given up, and its tokens are wasted. Its siblings continue without it.
 
     Example: ``SampleFailed(9.5, SampleId(12, 1), reason="the reward function timed out after 10 s")``.
     """
@@ -79,7 +79,7 @@ class SampleFailed(NamedTuple):
 
 
 class GroupDropped(NamedTuple):
-    """The group will never be trained. The tokens of its samples are waste of ``cause``.
+    """The group will never be trained. The tokens of its samples are wasted for ``cause``.
 
     Example: ``GroupDropped(30.0, 12, WasteCause.FILTER_ZERO_SIGNAL, prompt_returned=False)`` after all eight rewards
     were 0.
@@ -89,7 +89,7 @@ class GroupDropped(NamedTuple):
     group_id: int
     cause: WasteCause
     prompt_returned: bool
-    """The prompt goes back to the head of the source."""
+    """True if the prompt goes back to the head of the source."""
 
 
 class BatchConsumed(NamedTuple):
@@ -104,7 +104,7 @@ class BatchConsumed(NamedTuple):
 
 
 class BatchTrained(NamedTuple):
-    """The step that trained the batch is done. ``untrained`` counts the tokens of it that had no gradient, by cause.
+    """The step that trained the batch is done. ``untrained`` counts its tokens that had no gradient, by cause.
 
     Example: ``BatchTrained(40.0, step=3, untrained={WasteCause.ZERO_ADVANTAGE: 2048})`` moves 2,048 tokens from the
     trained ones to the waste.
@@ -116,11 +116,11 @@ class BatchTrained(NamedTuple):
 
 
 class BatchSkipped(NamedTuple):
-    """The user decided that the batch of ``step`` is stepped over, whenever it is handed out: its step makes a version
-    without an update. It was consumed before, and no checkpoint has seen it.
+    """The user decided to skip the batch of ``step`` whenever it is handed out: its step makes a version without an
+    update. It was consumed before, and no checkpoint includes it.
 
-    Example: ``BatchSkipped(50.0, step=3)``: the tokens of batch 3 become waste, and step 3 makes version 4 with
-    the weights of version 3.
+    Example: ``BatchSkipped(50.0, step=3)``: the tokens of batch 3 are wasted, and step 3 makes version 4 with the
+    weights of version 3.
     """
 
     time_s: float
@@ -149,8 +149,8 @@ class CheckpointSaved(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to what
-    was journaled; batches consumed at ``step`` and later will be handed out again as they were.
+    """A new process took over from the trainer's checkpoint at ``step``. Running samples fall back to their journaled
+    tokens; batches consumed at ``step`` and later will be handed out again as they were.
 
     Example: ``Restarted(60.0, step=4, redo_from=None, lost_tokens=0)`` after batch 5 was consumed: the batches of
     steps 4 and 5 come again before a new one is selected.
@@ -162,7 +162,7 @@ class Restarted(NamedTuple):
     """Journal sequence number after which the earlier events about rollouts are void (deterministic runs decode the
     interrupted round again); ``None`` keeps everything."""
     lost_tokens: int
-    """Tokens recorded by the voided events; they are waste."""
+    """Tokens recorded by the voided events; they are wasted."""
 
 
 Event = (

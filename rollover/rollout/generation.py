@@ -1,6 +1,7 @@
 """A generation call: one request for a sample's next tokens, from the decision to make it to its last chunk.
 
-A call that fails raises ``EngineError``; ``rollover.rollout.retries`` says whether and when the sample is tried again.
+A call that fails raises ``EngineError``; ``rollover.rollout.retries`` decides whether and when the sample is tried
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Traj
 
 @dataclass(slots=True, kw_only=True)
 class SampleCall:
-    """One call: it turns the engine's chunks into the segments that the ledger is to hear of.
+    """One call, which turns the engine's chunks into segments for the ledger.
 
     Example: a call decodes 300 tokens, 256 of them before the weights change. With ``save_every_tokens=1000``::
 
@@ -35,21 +36,21 @@ class SampleCall:
     """Seconds to wait before asking the engine."""
     engine: Engine
     ledger: Ledger
-    """Read for the tokens that the sample has; the segments are entered by others."""
+    """Read for the tokens that the sample has; the caller records the segments."""
     sampling: SamplingParams
     seed: int
-    """The run's."""
+    """The run's seed."""
     clock: Clock
     max_staleness: int
-    """The sample is trained, at the latest, by the step that begins so many versions after its group has started."""
+    """The sample is trained at the latest in the step that begins this many versions after its group has started."""
     save_every_tokens: int
-    """A segment ends after so many tokens at the latest."""
+    """A segment ends after this many tokens at the latest."""
     is_journaled: bool = False
-    """Somebody says to the engine when tokens are written down."""
+    """True if the engine is told when tokens have been journaled."""
     on_tokens: Callable[[SampleId], None]
-    """Called whenever the engine has decoded something, before the segment ends."""
+    """Called whenever the engine has decoded tokens, before the segment ends."""
     is_over: bool = False
-    """Its last segment was handed out: the sample may be running again by now, in another call."""
+    """True if its last segment was handed out: the sample may be running again by now, in another call."""
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _chunks: list[Chunk] = field(default_factory=list)
     """Chunks of the current segment, which began at ``_start_s``."""
@@ -58,14 +59,14 @@ class SampleCall:
     _start_s: float = 0.0
 
     def stop(self) -> None:
-        """Expect the engine to abort the call from now on; a call that waits to be retried ends by itself."""
+        """Expect the engine to abort the call from now on; a call that is waiting for a retry ends by itself."""
         self._stopped.set()
 
     async def segments(self) -> AsyncIterator[Segment]:
-        """Yield each segment when it ends. The engine decodes on once the next one is asked for.
+        """Yield each segment when it ends. The engine continues decoding once the next one is requested.
 
         Raises:
-            EngineError: the call failed. ``cut_off`` returns what was decoded and not yet handed out.
+            EngineError: the call failed. ``cut_off`` returns the tokens that were not yet handed out.
         """
         self._start_s = self.clock.now_s()
         sample_id = self.start.sample_id
@@ -114,22 +115,22 @@ class SampleCall:
             if not self.is_over:
                 raise EngineError(f"the engine ended the stream of {sample_id} without a finish reason")
         except EngineError:
-            if not self.is_over:  # else it failed behind the end of the response
+            if not self.is_over:  # otherwise it failed after the end of the response
                 raise
 
     def cut_off(self) -> Segment:
-        """Return the last segment of a call that failed or was cancelled: the tokens that reached us."""
+        """Return the last segment of a call that failed or was cancelled: the tokens that had arrived."""
         return self._end_segment(FinishReason.ABORT)
 
     async def _is_stopped_in_back_off(self) -> bool:
-        """Wait as long as the call has to, or until it is stopped."""
+        """Wait for the call's back-off, or until it is stopped; return whether it was stopped."""
         if not self.back_off_s:
             return False
         await wait_for_any(self.clock, self.back_off_s, self._stopped)
         return self._stopped.is_set()
 
     def _end_segment(self, reason: FinishReason | None) -> Segment:
-        """Return the current segment; the next one starts behind it."""
+        """Return the current segment and begin the next one."""
         chunks, last, published = self._chunks, self._last_chunk, self.ledger.policy_version
         segment = Segment(
             policy_version=last.policy_version if last else published,
@@ -148,7 +149,7 @@ class SampleCall:
 
 
 def _origin(chunk: Chunk) -> tuple[int, int, str]:
-    """Return what all tokens of a segment have in common."""
+    """Return the properties that all tokens of a segment share."""
     return chunk.policy_version, chunk.kv_version, chunk.engine
 
 
@@ -163,7 +164,7 @@ def generation_request(
     due_version: int | None = None,
     is_journaled: bool = False,
 ) -> GenerateRequest:
-    """Return a request to go on behind the tokens that are there. ``seed`` is the run's."""
+    """Return a request to continue after the tokens so far. ``seed`` is the run's."""
     sample_id = trajectory.sample_id
     if start.token_budget is not None:
         limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.token_budget)
@@ -190,12 +191,12 @@ def check_chunk(
     last_token: int | None,
     start_version: int | None,
 ) -> None:
-    """Refuse a chunk that cannot be true. ``num_tokens``: response tokens including the chunk's; ``last_token``: the
-    last that this call has decoded.
+    """Refuse an impossible chunk. ``num_tokens``: response tokens including the chunk's; ``last_token``: the last one
+    that this call has decoded.
 
     Raises:
-        EngineError: it goes beyond what was asked for, or says that the response has ended where it cannot have, or is
-            older than the weights in force when its group started.
+        EngineError: it goes beyond the request, says that the response has ended where it cannot have, or is older than
+        the weights in force when its group started.
     """
     limit = request.params.max_new_tokens
     if num_tokens > limit:
@@ -209,11 +210,11 @@ def check_chunk(
 
 
 def sample_key(sample_id: SampleId) -> str:
-    """Return the name under which an engine knows a sample: the same for all its calls."""
+    """Return the name by which an engine knows a sample, the same for all its calls."""
     return f"{sample_id}."
 
 
 def sample_seed(seed: int, sample_id: SampleId) -> int:
-    """The seed of a sample's noise: 63 bits, a function of the run's seed and the sample alone."""
+    """Derive the seed of a sample's noise: 63 bits, a function of only the run's seed and the sample."""
     digest = hashlib.blake2b(f"{seed}/{sample_id.group}/{sample_id.index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

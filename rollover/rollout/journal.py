@@ -1,8 +1,8 @@
 """The journal: every event of a run, append-only, in one SQLite file.
 
 What it keeps true: after a crash at any moment the file holds a prefix of the events that happened, so the
-fold of the file is a state the run really was in. Events appended in one call are there together or not at
-all. Log-probabilities and token ids come back bit for bit.
+fold of the file is a state that the run really was in. Events appended in one call are there together or not at all.
+Log-probabilities and token ids are restored bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
-    """(kind, JSON body, blob): the blob holds a segment's token ids (int32) and log-probs (float32)."""
+    """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32) and log-probs
+    (float32)."""
     body, blob = event._asdict(), b""
     if isinstance(event, GroupOpened):
         body["prompt"] = {name: getattr(event.prompt, name) for name in event.prompt.__slots__}  # asdict copies tokens
@@ -80,7 +81,7 @@ def _decode_segment(fields: dict[str, Any], blob: bytes) -> Segment:
 
 
 class Journal:
-    """One writer's handle on the file. Opening an existing file goes on behind its last event.
+    """One writer's handle on the file. Opening an existing file continues after its last event.
 
     Examples:
         The events of a scheduler are written down and read again:
@@ -125,7 +126,8 @@ class Journal:
             raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e
 
     def append(self, events: Sequence[Event]) -> None:
-        """Write all of ``events``, or none. They survive the death of the process; after ``sync`` also a power cut."""
+        """Write all of ``events``, or none. They survive the death of the process and, after ``sync``, even a power
+        cut."""
         rows = [_encode(event) for event in events]
         try:
             self._db.execute("BEGIN")
@@ -140,7 +142,7 @@ class Journal:
         """Force everything that was appended to the disk, so that a power cut cannot take it back.
 
         This takes from a tenth of a millisecond to some ten milliseconds, depending on the disk, so it is done only
-        before somebody relies on the events: a checkpoint that has seen them, a worker that forgets its tokens.
+        before anything relies on the events: a checkpoint that includes them, a worker that deletes its tokens.
 
         Raises:
             ResourceError: the disk reports an error.
@@ -148,8 +150,8 @@ class Journal:
         if self.path == _IN_MEMORY:
             return
         try:
-            # What has left this log for the database was synced by SQLite. The database itself must not be opened
-            # here: closing a descriptor of it would drop SQLite's locks.
+            # SQLite has synced the events that have left this log for the database. The database itself must not be
+            # opened here: closing a descriptor of it would drop SQLite's locks.
             _sync(Path(f"{self.path}-wal"))
             _sync(self.path.parent)
         except OSError as e:
@@ -159,13 +161,13 @@ class Journal:
 
     @property
     def last_seq(self) -> int:
-        """Sequence number of the newest event; 0 when there is none."""
+        """Return the sequence number of the newest event; 0 when there is none."""
         (seq,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
         return int(seq)
 
     @property
     def last_time_s(self) -> float:
-        """Run clock at the newest event; 0 when there is none."""
+        """Return the run clock at the newest event; 0 when there is none."""
         row = self._db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT 1").fetchone()
         return 0.0 if row is None else float(json.loads(row[0])["time_s"])
 
@@ -212,7 +214,7 @@ def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
 
 
 def read_events(path: Path) -> Iterator[tuple[int, Event]]:
-    """(sequence number, event) of a journal that another process may be writing.
+    """Yield (sequence number, event) from a journal that another process may be writing.
 
     Raises:
         RunError: there is no such file, or it is not a journal.
@@ -231,8 +233,8 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
 
 
 def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """The events that count: those a later restart declared void are left out. What is known of the batch that was
-    consumed before the void ones stays: decoding the next round again does not train it again."""
+    """Return the events that count, without those that a later restart declared void. Facts about the batch that was
+    consumed before the void ones remain: decoding the next round again does not train that batch again."""
     kept: list[tuple[int, Event]] = []
     for seq, event in events:
         if isinstance(event, Restarted) and event.redo_from is not None:
@@ -247,7 +249,7 @@ def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
 
 
 def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> RolloutState:
-    """Take over a run whose trainer's checkpoint stands at ``step``, and journal that.
+    """Take over a run whose trainer's checkpoint is at ``step``, and journal that.
 
     Examples:
         A run that was stopped before its first batch:
@@ -257,13 +259,13 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
         0
 
     Args:
-        redo_round: forget what was decoded since the last batch was consumed, so that a deterministic run
-            decodes it again exactly as it would have.
-        skip_batch: the step whose batch is to be stepped over, now and whenever it is replayed.
+        redo_round: discard everything decoded since the last batch was consumed, so that a deterministic run decodes it
+        again exactly as it would have.
+        skip_batch: the step whose batch is to be skipped, now and whenever it is replayed.
 
     Raises:
-        RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is none
-            of those that are handed out again.
+        RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is not
+        among those that are handed out again.
     """
     events = effective(journal.read())
     consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]

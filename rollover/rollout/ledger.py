@@ -5,11 +5,11 @@ Conservation, proved by ``Ledger.check``:
 * A sample is in exactly one state. ``waiting -> running -> {parked -> running}* -> finished -> scored``;
   from any of them it can become ``failed``.
 * A group is ``open`` until each sample is scored or failed, then ``ready``, then ``consumed`` by a batch or
-  ``dropped`` with a cause. Nothing leaves by another door.
-* ``decoded tokens = trained + wasted (by cause) + live``. The tokens of a batch are entered as trained when it is
-  consumed; once its step is done, those of them that had no gradient are moved to the waste.
+  ``dropped`` with a cause. There is no other way out.
+* ``decoded tokens = trained + wasted (by cause) + live``. The tokens of a batch count as trained when it is consumed;
+once its step is done, those that had no gradient are moved to the waste.
 
-The ledger holds facts. What to do about them is a strategy's business; doing it is the driver's.
+The ledger contains facts. A strategy decides what to do about them; the driver does it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ABORT = FinishReason.ABORT
 
 
 class Ledger:
-    """Holds the state of all samples and groups. It is changed by ``apply`` alone.
+    """Holds the state of all samples and groups. Only ``apply`` changes it.
 
     Examples:
         A group of two samples is opened for an engine that has room for one of them:
@@ -74,13 +74,13 @@ class Ledger:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.policy_version = 0
-        """Version the engines sample from."""
+        """Version that the engines sample from."""
         self.next_step = 0
         """Step of the next batch, which is the number of batches consumed."""
         self.cursor = 0
-        """Prompts drawn from the source."""
+        """Number of prompts drawn from the source."""
         self.next_group_id = 0
-        """Groups opened."""
+        """Number of groups opened, which is the id of the next one."""
         self.tokens = Tokens()
         self.groups: dict[int, GroupEntry] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
@@ -90,34 +90,35 @@ class Ledger:
         self.running: dict[SampleId, None] = {}
         self.parked: dict[SampleId, None] = {}
         self.unscored: dict[SampleId, None] = {}
-        """Finished, not yet scored."""
+        """Finished samples that are not yet scored."""
         self._places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
         """Samples that are neither scored nor failed, by their state."""
         self.starts_of_open: Counter[int] = Counter()
         """Started open groups by the version they started at."""
         self.starts_of_ready: Counter[int] = Counter()
-        """Ready groups, likewise."""
+        """Ready groups by the version they started at."""
         self.num_fresh = 0
-        """Waiting samples of groups that have not started: the first of each fixes the group's start version."""
+        """Number of waiting samples of groups that have not started: the first of each fixes the group's start
+        version."""
         self._startable: list[int] = []
         """Groups with waiting or parked samples, in order of opening."""
         self.returned: deque[Prompt] = deque()
-        """Prompts of discarded groups: they go out again before new ones are drawn."""
+        """Prompts of discarded groups, which are used again before new ones are drawn."""
         self.batches: dict[int, tuple[int, ...]] = {}
-        """Step to group ids of the batches consumed since the last checkpoint."""
+        """Group ids of the batches consumed since the last checkpoint, by step."""
         self.untrained: dict[int, Mapping[WasteCause, int]] = {}
         """Tokens without a gradient, for each batch that was trained."""
         self.skipped: set[int] = set()
-        """Steps of those batches that are to be stepped over."""
+        """Steps whose batches are to be skipped."""
         self.replay: deque[int] = deque()
         """Steps whose batches must be handed out again, as they were, before any new one."""
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
-        """Groups dropped, by cause."""
+        """Number of groups dropped, by cause."""
         self.num_failed = 0
-        """Samples failed."""
+        """Number of samples failed."""
         self._proved: set[int] = set()
-        """Consumed groups that ``check`` has found right."""
+        """Consumed groups that ``check`` has found correct."""
         for event in events:
             self.apply(event)
 
@@ -128,29 +129,31 @@ class Ledger:
 
     @property
     def num_unconsumed(self) -> int:
-        """Groups admitted and not yet in a batch: open plus ready."""
+        """Return the number of groups admitted and not yet in a batch: open plus ready."""
         return len(self.open) + len(self.ready)
 
     @property
     def num_active(self) -> int:
-        """Samples that still have tokens to decode."""
+        """Return the number of samples that still have tokens to decode."""
         return len(self.waiting) + len(self.running) + len(self.parked)
 
     def startable(self) -> Iterator[SampleId]:
-        """Waiting and parked samples, those of the oldest group first. Lazy: a few cost little, however many wait."""
+        """Yield waiting and parked samples, those of the oldest group first. The first few are cheap, however many
+        wait."""
         for group_id in self._startable:
             for sample in self.groups[group_id].samples:
                 if sample.state in STARTABLE:
                     yield sample.sample_id
 
     def unconsumed(self) -> Iterator[GroupEntry]:
-        """Open and ready groups in order of opening."""
+        """Return open and ready groups in order of opening."""
         return (self.groups[i] for i in sorted([*self.open, *self.ready]))
 
     # -- the fold -------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Move to the state after ``event``. An event that cannot happen in this state is a bug: it asserts."""
+        """Move to the state after ``event``. An event that cannot happen in this state is a bug and fails an
+        assertion."""
         match event:  # the frequent ones first
             case SegmentEnded():
                 self._segment(event)
@@ -251,7 +254,7 @@ class Ledger:
         self._settle(sample_id, SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
-        """A sample stopped before its first token has nothing to resume: it waits again."""
+        """Park a stopped sample; one without a token has nothing to resume and waits again."""
         sample.state = PARKED if sample.num_tokens else WAITING
         self._places[sample.state][sample_id] = None
         group = self.groups[sample_id.group]
@@ -260,7 +263,7 @@ class Ledger:
             insort(self._startable, sample_id.group)
 
     def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
-        """Take the sample out of the place where those of its state are."""
+        """Remove the sample from the collection of its state."""
         if sample.state in SETTLED:
             return
         del self._places[sample.state][sample_id]
@@ -307,7 +310,7 @@ class Ledger:
             assert len(set(group_ids)) == len(group_ids), "a group is trained once"
             for group_id in group_ids:
                 group = self.ready.pop(group_id)
-                if group.start_version is not None:  # else each of its samples failed before it was sent out
+                if group.start_version is not None:  # otherwise each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
             self.batches[step] = group_ids
         self._account(step, +1)
@@ -322,7 +325,7 @@ class Ledger:
         self.tokens.write_off(untrained, +1)
 
     def _account(self, step: int, sign: int) -> None:
-        """Enter the batch of ``step`` into the account of trained tokens, or strike it out again."""
+        """Count the tokens of the batch of ``step`` as trained, or undo that with ``sign`` -1."""
         for group_id in self.batches[step]:
             for sample in self.groups[group_id].samples:
                 if sample.state is SCORED:
@@ -347,8 +350,8 @@ class Ledger:
     # -- the law --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove conservation. Costs one pass over the groups that are open or ready, or consumed since the last time: a
-        consumed one does not change any more.
+        """Prove conservation. Costs one pass over the groups that are open, ready, or consumed since the last check; an
+        older consumed group does not change any more.
 
         Raises:
             AssertionError: naming the group or the account that does not add up.

@@ -32,7 +32,8 @@ class LagSummary:
 
     @classmethod
     def of(cls, lags: Mapping[int, int], head_lags: Sequence[int]) -> Self:
-        """Summarise the numbers of tokens by their lag, and the lags of oldest tokens. Of no token, all is 0."""
+        """Summarise the numbers of tokens by their lag, and the lags of oldest tokens. Without tokens, everything is
+        0."""
         lags = lags or {0: 1}
         total = sum(lags.values())
         return cls(
@@ -45,7 +46,7 @@ class LagSummary:
 
 
 def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
-    """Smallest value such that at least the share ``q`` of the counted things lies at or below it."""
+    """Return the smallest value such that at least the share ``q`` of the counts lies at or below it."""
     values = sorted(counts)
     reached = list(accumulate(counts[value] for value in values))
     return values[bisect_left(reached, q * reached[-1])]
@@ -62,10 +63,10 @@ def token_lags(batch: Batch) -> Counter[int]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Rewards, lengths and staleness of what one step trains.
+    """Compute rewards, lengths and staleness of the batch that one step trains.
 
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
-    weigh every token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's.
+    weigh every token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's staleness.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
@@ -89,7 +90,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def ledger_metrics(ledger: Ledger) -> dict[str, float]:
-    """The token account so far, and what is in flight.
+    """Return the token account so far, and the work in flight.
 
     ``rollout/starvation_age`` is the age in versions of the oldest group that has started and was not consumed.
     """
@@ -109,7 +110,8 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
 
 
 def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
-    """Counts of draft tokens between two looks at an engine, evaluations included; nothing while there are none."""
+    """Return the draft tokens between two statistics of an engine, evaluations included; nothing while there are
+    none."""
     if not now.drafted_tokens:
         return {}
     names = ("decoded_tokens", "drafted_tokens", "accepted_tokens")
@@ -117,13 +119,13 @@ def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
 
 
 def reexecution_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
-    """Tokens that were decoded a second time between two looks at an engine, as a check; nothing while there are
-    none."""
+    """Return the tokens that were decoded a second time as a check between two statistics of an engine; nothing while
+    there are none."""
     if not now.reexecuted_tokens:
         return {}
     return {"engine/reexecuted_tokens": now.reexecuted_tokens - before.reexecuted_tokens}
 
 
 def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:
-    """Mean distance of recorded log-probs from the trainer's, in nats, by engine where there are several."""
+    """Return the mean distance of recorded log-probs from the trainer's, in nats, by engine if there are several."""
     return {f"drift/{name}" if name else "drift": found.mean_abs for name, found in drift.items()}

@@ -1,5 +1,5 @@
 """Converts ``[rollout]`` tables stored by earlier versions into today's form. It applies only to recorded runs: a
-user's file is read as it stands.
+user's file is read as it is.
 
 Before version 1 the options of all strategies stood next to the strategy's name: ``{"strategy": "april",
 "over_sampling_batch_size": 64, "num_running": None, ...}``; those of other strategies were unset.
@@ -17,7 +17,7 @@ _OPTIONS = (
 
 
 def upgraded(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the options of its strategy in a table of their own.
+    """Return the table with the options of its strategy in a table of their own.
 
     Example:
         ``upgraded({"strategy": "april", "over_sampling_batch_size": 64, "lag_target": None})`` is

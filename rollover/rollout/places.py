@@ -1,4 +1,4 @@
-"""The places of an engine whose members come and go, asked for in the scheduler's words."""
+"""The places of an engine whose members come and go, in the scheduler's terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollover.types import SampleId, SamplingParams
 
 
 class EnginePlaces:
-    """Implements the scheduler's ``SamplePlacement`` over an engine that says where calls run.
+    """Implements the scheduler's ``SamplePlacement`` for an engine that decides where calls run.
 
     Args:
         max_staleness: the strategy's bound, from which the engine knows when a training step waits for a sample.

@@ -1,4 +1,4 @@
-"""Retries of failed generation calls: how often a sample is tried again, and how long it waits before."""
+"""Retries of failed generation calls: how often a sample is tried again, and how long it waits before that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Retries:
         self._num_failures: Counter[SampleId] = Counter()
 
     def failed(self, sample_id: SampleId) -> bool:
-        """Count a failed call; return whether the sample is to be tried again."""
+        """Count a failed call; return whether to try the sample again."""
         self._num_failures[sample_id] += 1
         return self._num_failures[sample_id] <= self._max_retries
 
@@ -31,7 +31,7 @@ class Retries:
         self._num_failures.pop(sample_id, None)
 
     def back_off_s(self, sample_id: SampleId) -> float:
-        """Return how long the sample's next call is to wait: twice as long after each failure, 10 s at most."""
+        """Return how long the sample's next call must wait: twice as long after each failure, 10 s at most."""
         num_failures = self._num_failures[sample_id]
         return min(_FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 63), _MAX_BACK_OFF_S) if num_failures else 0.0
 

@@ -1,15 +1,14 @@
-"""Remembers what rewards were like before a sample began: a baseline that knows nothing of the sample.
+"""Remembers the rewards before a sample began: a baseline that does not depend on the sample.
 
 A policy gradient stays unbiased under any baseline that does not depend on the response it is subtracted from:
 E[b grad log pi(y)] = b E[grad log pi(y)] = 0. The mean of the siblings that happen to be scored when a sample is
-consumed does depend on it: the longer the response, the more and the longer of its siblings are among them. What was
-known when the sample was opened does not, whatever finishes when. Rewards of earlier passes over the same row count
-for what they tell, the others of its source for the rest.
+consumed does depend on it: the longer the response, the more and the longer of its siblings are among them. Rewards
+known when the sample was opened do not, in whatever order samples finish. Rewards of earlier passes over the same row
+count according to their number, and the others of its source for the rest.
 
-Rewards are those that the algorithm compares, its shaping (a punishment for length, say) included: a baseline of
-others would stand above or below all of them. The history is worth as many siblings as it knows rewards, and never
-more than those of an ordinary group: what the advantage makes of that is said in
-``rollover.algorithms.advantages``.
+Rewards are those that the algorithm compares, including its shaping (a punishment for length, say): a baseline of
+unshaped rewards would lie above or below all of them. The history is worth as many siblings as it has rewards, and
+never more than an ordinary group has: ``rollover.algorithms.advantages`` describes how the advantage uses that.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from dataclasses import dataclass, field
 from rollover.types import MAX_REWARD, Baseline, Prompt
 
 _MEMORY = 256
-"""Rewards after which one counts e times less: the policy moves on."""
+"""Number of rewards after which one counts e times less, as the policy changes."""
 _PRIOR = 4.0
-"""Rewards of its own row that weigh as much as those of all its source."""
+"""Number of rewards of its own row that weigh as much as those of its whole source."""
 _MAX_SIBLINGS = 7
-"""Siblings of a sample in a group of eight, the most common size."""
+"""Number of siblings of a sample in a group of eight, the most common size."""
 
 
 @dataclass(slots=True)
 class _Moments:
-    """Exponentially forgetting count, mean and centred second moment (Welford's recurrence): of equal rewards the mean
+    """Exponentially forgetting count, mean and centred second moment (Welford's recurrence): for equal rewards the mean
     is that reward and the variance 0, both exactly, however large it is."""
 
     weight: float = 0.0
@@ -51,13 +50,17 @@ class _Moments:
 
 @dataclass(slots=True)
 class RewardHistory:
-    """Rewards by source and by row, as the ledger saw them come in."""
+    """Rewards by source and by row, in the order in which the ledger recorded them.
+
+    Example: after rewards of 1.0 and 0.0 for one prompt, its ``baseline`` has a mean of 0.498, a standard deviation of
+    0.5 and is worth 1.996 siblings.
+    """
 
     sources: dict[str, _Moments] = field(default_factory=dict)
     rows: dict[str, _Moments] = field(default_factory=dict)
 
     def add(self, prompt: Prompt, reward: float) -> None:
-        """Rewards that no trainer can hold are left out: journals of earlier versions may have some."""
+        """Add a reward, unless no trainer can hold it: journals of earlier versions may have such rewards."""
         if abs(reward) <= MAX_REWARD:
             self.sources.setdefault(prompt.source, _Moments()).add(reward, _MEMORY)
             self.rows.setdefault(_row(prompt), _Moments()).add(reward, 16 * _PRIOR)
@@ -70,5 +73,5 @@ class RewardHistory:
 
 
 def _row(prompt: Prompt) -> str:
-    """The row of the dataset, whatever the pass over it."""
+    """Return the row of the dataset, without the pass over it."""
     return prompt.prompt_id.rpartition("@")[0]

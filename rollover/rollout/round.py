@@ -1,19 +1,19 @@
 """Decides how much to collect at a time, and how far to let it run: rounds, in closed form. ``docs/theory.md`` derives
 it.
 
-A *round* collects m batches under one set of weights, stops, trains them one after another, and goes on: what had not
-ended waits in the next round. Let it run for D decode iterations. A sample of length L then ends in its
-``j = ceil(L / D)``-th round, so that
+A *round* collects m batches under one set of weights, stops, trains them one after another, and is followed by the
+next: unfinished samples continue in it. Let it run for D decode iterations. A sample of length L then ends in its ``j =
+ceil(L / D)``-th round, so that
 
 * r = E[j] batches' worth of work is in flight for each batch that is trained;
 * an iteration's cost is shared by m batches: K = D / m for each;
-* samples that go on in a later round are prefilled again, where new weights cost them their caches;
+* samples that continue in a later round are prefilled again if new weights cost them their caches;
 * a token decoded in the i-th round of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
   the k-th batch of a round, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
   that few tokens wait.
 
-All of that follows from the lengths alone. Throughput asks for a small K and little prefill; of the machine one number
-enters, the tokens that it prefills in the time of an iteration.
+All of this follows from the lengths alone. High throughput requires a small K and little prefill; only one number of
+the machine matters, the tokens that it prefills in the time of an iteration.
 """
 
 from __future__ import annotations
@@ -31,33 +31,37 @@ _MOST_BATCHES = 64
 _LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a round."""
 _SAME = 1.01
-"""Times that differ by less are alike; the younger tokens decide."""
+"""Times that differ by less than this factor count as equal; the younger tokens decide."""
 
 
 _ENOUGH = 2048
-"""Groups that show how lengths are spread."""
+"""Number of groups that suffices to show how lengths are distributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A way of collecting, and what it leads to in a steady state."""
+    """A way of collecting batches, and its consequences in a steady state.
+
+    Example: a round of 1,024 iterations from which two batches are trained has ``iterations_per_batch`` 512.0 if no
+    sample has to wait for a place.
+    """
 
     num_batches: int
-    """m: the batches that are trained from it."""
+    """m: the number of batches that are trained from it."""
     iterations: int
-    """D: it is stopped after so many."""
+    """D: the number of decode iterations after which it is stopped."""
     ratio: float
-    """r: groups in flight at its start, over the groups it trains."""
+    """r: groups in flight at its start, divided by the groups that it trains."""
     lag: float
     """Mean lag of trained tokens, in versions."""
     iterations_per_batch: float
     """K."""
     prefilled_per_batch: float
-    """Response tokens of resumed samples, where caches are lost between rounds."""
+    """Response tokens of resumed samples, if caches are lost between rounds."""
 
 
 ONE_BY_ONE = Round(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0, prefilled_per_batch=0.0)
-"""Synchronous rollout: what can be done before any length is known."""
+"""Synchronous rollout, the only choice before any length is known."""
 
 
 @lru_cache(maxsize=64)
@@ -70,13 +74,14 @@ def best_round(
     num_running: float = np.inf,
     prefill_tokens_per_iteration: float = np.inf,
 ) -> Round:
-    """The round that takes least time, counted in iterations per batch, among those whose tokens are ``max_lag``
-    versions old in the mean and ``max_staleness`` at most.
+    """Return the round that takes least time, counted in iterations per batch, among those whose tokens are on average
+    at most ``max_lag`` versions old, and never more than ``max_staleness``.
 
     Args:
-        batch_size: groups of a batch.
-        num_running: samples that can be decoded at the same time; of more, some wait until others end.
-        prefill_tokens_per_iteration: what is prefilled in the time of an iteration; infinite where caches are kept.
+        batch_size: groups in a batch.
+        num_running: samples that can be decoded at the same time; any others wait until some end.
+        prefill_tokens_per_iteration: tokens that are prefilled in the time of an iteration; infinite if caches are
+        kept.
     """
     if not lengths.groups:
         return ONE_BY_ONE
@@ -116,7 +121,8 @@ def best_round(
 
 
 def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
-    """Every so many of the groups in order of their longest response, that one first; shorter groups filled with 0."""
+    """Return a regular selection of the groups in order of their longest response, beginning with the longest; shorter
+    groups are filled up with 0."""
     size = max(map(len, lengths.groups))
     ordered = sorted(lengths.groups, key=max, reverse=True)[:: -(-len(lengths.groups) // _ENOUGH)]
     return np.array([g + (0,) * (size - len(g)) for g in ordered], dtype=np.float64)
@@ -125,9 +131,9 @@ def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
 def _carried(
     tokens_PG: NDArray[np.float64], longest_P: NDArray[np.float64], stop: float
 ) -> tuple[float, float, float, float]:
-    """Describe groups that are stopped every ``stop`` iterations until their longest sample ends: mean and most rounds
-    that one takes part in; the rounds that lie between decoding and training, summed over tokens; and the tokens that
-    are there when a sample goes on, summed over its resumes, in the mean of groups."""
+    """Describe groups that are stopped every ``stop`` iterations until their longest sample ends: the mean and the
+    largest number of rounds that one takes part in; the rounds between decoding and training, summed over tokens; and
+    the tokens present when a sample resumes, summed over its resumes, as a mean over groups."""
     rounds_P = np.ceil(longest_P / stop)
     whole_PG, rest_PG = np.divmod(tokens_PG, stop)
     decoded_PG = stop * whole_PG * (whole_PG + 1) / 2 + rest_PG * (whole_PG + 1)  # round numbers, summed over tokens
@@ -142,7 +148,8 @@ def _carried(
 
 
 def _behind(total_P: NDArray[np.float64], num_batches: int) -> float:
-    """Mean over tokens of the batches trained before theirs, groups with most tokens first."""
+    """Return the mean over tokens of the number of batches trained before theirs, when groups with most tokens come
+    first."""
     ordered_P = -np.sort(-total_P)
     place_P = (np.arange(len(ordered_P)) + 0.5) / len(ordered_P)
     return float((ordered_P * np.floor(num_batches * place_P)).sum() / ordered_P.sum())

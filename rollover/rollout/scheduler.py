@@ -1,10 +1,10 @@
-"""The scheduler: every decision about rollouts, and the events they make. No clock, no engine, no asyncio.
+"""The scheduler: every decision about rollouts, and the resulting events. No clock, no engine, no asyncio.
 
-Two shells put it to work: the driver (asyncio, real engines) and the simulator (virtual time, models of engines). A
-shell tells it what happened and does what it is told; both therefore take the same decisions.
+Two shells use it: the driver (asyncio, real engines) and the simulator (virtual time, models of engines). A shell
+reports what happened and carries out the answer, so both make the same decisions.
 
 What it keeps true: every change of state is an event, emitted in the order in which the ledger applied it; no batch
-is handed out against the staleness bound; a sample is started only where the strategy asked for it.
+is handed out against the staleness bound; a sample is started only if the strategy asked for it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCa
 
 
 class Source(Protocol):
-    """Gives prompts by number. It is a pure function, so that a cursor is all that a restart needs.
+    """Returns prompts by number. It is a pure function, so that a restart needs only a cursor.
 
-    Example: ``prompt(7)`` returns the same eighth prompt in every process, whatever was asked for before.
+    Example: ``prompt(7)`` returns the same eighth prompt in every process, whatever was requested before.
     """
 
     def prompt(self, index: int) -> Prompt: ...
@@ -66,17 +66,17 @@ class SamplePlacement(Protocol):
     """
 
     def room(self) -> int:
-        """Return how many samples can be decoded at the same time now."""
+        """Return how many samples can be decoded at the same time at present."""
         ...
 
     def takes_one(self, least_version: int, num_waiting: int) -> bool:
-        """Return whether ``reserve`` would promise a place now, to whichever sample."""
+        """Return whether ``reserve`` would now promise a place to any sample."""
         ...
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
-        """Promise a place to a sample. Returns the version of the member; ``None`` when the sample is to wait, and then
-        all others wait too until something else has changed than that fewer of them do. ``num_waiting``: samples that
-        are to be placed beside it."""
+        """Promise a place to a sample. Returns the version of the member, or ``None`` when the sample has to wait; then
+        all others have to wait too until something changes other than that fewer of them wait. ``num_waiting``: samples
+        that are to be placed beside it."""
         ...
 
 
@@ -86,7 +86,7 @@ class _Phase(Enum):
     COLLECTING = auto()
     """A batch is wanted: samples are started until it is full."""
     ENDING = auto()
-    """The batch is full: nothing is started, and it is consumed once what runs has stopped or ended."""
+    """The batch is full: nothing is started, and it is consumed once the running samples have stopped or ended."""
     OVERLAPPING = auto()
     """Samples are started while the trainer has the last batch."""
 
@@ -96,7 +96,7 @@ _STOP, _CONSUME = (StopAll(),), (ConsumeBatch(),)
 
 
 class Scheduler:
-    """Decides about rollouts: it asks the strategy, makes the events and tells its shell what to do.
+    """Decides about rollouts: it asks the strategy, emits the events and tells its shell what to do.
 
     Examples:
         One step of a loop over it, in which both samples of a group decode two tokens:
@@ -123,13 +123,13 @@ class Scheduler:
         >>> scheduler.published(1, 2.0, pause_s=0.5)  # the batch is trained, and the engine has the new weights
 
     Args:
-        state: the ledger and the statistics; nobody else applies events to them while the scheduler works.
+        state: the ledger and the statistics; nothing else may apply events to them while the scheduler works.
         max_running: samples the engine decodes at the same time.
-        placement: where samples are placed, when the members of the engine come and go; ``max_running`` is not asked
-            then.
+        placement: where samples are placed, if the members of the engine come and go; ``max_running`` is then ignored.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
-        shaping: what the algorithm adds to the reward of a response of so many tokens before it compares.
-        emit: called with each event once the ledger has moved on.
+        shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
+        compares.
+        emit: called with each event once the ledger has applied it.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Scheduler:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Decide upon nothing within: neither starts nor stops nor batches."""
+        """Make no decisions within this context: neither starts nor stops nor batches."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -186,12 +186,12 @@ class Scheduler:
             self._is_paused = before
 
     def decide(self, now_s: float) -> Sequence[Action]:
-        """Return what the shell is to do now. Groups that the strategy opens are on record when this returns.
+        """Return what the shell has to do now. Groups that the strategy opens are on record when this returns.
 
-        While a round collects, samples are started. Once its batch is full, nothing is started any more and what runs
-        is stopped, or ends by itself; then the batch is consumed. A strategy that keeps its samples running starts more
-        of them beside the batch and while the trainer has it. A batch that was handed out before a restart is consumed
-        again without any of that.
+        While a round collects, samples are started. Once its batch is full, nothing more is started and running samples
+        are stopped, or end by themselves; then the batch is consumed. A strategy that keeps its samples running starts
+        more of them even while the batch is full and while the trainer has it. A batch that was handed out before a
+        restart is consumed again without any of this.
         """
         phase = self._phase
         if phase is _IDLE or self._is_paused:
@@ -211,7 +211,7 @@ class Scheduler:
 
     @property
     def has_batch(self) -> bool:
-        """Return whether the next round hands out its batch with nothing started for it."""
+        """Return whether the next round can hand out its batch without starting anything."""
         return bool(self.ledger.replay) or (not self._keeps_running and self._batch_is_full)
 
     @property
@@ -221,7 +221,8 @@ class Scheduler:
 
     @property
     def _is_ending(self) -> bool:
-        """Return whether something runs. A strategy that waits for the last token waits for the last reward too."""
+        """Return whether anything still runs. A strategy that waits for the last token waits for the last reward
+        too."""
         ledger = self.ledger
         return bool(ledger.running or (self.strategy.on_full is OnFull.WAIT and ledger.unscored))
 
@@ -238,7 +239,7 @@ class Scheduler:
         is_refused = False
         for sample_id in list(islice(strategy.samples_to_start(view), room)):
             if is_refused and ledger.groups[sample_id.group].start_version is None:
-                continue  # it would be refused like the one before
+                continue  # it would be refused like the previous one
             start = self._start(sample_id, now_s)
             if start is None:
                 is_refused = True
@@ -252,8 +253,8 @@ class Scheduler:
 
     @property
     def _all_have_to_wait(self) -> bool:
-        """Return whether each sample that could start needs a place, and there is none. That is so after most events
-        while the engine is busy, when thousands may wait: none of them is looked at then."""
+        """Return whether every startable sample needs a place and there is none. This is the usual case while the
+        engine is busy and thousands may wait, so it is checked without looking at any of them."""
         if self._placement is None or self.ledger.num_fresh < self._num_startable:
             return False
         least_version = self.strategy.least_start_version(self._view)
@@ -294,10 +295,10 @@ class Scheduler:
         self.record(SegmentEnded(now_s, sample_id, segment))
 
     def scored(self, sample_id: SampleId, reward: float, now_s: float) -> None:
-        """The sample has its reward. With one that cannot be trained it fails instead.
+        """Record the reward of a sample, or its failure if the reward cannot be trained on.
 
         Raises:
-            DataError: as ``failed`` does.
+            DataError: under the same conditions as ``failed``.
         """
         if not abs(reward) <= MAX_REWARD:  # written so that NaN fails too
             self.failed(sample_id, f"its reward is {reward}: not a finite number within float32's range", now_s)
@@ -307,10 +308,10 @@ class Scheduler:
         self._settle(sample_id, now_s)
 
     def failed(self, sample_id: SampleId, reason: str, now_s: float) -> None:
-        """The sample is given up.
+        """Give up the sample.
 
         Raises:
-            DataError: too many in a row, so it is hardly the sample's fault.
+            DataError: too many failed in a row, so it is hardly the sample's fault.
         """
         self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason))
         self._num_failed_in_a_row += 1
@@ -323,10 +324,10 @@ class Scheduler:
         self.record(VersionPublished(time_s=now_s, policy_version=version, pause_s=pause_s))
 
     def _settle(self, sample_id: SampleId, now_s: float) -> None:
-        """Once all siblings are scored or failed: is the group worth training?
+        """Decide, once all siblings are scored or failed, whether the group is worth training.
 
         Raises:
-            RunError: the filter keeps none.
+            RunError: the filter rejects all groups.
         """
         group = self.ledger.groups[sample_id.group]
         if group.num_unsettled:
@@ -348,7 +349,7 @@ class Scheduler:
 
     def drop_tokens_of(self, engine: str, now_s: float, *, since: int) -> int:
         """Drop the unconsumed groups with tokens that ``engine`` sampled under version ``since`` or later; their
-        prompts go out again. Returns how many tokens they held."""
+        prompts are used again. Returns how many tokens they had."""
         before = self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
         for group in list(self.ledger.unconsumed()):
             segments = (s for sample in group.samples if sample.state is not FAILED for s in sample.segments)
@@ -357,9 +358,9 @@ class Scheduler:
         return self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] - before
 
     def consume(self, now_s: float) -> Batch:
-        """Hand out the batch that ``decide`` announced: after a restart the one that was handed out before, else what
-        the strategy selects. The strategy's unfinished groups are dropped before it and its surplus behind it, if it
-        drops any."""
+        """Hand out the batch that ``decide`` announced: after a restart the recorded one, otherwise the one that the
+        strategy selects. The strategy's unfinished groups are dropped before it and its surplus after it, if it drops
+        any."""
         ledger, strategy = self.ledger, self.strategy
         step, is_replay = ledger.next_step, bool(ledger.replay)
         discards = strategy.on_full is OnFull.DISCARD and not is_replay
@@ -373,13 +374,13 @@ class Scheduler:
         self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
             for group_id in strategy.surplus(self._view):
-                # The prompt returns where those of the other groups that came too late do.
+                # The prompt returns if those of other late groups do.
                 self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=discards)
         self._phase = _OVERLAPPING if self._keeps_running and not is_replay else _IDLE
         return batch
 
     def _discard_unfinished(self, now_s: float) -> None:
-        """Drop the groups that still have tokens to decode. Those that only wait for a reward are whole and stay."""
+        """Drop the groups that still have tokens to decode. Those that only wait for a reward are complete and stay."""
         unfinished = (SampleState.WAITING, SampleState.PARKED)
         for group in list(self.ledger.open.values()):
             if any(s.state in unfinished for s in group.samples):

@@ -1,4 +1,4 @@
-"""The settings of a rollout that every strategy shares and sees. ``RolloutConfig`` adds the strategy."""
+"""The settings of a rollout that all strategies share. ``RolloutConfig`` adds the strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollover.settings.changes import Changeable
 from rollover.types import SamplingParams
 
 MAX_BATCH_SAMPLES = 2**20
-"""Bounds the number of samples that a mistyped number makes the driver hold open before anything else fails."""
+"""Limits how many samples the driver would hold open because of a mistyped number before anything else fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

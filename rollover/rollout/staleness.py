@@ -1,10 +1,10 @@
-"""The staleness bound, kept by admission and by the choice of batches; never by throwing work away.
+"""The staleness bound, kept by admission and by the choice of batches, never by throwing work away.
 
 Let N groups make a batch, let batch s be trained by step s (which starts from version s), and let a group
 *start* at version v, the weights that the engine which gets its first sample serves then, so that none of its tokens is
-older than v: where members of an engine change weights each in its own time, all of its calls go to those that serve v
-or newer. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*. A sample that
-is parked and resumed keeps it, and with it its prefix.
+older than v: if the members of an engine change weights at different times, all of its calls go to members that serve v
+or newer. The bound S holds when each group is consumed at a step ``s <= v + S``: its *deadline*. A sample that is
+parked and resumed keeps it, and with it its prefix.
 
 **Theorem.** Write D(t) for the number of started, unconsumed groups with deadline at most t, and s for the next
 batch. If
@@ -25,8 +25,8 @@ no group with deadline s. A group that is dropped lowers D. Groups that are open
 and counting them in *admission* only admits less. Publishing a version raises v, consuming lowers both sides by N: an
 admission that was allowed stays allowed. QED
 
-Where the demanded groups are not ready yet, the batch waits for them: the price of a hard bound. Starting old work
-before new (first in, first out) makes the wait rare.
+If the demanded groups are not ready yet, the batch waits for them: the price of a hard bound. Starting old work before
+new (first in, first out) makes the wait rare.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from rollover.rollout.ledger import Ledger
 
 
 def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
-    """Groups that may be opened now (*admission*)."""
+    """Return the number of groups that may be opened now (*admission*)."""
     steps = ledger.policy_version + max_staleness + 1 - ledger.next_step
     return max(0, batch_size * steps - ledger.num_unconsumed)
 
 
 def least_start_version(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
-    """The oldest version under which an open group may start now (*admission*, solved for v). Engines whose members
-    serve several versions ask for it; a group's start version is then that of the member that gets its first sample,
-    and no later token of it may be older."""
+    """Return the oldest version under which an open group may start now (*admission*, solved for v). Engines whose
+    members serve several versions need it; a group's start version is then that of the member that gets its first
+    sample, and no later token of the group may be older."""
     num_batches = -(-ledger.num_unconsumed // batch_size)
     return max(0, ledger.next_step + num_batches - max_staleness - 1)
 
@@ -54,8 +54,8 @@ def least_start_version(ledger: Ledger, *, batch_size: int, max_staleness: int) 
 def choose_batch(
     ledger: Ledger, *, batch_size: int, max_staleness: int, order: Callable[[GroupEntry], int]
 ) -> tuple[int, ...] | None:
-    """Ids of ``batch_size`` ready groups, lowest ``order`` first as far as *choice* leaves room; ``None`` while too few
-    are ready or a demanded one is not."""
+    """Return the ids of ``batch_size`` ready groups, lowest ``order`` first as far as *choice* leaves room; ``None``
+    while too few are ready or a demanded one is not."""
     if len(ledger.ready) < batch_size:
         return None
     demands = _demands(ledger, batch_size, max_staleness)
@@ -81,8 +81,8 @@ def choose_batch(
 
 
 def _demands(ledger: Ledger, batch_size: int, max_staleness: int) -> dict[int, int] | None:
-    """Start version to how many groups of it or older the next batch must take, oldest version first; ``None`` while
-    they are not ready."""
+    """Return, by start version, how many groups of that version or older the next batch must take, oldest version
+    first; ``None`` while they are not ready."""
     ready = ledger.starts_of_ready
     started = ledger.starts_of_open + ready
     demands: dict[int, int] = {}

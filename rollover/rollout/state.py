@@ -1,4 +1,4 @@
-"""All that is known of a run's rollouts: two folds of its events, and the view of them that strategies get."""
+"""Everything known about a run's rollouts: two folds of its events, and the view of them that strategies get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollover.types import Batch, Group
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The state as a strategy sees it: facts and statistics. It reads them and changes neither.
+    """The state that a strategy can read but not change: facts and statistics.
 
     Examples:
         At the start of a run nothing is open, and no length is known:
@@ -28,8 +28,8 @@ class View:
     statistics: Statistics
 
     def groups(self, group_ids: Sequence[int]) -> tuple[Group, ...]:
-        """Return the records that the trainer gets of these groups: their scored samples, with the baselines that were
-        known when the groups were opened."""
+        """Return these groups as the trainer gets them: their scored samples, with the baselines that were known when
+        the groups were opened."""
         entries, baselines = self.ledger.groups, self.statistics.baselines
         return tuple(
             Group(
@@ -47,11 +47,11 @@ class View:
 
 
 class RolloutState:
-    """The ledger and the statistics of a run, moved on together by ``apply``.
+    """The ledger and the statistics of a run, which ``apply`` advances together.
 
     Examples:
         ``RolloutState()`` begins a run, and ``restart`` returns the state of a run that is resumed. The events of a
-        journal give the state that its writer had:
+        journal restore the state of its writer:
 
         >>> journal = Journal(Path(":memory:"))
         >>> state = RolloutState(event for _, event in journal.read())

@@ -1,8 +1,8 @@
 """Statistics of a run: a second fold of its events, beside the ledger's.
 
-The ledger says where every group, sample and token is. The statistics say what the run has been like so far: how long
-recent responses were, how old the tokens of recent batches were, and which rewards a prompt was expected to get. They
-follow from the same events, so that a replay of the journal brings them back bit for bit.
+The ledger records where every group, sample and token is. The statistics summarise the run so far: how long recent
+responses were, how old the tokens of recent batches were, and which rewards a prompt was expected to get. They follow
+from the same events, so a replay of the journal restores them bit for bit.
 
 A batch is measured once, when it is first consumed. A batch that is handed out again after a restart adds nothing.
 """
@@ -20,16 +20,17 @@ from rollover.rollout.reward_history import RewardHistory
 from rollover.types import Baseline
 
 _NUM_LENGTHS = 8192
-"""Responses that are remembered: those of several rounds, since the last batches of a round hold its shortest."""
+"""Number of responses that are remembered: those of several rounds, since the last batches of a round have its
+shortest."""
 _LAG_KEPT = 1 - 1 / 64
-"""Weight that the earlier batches keep when another one is added."""
+"""Share of their weight that earlier batches keep when another one is added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecentLengths:
     """Lengths of the responses in the last trained groups, oldest group first.
 
-    Two values are equal only when they are the same object, so that what follows from one can be cached by it.
+    Two values are equal only when they are the same object, so that results computed from one can be cached.
 
     Example: after batches of the groups (120, 80) and (512, 30), ``groups`` is ``((120, 80), (512, 30))``.
     """
@@ -58,7 +59,7 @@ class RecentLag:
     """Weighted sum of those tokens' lags."""
 
     def followed_by(self, num_tokens: int, sum_of_lags: int) -> Self:
-        """Return the lag with a batch of so many tokens added."""
+        """Return the lag with a batch of this many tokens added."""
         return type(self)(
             num_batches=self.num_batches * _LAG_KEPT + 1,
             num_tokens=self.num_tokens * _LAG_KEPT + num_tokens,
@@ -71,10 +72,10 @@ class RecentLag:
 
 
 class Statistics:
-    """Lengths, lag and reward baselines of a run; changed by ``apply`` alone.
+    """Lengths, lag and reward baselines of a run; only ``apply`` changes them.
 
-    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third one that is opened then gets a
-    baseline with a mean of 0.498, a standard deviation of 0.5 and the worth of 1.996 siblings, for good.
+    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third one that is then opened gets a
+    baseline with a mean of 0.498, a standard deviation of 0.5 and the worth of 1.996 siblings, which no longer changes.
     """
 
     def __init__(self) -> None:
@@ -85,10 +86,10 @@ class Statistics:
         its group is opened."""
         self._rewards = RewardHistory()
         self._num_batches = 0
-        """Batches measured, which is also the step of the next one to be measured."""
+        """Number of batches measured, which is also the step of the next one to be measured."""
 
     def apply(self, event: Event, ledger: Ledger) -> None:
-        """Take in ``event``, which ``ledger`` has already applied."""
+        """Process ``event``, which ``ledger`` has already applied."""
         match event:
             case GroupOpened(group_id=group_id, prompt=prompt, group_size=1):
                 self.baselines[group_id] = self._rewards.baseline(prompt)

@@ -1,8 +1,9 @@
 """A strategy decides which rollouts are launched, stopped, resumed and trained.
 
-It is pure: no clock, no engine, no asyncio, no state. Its methods look at a ``View`` and say how many groups to open,
-which samples to start in what order and for how many tokens, and which ready groups make a batch; ``on_full`` says what
-happens to running samples once a batch is full. The scheduler asks after every event, whichever shell drives it.
+It is pure: no clock, no engine, no asyncio, no state. From a ``View``, its methods determine how many groups to open,
+which samples to start in what order and for how many tokens, and which ready groups make a batch; ``on_full``
+determines what happens to running samples once a batch is full. The scheduler asks after every event, whichever shell
+drives it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollover.types import SampleId
 
 
 class OnFull(Enum):
-    """The choice of what happens to running samples once a batch is full.
+    """The fate of running samples once a batch is full.
 
     Examples:
         >>> engine = Capabilities(max_running=16, max_context_tokens=4096)
@@ -38,10 +39,11 @@ class OnFull(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A strategy trains first in, first out, under the staleness bound; subclasses say how much and what when.
+    """A strategy trains groups first in, first out, under the staleness bound; subclasses decide how many to start and
+    when.
 
     Examples:
-        A strategy of your own, which keeps two batches open and parks what is unfinished:
+        A strategy of your own, which keeps two batches open and parks unfinished samples:
 
         >>> class TwoBatches(Strategy):
         ...     on_full = OnFull.PARK
@@ -56,7 +58,7 @@ class Strategy:
     group_size: int
     """Samples per group."""
     num_siblings: int = 1
-    """Groups that share a prompt: the samples per prompt where each is a group of its own, else 1."""
+    """Number of groups that share a prompt: the samples per prompt if each is a group of its own, else 1."""
     max_staleness: int
 
     on_full = OnFull.WAIT
@@ -70,8 +72,9 @@ class Strategy:
         return True
 
     def samples_to_start(self, view: View) -> Iterable[SampleId]:
-        """Waiting and parked samples in the order they should run; the driver takes as many as the engine holds.
-        Oldest group first, and so what was started before what is fresh: no group waits behind a newer one."""
+        """Return waiting and parked samples in the order in which to run them; the driver takes as many as the engine
+        holds. The oldest group comes first, and so started samples before new ones: no group waits behind a newer
+        one."""
         return view.ledger.startable()
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
@@ -85,11 +88,12 @@ class Strategy:
         return None
 
     def surplus(self, view: View) -> Sequence[int]:
-        """Return the ids of whole groups to drop now that a batch is consumed: none, since they lead the next one."""
+        """Return the ids of complete groups to drop now that a batch is consumed: none, since they lead the next
+        one."""
         return ()
 
     def preference(self, group: GroupEntry) -> int:
-        """Return the key by which ready groups are trained, in ascending order."""
+        """Return the key by which ready groups are sorted for training, in ascending order."""
         return group.group_id
 
     def headroom(self, view: View) -> int:

@@ -23,7 +23,7 @@ AnyStrategyConfig = (
     | InFlightConfig
     | RolloverConfig
 )
-"""Options are told apart by ``kind``; the first is used when a config names none."""
+"""Options are distinguished by ``kind``; the first is used when a config names none."""
 
 STRATEGIES: dict[str, type[StrategyConfig]] = kinds(AnyStrategyConfig)
 """Strategies that can train: the class of each one's options, by kind.

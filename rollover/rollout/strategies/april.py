@@ -1,10 +1,10 @@
 """APRIL: active partial rollouts (arXiv 2509.18521).
 
-Launch more groups than a batch needs, stop when the batch is full, park what is unfinished and resume it first in the
-next round. Differences from the released code: a parked sample keeps its log-probs and versions, the staleness bound is
-a theorem (``rollover.rollout.staleness``), and of the groups that are whole the oldest are trained, where the paper
-takes the first to become whole: the throughput is the same, and tokens are younger. Whole groups beyond the batch lead
-the next one; the released code loses them. With ``drop_surplus`` both are as released, to show what that costs.
+Launch more groups than a batch needs, stop when the batch is full, park unfinished samples and resume them first in the
+next round. Differences from the released code: a parked sample keeps its log-probs and versions; the staleness bound is
+a theorem (``rollover.rollout.staleness``); and the oldest complete groups are trained, where the paper takes the first
+to be completed: the throughput is the same, and tokens are younger. Complete groups beyond the batch lead the next one;
+the released code loses them. With ``drop_surplus`` both are as released, to show what that costs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from rollover.rollout.strategy import OnFull
 @dataclass(frozen=True, slots=True, kw_only=True)
 class April(Oversample):
     """Starts each round with ``launched_groups`` groups, carried-over ones first; during the round only a dropped group
-    is replaced. The mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law)."""
+    is replaced. The mean head lag is ``launched_groups / batch_size - 1`` versions (Little's law).
+
+    Example: ``April(batch_size=4, group_size=2, max_staleness=4, launched_groups=6, drop_surplus=False)`` has a mean
+    head lag of 6 / 4 - 1 = 0.5 versions.
+    """
 
     drop_surplus: bool
-    """True when batches take groups in the order in which they finish, and whole groups beyond the batch are dropped as
-    waste, together with their prompts."""
+    """True when batches take groups in the order in which they finish, and complete groups beyond the batch are dropped
+    as waste, together with their prompts."""
 
     on_full = OnFull.PARK
     """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""

@@ -1,8 +1,8 @@
 """Asynchronous rollout under a staleness bound, after AReaL (arXiv 2505.24298).
 
-Generation never stops: samples run on while the trainer trains and while weights change. New groups are admitted while
-``unconsumed < (max_staleness + version + 1 - consumed batches) * batch_size``, AReaL's gate. AReaL bounds the count and
-lets single samples exceed the bound; here the choice of batches makes it hold for every token.
+Generation never stops: samples keep running while the trainer trains and while weights change. New groups are admitted
+while ``unconsumed < (max_staleness + version + 1 - consumed batches) * batch_size``, AReaL's gate. AReaL bounds the
+count and lets single samples exceed the bound; here the choice of batches makes it hold for every token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from rollover.rollout.strategy import OnFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedAsync(Concurrency):
-    """``Concurrency`` that does not stop for the trainer. With ``max_staleness = 0`` it is synchronous."""
+    """``Concurrency`` that does not stop for the trainer. With ``max_staleness = 0`` it is synchronous.
+
+    Example: ``BoundedAsync(batch_size=4, group_size=2, max_staleness=2, num_running=16)`` admits groups at version 3,
+    after three consumed batches, while fewer than (2 + 3 + 1 - 3) * 4 = 12 are unconsumed.
+    """
 
     on_full = OnFull.KEEP
 

@@ -1,8 +1,8 @@
 """Concurrency-controlled partial rollout, after CoPRIS (arXiv 2511.05589).
 
-Keep a fixed number of samples in flight: each one that finishes makes room for the next, parked before fresh. Stop when
-the batch is full and park the rest. Simplified: groups are admitted whole, so that up to ``group_size - 1`` samples may
-wait for a place.
+Keep a fixed number of samples in flight: each one that finishes makes room for the next, parked ones before new ones.
+Stop when the batch is full and park the rest. Simplified: groups are admitted whole, so that up to ``group_size - 1``
+samples may wait for a place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from rollover.types import SampleId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Strategy):
-    """Decodes ``num_running`` samples at all times while the bound leaves room for new groups."""
+    """Decodes ``num_running`` samples at all times while the bound leaves room for new groups.
+
+    Example: ``Concurrency(batch_size=4, group_size=2, max_staleness=4, num_running=16)`` keeps 16 samples in flight
+    while batches of 8 samples are collected.
+    """
 
     num_running: int
     """Maximum number of samples in flight."""
@@ -34,7 +38,7 @@ class Concurrency(Strategy):
         room = self.num_running - len(view.ledger.running)
         if room <= 0:
             return []
-        # Unqualified super() does not work in a dataclass with slots: the decorator makes a new class.
+        # Unqualified super() does not work in a dataclass with slots, because the decorator creates a new class.
         return list(islice(Strategy.samples_to_start(self, view), room))
 
 

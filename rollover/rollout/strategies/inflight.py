@@ -1,9 +1,9 @@
 """Weights that change in flight, after PipelineRL (arXiv 2509.19128).
 
-The number of running samples is constant: one that finishes makes room for the next at once, nothing is ever stopped,
-and new weights are loaded under the running samples, which keep their cache. The trainer takes what is whole, first
-come, first served. Simplified: groups, not samples, are taken. The paper lets the lag come out as it may; here
-``max_staleness`` caps it.
+The number of running samples is constant: one that finishes immediately makes room for the next, nothing is ever
+stopped, and new weights are loaded under the running samples, which keep their cache. The trainer takes groups in the
+order in which they are completed. Simplified: groups, not samples, are taken. The paper does not limit the lag; here
+``max_staleness`` does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from rollover.rollout.strategies.config import NumRunning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight(BoundedAsync):
-    """``bounded_async`` for engines that load weights under running samples, with batches in order of finishing."""
+    """``bounded_async`` for engines that load weights under running samples, with batches in order of finishing.
+
+    Example: ``InFlight(batch_size=4, group_size=2, max_staleness=4, num_running=16)`` keeps 16 samples running, even
+    during weight updates.
+    """
 
     def preference(self, group: GroupEntry) -> int:
         """Treat all groups alike: ready groups are listed, and so taken, in the order in which they became ready."""

@@ -1,8 +1,8 @@
 """Over-sampling with discard: launch more groups than a batch needs and throw the slow ones away.
 
 The baseline of DAPO-style trainers. It shortens the tail by selecting short responses; the discarded prompts return to
-the source, so that the bias falls on responses and not also on prompts. Whole groups beyond the batch are no waste:
-they lead the next one.
+the source, so that only responses are biased and not prompts too. Complete groups beyond the batch are not wasted: they
+lead the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from rollover.rollout.strategy import OnFull, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversample(Strategy):
-    """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends."""
+    """A round starts with ``launched_groups`` groups, ready ones included, and gets no new ones until it ends.
+
+    Example: ``Oversample(batch_size=4, group_size=2, max_staleness=1, launched_groups=6)`` starts six groups, trains
+    the first four that are completed and discards any unfinished ones.
+    """
 
     launched_groups: int
     """Groups in flight at the start of a round."""

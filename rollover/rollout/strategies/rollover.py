@@ -1,16 +1,17 @@
-"""Our own: the user states a lag, and rounds are found that reach it with the fewest decode iterations.
+"""Rollover's own strategy: the user sets a lag, and it finds the rounds that reach it with the fewest decode
+iterations.
 
-What moves the curve of throughput against lag, and what this does about it (``docs/theory.md``):
+What determines the curve of throughput against lag, and how this strategy uses it (``docs/theory.md``):
 
 * Several batches from one round share its tail. ``best_round`` weighs that against stopping early and carrying
-  the rest over, as APRIL (arXiv 2509.18521) does, with the lengths that were seen lately: where many responses reach
-  the cap it waits for all and trains more batches at a time, where a few stragglers hold up the rest it leaves them,
-  unless prefilling them again under new weights takes longer than waiting.
+  the rest over, as APRIL (arXiv 2509.18521) does, with recent lengths: if many responses reach the cap, it waits for
+  all and trains more batches at a time; if a few stragglers hold up the rest, it carries them over, unless prefilling
+  them again under new weights takes longer than waiting.
 * The longest responses are trained first. Lag is counted per token, so the few tokens of short responses are those that
   wait while the batches of a round are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
   lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).
-* Lag that was not used lately may be used now: the target is a mean.
+* Lag that was not used recently may be used now, since the target is a mean.
 
 Nothing is discarded, carried-over work goes first, and the staleness bound is a theorem as for ``april``.
 """
@@ -32,16 +33,21 @@ from rollover.settings.changes import Inexact
 from rollover.types import UNBOUNDED
 
 _SPREAD = 16
-"""Number of batches over which lag that was not used is made available again, or lag used in excess is saved."""
+"""Number of batches over which unused lag is made available again, or excess lag is saved."""
 _MOST_OVER = 1.25
-"""Factor by which single rounds may deviate from the target while the mean keeps to it."""
+"""Factor by which single rounds may deviate from the target while the mean meets it."""
 _RAMP_STEPS = 5
 """Lag grows over this many steps at first: a sudden surplus would fill the first batches with short responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollover(Strategy):
-    """Sizes its rounds so that trained tokens are ``target_lag`` versions old on average."""
+    """Sizes its rounds so that trained tokens are ``target_lag`` versions old on average.
+
+    Example: ``Rollover(batch_size=32, group_size=8, max_staleness=4, target_lag=1.0, num_running=256,
+    prefill_tokens_per_iteration=150.0)`` collects the first batch synchronously, since no lengths are known, and later
+    ones at a mean lag of about 1 version.
+    """
 
     target_lag: float
     """Mean lag of trained tokens, in versions."""

@@ -13,7 +13,11 @@ from rollover.rollout.strategy import OnFull, Strategy
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync(Strategy):
     """Carries nothing over: every token is trained by the weights that sampled it. A group that is dropped by a filter
-    or a failure is replaced at once."""
+    or a failure is replaced at once.
+
+    Example: ``Sync(batch_size=4, group_size=2, max_staleness=0)`` opens four groups, and the next four when their batch
+    has been trained and published.
+    """
 
     on_full = OnFull.WAIT
 

@@ -1,8 +1,8 @@
 """Partial rollouts by token budget, after Kimi k1.5 (arXiv 2501.12599).
 
-A round grants each response a fixed number of new tokens; what is longer is put aside with what it has and goes on in a
-later round, so that no round is longer than its budget. Simplified: the repetition detector, and leaving the earlier
-segments out of the loss, are no matter of scheduling. A round in which too few groups become whole to fill a batch is
+A round grants each response a fixed number of new tokens; a longer one is parked and continues in a later round, so
+that no round is longer than its budget. Simplified: the repetition detector and the exclusion of earlier segments from
+the loss are left out, as they do not concern scheduling. A round that completes too few groups to fill a batch is
 followed by another under the same weights.
 """
 
@@ -24,7 +24,11 @@ from rollover.types import SampleId
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget(Oversample):
     """Keeps ``launched_groups`` groups in flight; each sample runs until it ends or its budget is spent, even after the
-    batch is full."""
+    batch is full.
+
+    Example: with ``TokenBudget(batch_size=4, group_size=2, max_staleness=4, launched_groups=6, round_budget=256)``, a
+    response of 600 tokens takes three rounds.
+    """
 
     round_budget: int
     """New tokens per sample and round."""
@@ -33,7 +37,7 @@ class TokenBudget(Oversample):
 
     def samples_to_start(self, view: View) -> Iterator[SampleId]:
         """Return the samples with budget left under these weights. Once none is left and none runs, all get a new
-        budget: otherwise nothing would ever move again."""
+        budget; otherwise nothing would ever move again."""
         in_order = Strategy.samples_to_start(self, view)
         if view.ledger.running:
             return (i for i in in_order if not self._has_spent(view, i))

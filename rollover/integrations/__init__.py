@@ -1,4 +1,4 @@
-"""The scheduler inside other people's trainers. Each module is one of them; ``feed`` is what they share.
+"""The scheduler inside other trainers. Each module or package integrates one of them, and ``feed`` is shared by all.
 
 ``feed``, ``hosted`` and ``record`` need neither torch nor any of those trainers.
 """

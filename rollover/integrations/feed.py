@@ -1,4 +1,4 @@
-"""The feed: batches of rollouts for a trainer that is not ours, made by the driver that makes them for ours.
+"""The feed: batches of rollouts for a trainer other than Rollover's own, from the same driver.
 
 ::
 
@@ -20,10 +20,10 @@ call of the host   consumes                             waits for               
 
 A *version* counts the batches that the host has trained: weights of version ``s`` are those before batch ``s`` is
 trained, and batch ``s`` is the one that they train. A host that trains a batch in several optimizer steps still makes
-one version of it.
+one version from it.
 
 What it keeps true: batches come in order, each once per life of the trainer, and after a restart those that the
-trainer's checkpoint has not seen come first, as they were; no token is older than the bound allows, counted in these
+trainer's checkpoint does not include come first, unchanged; no token is older than the bound allows, counted in these
 versions; a host that loses count is refused and told which number was expected; no call waits without a deadline.
 """
 
@@ -59,9 +59,9 @@ _LOOK_S = 5.0
 
 
 class ScoredByHost:
-    """A scorer for hosts that compute rewards themselves, once they have a batch: every response counts 0 here.
+    """A scorer for hosts that compute rewards themselves once they have a batch: every response scores 0 here.
 
-    Example: ``await ScoredByHost().score(trajectory)`` is 0.0. Rewards in the journal are then no rewards, and group
+    Example: ``await ScoredByHost().score(trajectory)`` is 0.0. Rewards in the journal are then meaningless; group
     filters of the host see the true ones.
     """
 
@@ -78,7 +78,7 @@ class FeedParts:
 
     engine: Engine
     source: Source
-    """Prompts by number. Its ``prompt`` is called on the feed's thread."""
+    """The source of prompts. Its ``prompt`` is called on the feed's thread."""
     scorer: Scorer
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
@@ -98,18 +98,18 @@ class Deadlines:
     """
 
     open_timeout_s: float = 1800.0
-    """Until the parts are open: an engine may read a large model from a slow disk."""
+    """For opening the parts: an engine may read a large model from a slow disk."""
     update_timeout_s: float = 600.0
-    """Until the engine has new weights."""
+    """For loading new weights into the engine."""
     close_timeout_s: float = 120.0
-    """Until open calls have been stopped and all parts are closed."""
+    """For stopping open calls and closing all parts."""
 
 
 class Feed:
-    """Batches for a host. Its methods are for the one thread that trains; each returns when it is done. It is a context
-    manager.
+    """Provides batches to a host. Its methods may only be called by the thread that trains; each returns when it is
+    done. It is a context manager.
 
-    Example: a host's loop of two steps, begun from nothing::
+    Example: a host's loop of two steps, from the beginning::
 
         with Feed(open_parts, rollout, journal=Path("out/journal.sqlite")) as feed:
             for version in range(2):
@@ -121,15 +121,15 @@ class Feed:
     Args:
         open_parts: see ``OpenParts``.
         rollout: batch size, strategy, bound, sampling.
-        journal: the file of the run's events. It is made for a new run; where it exists, the run is resumed from it.
-        step: how many batches the host's checkpoint has seen; 0 for a new run.
+        journal: the file of the run's events. It is created for a new run; if it exists, the run is resumed from it.
+        step: how many batches the host's checkpoint includes; 0 for a new run.
         seed: of the sampling noise.
         observer: called on the feed's thread after each event.
 
     Raises:
         RunError: the journal and ``step`` do not belong together.
         EngineTimeout: the parts were not open in time.
-        RolloverError: as ``open_parts`` does.
+        RolloverError: any that ``open_parts`` raises.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class Feed:
         self._deadlines = deadlines or Deadlines()
         self._observer = observer
         self._published: int | None = None
-        """The version that this process has published last: an engine that was opened again has none yet."""
+        """The version that this process has published last; an engine that was just opened has none yet."""
         self._is_closed = False
         self._opened: Future[_OpenFeed] = Future()
         self._ended: Future[None] = Future()
-        """Done when the thread is."""
+        """Done when the thread has ended."""
         self._last_answer_s = time.monotonic()
-        """Time at which the event loop was last seen to run."""
+        """Time at which the event loop was last seen running."""
         self._thread = threading.Thread(target=self._serve, name="rollover-feed", daemon=True)
         self._thread.start()
         try:
@@ -172,7 +172,7 @@ class Feed:
 
     @property
     def parts(self) -> FeedParts:
-        """The parts as ``open_parts`` gave them; they are used on the feed's event loop only."""
+        """Return the parts as ``open_parts`` returned them; they may only be used on the feed's event loop."""
         return self._open.parts
 
     @property
@@ -182,11 +182,12 @@ class Feed:
 
     @property
     def replayed(self) -> frozenset[int]:
-        """Return the steps whose batches an earlier process was handed, and that come again, as they were."""
+        """Return the steps whose batches an earlier process was handed, and which will be handed out again,
+        unchanged."""
         return self._open.replayed
 
     def now_s(self) -> float:
-        """Return the seconds since the run began, over all its processes, as the journal counts them."""
+        """Return the seconds since the run began, over all its processes, on the journal's clock."""
         return self._open.clock.now_s()
 
     def batch(self, version: int) -> Batch:
@@ -195,23 +196,23 @@ class Feed:
         Raises:
             RunError: another batch is next, or the engine's weights are too old, too new or not published yet.
             EngineTimeout: nothing was decoded or scored for ``rollout.stall_timeout_s``; names the samples.
-            EngineError: the engine answers no call.
+            EngineError: the engine does not answer any call.
             DataError: every sample fails.
         """
         return self._call(self._next_batch(version), None, f"collect batch {version}")
 
     def publish(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
-        """Have the engine sample from weights ``version`` from now on.
+        """Let the engine sample from weights ``version`` from now on.
 
         Args:
-            load: called once, on the feed's event loop: puts the weights into the engine, and returns when every
-                token that is sampled afterwards is theirs. Running samples continue through it where the engine can,
-                else they are stopped before and resumed after it.
+            load: called once, on the feed's event loop: puts the weights into the engine, and returns when they sample
+            every later token. Running samples continue during it if the engine supports that; otherwise they are
+            stopped before and resumed after it.
 
         Raises:
-            RunError: ``version`` goes back, or is ahead of the batches that the host was given.
+            RunError: ``version`` goes back, or is ahead of the batches that the host has received.
             EngineTimeout: ``load`` took longer than ``update_timeout_s``.
-            EngineError: as ``load`` does.
+            EngineError: any that ``load`` raises.
         """
         self._call(self._publish(version, load), None, f"publish version {version}")
 
@@ -222,33 +223,33 @@ class Feed:
             untrained: tokens of the batch that had no gradient, by cause. The others count as trained.
 
         Raises:
-            RunError: that batch was not handed out, is trained already or is no longer on record.
+            RunError: this batch was not handed out, is already trained or is no longer on record.
         """
         self._call(self._trained(step, untrained or {}), self._deadlines.close_timeout_s, f"record step {step}")
 
     def saved(self, step: int) -> None:
-        """Record that no restart will come back to a checkpoint before ``step``. Batches of earlier steps are then
+        """Record that no restart will return to a checkpoint before ``step``. Batches of earlier steps are then
         forgotten, and those of ``step`` and later are kept for such a restart.
 
         Args:
-            step: how many batches the *oldest* checkpoint that the host keeps has seen.
+            step: how many batches the *oldest* checkpoint that the host keeps includes.
 
         Raises:
-            RunError: it has seen more batches than were handed out.
+            RunError: it is more batches than were handed out.
         """
         self._call(self._saved(step), self._deadlines.close_timeout_s, f"record the checkpoint at step {step}")
 
     def account(self) -> dict[str, float]:
-        """Return the tokens decoded, trained, live and wasted so far, and what is in flight, by metric name."""
+        """Return the tokens decoded, trained, live and wasted so far, and the work in flight, by metric name."""
         return self._call(self._account(), self._deadlines.close_timeout_s, "read the account")
 
     def close(self) -> None:
-        """Stop what runs, write it down and close all parts. The run can be resumed from its journal. Does nothing the
-        second time.
+        """Stop running samples, journal their tokens and close all parts. The run can be resumed from its journal. Does
+        nothing when called again.
 
         Raises:
-            EngineTimeout: a part did not close in time; what was decoded is in the journal.
-            RolloverError: as the closing parts do.
+            EngineTimeout: a part did not close in time; all decoded tokens are in the journal.
+            RolloverError: any that the closing parts raise.
         """
         if self._is_closed:
             return
@@ -269,7 +270,7 @@ class Feed:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:  # what the host failed with comes first
+        else:  # the host's own failure takes precedence
             with suppress(Exception):
                 self.close()
 
@@ -387,13 +388,13 @@ class Feed:
             await self._closing.wait()
 
     def _stop_thread(self) -> None:
-        with suppress(AttributeError, RuntimeError):  # it has not begun, or has ended
+        with suppress(AttributeError, RuntimeError):  # it has not started, or has ended
             self._loop.call_soon_threadsafe(self._closing.set)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None, what: str) -> T:
-        """Have ``work`` done on the event loop. Without ``timeout_s`` it has deadlines of its own."""
+        """Run ``work`` on the event loop and return its result. Without ``timeout_s`` it has deadlines of its own."""
         if self._is_closed or self._ended.done():
             work.close()
             raise RunError(f"the feed is closed: it cannot {what}")
@@ -421,7 +422,7 @@ class Feed:
         return future.result()
 
     def _look(self, now_s: float, what: str) -> None:
-        """See that the event loop turns: its own deadlines are of no use while something blocks it."""
+        """Check that the event loop runs: its own deadlines do not work while something blocks it."""
         silent_s = now_s - self._last_answer_s
         if silent_s >= self._rollout.stall_timeout_s + _LOOK_S:
             raise EngineTimeout(

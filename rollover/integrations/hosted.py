@@ -1,4 +1,4 @@
-"""The settings of a run inside another trainer: ``[rollout]`` and ``[engine]`` of a run of ours, and no more.
+"""The settings of a run inside another trainer: only ``[rollout]`` and ``[engine]`` of an ordinary run.
 
 Batch and group size, temperature, length and seed are set in the other trainer, the host. A different value for one of
 them is refused here.
@@ -31,7 +31,7 @@ class HostedConfig:
     """
 
     seed: int = 0
-    """Seed of prompts and sampling noise; the host's."""
+    """Seed of prompts and sampling noise, set by the host."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 
@@ -44,7 +44,8 @@ class HostedConfig:
 
     @property
     def deterministic(self) -> bool:
-        """Return false: a host promises no equal bits, so what touches rounding alone may change on resume."""
+        """Return false: a host does not promise equal bits, so settings that only affect rounding may change on
+        resume."""
         return False
 
 
@@ -60,11 +61,11 @@ class Given(NamedTuple):
 
 
 Asked = str | Path | Mapping[str, Any] | None
-"""The forms of a user's settings: a strategy's name, a TOML file, or tables ``rollout`` and ``engine`` as in one."""
+"""The forms of a user's settings: a strategy's name, a TOML file, or the tables ``rollout`` and ``engine`` of one."""
 
 
 def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> HostedConfig:
-    """Return the settings that a user asks for, with those that the host has decided.
+    """Return the settings that a user asks for, combined with those that the host has decided.
 
     Args:
         given: by dotted key: ``{"rollout.temperature": Given(1.0, "GRPOConfig.temperature")}``.
@@ -108,7 +109,7 @@ def _document(asked: Asked, source: str) -> toml.Document:
 
 
 def check_capabilities(config: HostedConfig, engine: Capabilities) -> None:
-    """Raise ``ConfigError`` when the engine lacks what the strategy needs."""
+    """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     strategy = config.rollout.strategy
     if strategy.needs_in_flight_update and not engine.in_flight_update:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The scheduler inside miles: ``RolloutFn`` for ``--rollout-function-path``, ``DataSource`` for ``--data-source-path``.
 
-miles is a fork of slime. Its rollout functions are classes; all else is as in ``rollover.integrations.slime``.
+miles is a fork of slime. Its rollout functions are classes; everything else is as in ``rollover.integrations.slime``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollover.integrations.slime.host import MILES, Host
 
 
 class MilesDataSource(plugin.DataSource):
-    """Gives miles's prompts, and saves with its checkpoints what is unfinished.
+    """Provides miles's prompts, and saves unfinished rollouts with its checkpoints.
 
     Example: ``--data-source-path rollover.integrations.miles.DataSource``
     """
@@ -25,7 +25,7 @@ class MilesDataSource(plugin.DataSource):
 
 
 DataSource = MilesDataSource
-"""The name that users of miles give."""
+"""The name that users of miles specify."""
 
 
 class RolloutFn:
@@ -33,10 +33,10 @@ class RolloutFn:
 
     Args:
         input: with ``args`` and ``data_source``.
-        more: given by miles where it calls functions, with ``MILES_USE_LEGACY_ROLLOUT_V1``.
+        more: passed when miles calls rollout functions as in its first version, with ``MILES_USE_LEGACY_ROLLOUT_V1``.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: ``more`` is given.
 
     Example: ``--rollout-function-path rollover.integrations.miles.RolloutFn --rollover april``
     """
@@ -51,7 +51,7 @@ class RolloutFn:
 
     @classmethod
     def add_arguments(cls, parser: ArgumentParser) -> None:
-        """Add ours to miles's arguments."""
+        """Add Rollover's arguments to miles's."""
         parser.add_argument(
             "--rollover",
             default=None,
@@ -74,7 +74,7 @@ class RolloutFn:
             return plugin.roll_out(MILES, args, input.rollout_id, data_source)
         if self._evaluation is None:
             self._evaluation = _own_function(self._input)
-        if getattr(input, "hf_dir", None) is not None:  # on servers of its own, beside training
+        if getattr(input, "hf_dir", None) is not None:  # on servers of its own, in parallel with training
             return self._evaluation(input)
         with plugin.set_aside(data_source):
             output = self._evaluation(input)
@@ -86,7 +86,7 @@ class RolloutFn:
 
 
 def _own_function(input: Any) -> Any:
-    """Return miles's own rollout function; of its two, the one that this tree has."""
+    """Return miles's own rollout function: whichever of its two the installed version has."""
     try:
         return MILES.module("rollout.inference_rollout.inference_rollout_common").InferenceRolloutFn(input)
     except ConfigError:

@@ -1,15 +1,15 @@
-"""The directory of a run inside another trainer: what a restart resumes from, and what reports are drawn from.
+"""The directory of a run inside another trainer, from which a restart resumes and reports are drawn.
 
 ::
 
-    DIR/config.json       the settings, and under "meta" the host and what else the run is known by
+    DIR/config.json       the settings, and under "meta" the host and other facts that identify the run
         journal.sqlite    every rollout event
         metrics.jsonl     one line per batch
-        model/            the model that the engine was opened with, where it came from no folder
+        model/            the model that the engine was opened with, if it came from no folder
         lock              held while a process works here
 
-``rollover report DIR`` draws it, and ``rollover simulate --from DIR`` takes its response lengths, as they do for a run
-of Rollover's own trainer. A directory belongs to one run: it is made for a new one, and a resumed run must be given the
+``rollover report DIR`` draws it, and ``rollover simulate --from DIR`` uses its response lengths, as they do for a run
+of Rollover's own trainer. A directory belongs to one run: it is created for a new one, and a resumed run must have the
 settings that it began with.
 """
 
@@ -39,16 +39,16 @@ class HostedRun:
     ``out/rollover/journal.sqlite``.
 
     Args:
-        resume: whether the run is resumed from what is there. That may be nothing: the run before it may have been
-            killed before it wrote anything.
-        facts: what the run is known by besides its settings, its dataset say: a resumed run must have the same.
+        resume: whether the run is resumed from the directory, which may be empty if an earlier process was killed
+        before it wrote anything.
+        facts: facts besides the settings that identify the run, its dataset say; a resumed run must have the same.
         remedy: how a user of this host resumes a run, for messages.
 
-    A directory without a journal is that of a run that has not begun, and can be had for another.
+    A directory without a journal belongs to a run that has not begun, and can be used for another.
 
     Raises:
-        RunError: the directory holds a run and is not to be resumed, or that run had other settings or facts; or
-            another process works there.
+        RunError: the directory holds a run that is not to be resumed or had other settings or facts, or another process
+        works there.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class HostedRun:
         return self._run.identity()
 
     def step_ended(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
-        """Write the measurements of the batch of ``step``. ``time_s``: of the feed's clock."""
+        """Write the measurements of the batch of ``step``. ``time_s`` is on the feed's clock."""
         self._metrics.write("step", step, time_s, metrics)
 
     def close(self) -> None:
-        """Release the directory. Does nothing the second time."""
+        """Release the directory. Does nothing when called again."""
         self._metrics.close()
         self._run.close()
 
@@ -108,11 +108,11 @@ class HostedRun:
 
 
 def _check(path: Path, config: HostedConfig, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what is known of the run in ``path``, once it is seen to be the one that is resumed."""
+    """Return the metadata of the run in ``path``, after checking that it is the run being resumed."""
     stored = read_config(path)
     meta: Mapping[str, Any] = stored.pop("meta", {})
     before = build(HostedConfig, toml.Document(name=str(path / "config.json"), data=stored))
-    # A kind (the strategy's, the engine's) comes first: who chooses another changes the settings beside it as well.
+    # A kind (the strategy's, the engine's) comes first, since choosing another one changes the settings beside it too.
     for key, reason in sorted(refusals(before, config).items(), key=lambda found: not found[0].endswith(".kind")):
         raise RunError(
             f"{path}: {key} differs from the value that this run began with, and {reason}: restore it, or start a new"

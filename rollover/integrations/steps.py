@@ -1,6 +1,6 @@
-"""The steps of a host: each lasts from one batch that it asks for to the next.
+"""The steps of a host: each lasts from one request for a batch to the next.
 
-In between the host trains, loads weights into its servers, saves and logs. Its evaluations are set aside.
+In between the host trains, loads weights into its servers, saves and logs. Its evaluations are excluded.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class AskedSteps:
         self._overlaps_training = overlaps_training
         self._underway: _AskedStep | None = None
         self._untrained: dict[int, Mapping[WasteCause, int]] = {}
-        """Untrained tokens of the batches that were handed out and are not known to be trained."""
+        """Tokens without a gradient in the batches that were handed out and are not known to be trained."""
         self._telling = threading.Lock()
-        """A host may save a checkpoint, and so say what is trained, while another thread of it rolls out."""
+        """A host may save a checkpoint, and so report trained batches, while another of its threads rolls out."""
 
     def begin(self, step: int) -> None:
-        """Say that the host asks for batch ``step``."""
+        """Record that the host asks for batch ``step``."""
         self.close()
         self._underway = _AskedStep(step=step, began_s=time.perf_counter(), decoded_before=self._decoded())
 
     def published(self) -> None:
-        """Say that the engine has the weights of this step."""
+        """Record that the engine has the weights of this step."""
         assert self._underway is not None, "a step has begun"
         self._underway.published_s = time.perf_counter()
 
@@ -79,11 +79,11 @@ class AskedSteps:
         *,
         waited_s: float | None = None,
     ) -> dict[str, float]:
-        """Say that the host has its batch. Returns the measurements of it that are known by then.
+        """Record that the host has its batch. Returns the measurements of the batch that are known by then.
 
         Args:
-            untrained: tokens of the batch that get no gradient, by cause; ``measured`` may say it later.
-            waited_s: how long the host has waited for it; since ``published`` where it waited all the time.
+            untrained: tokens of the batch that get no gradient, by cause; ``measured`` may add them later.
+            waited_s: how long the host has waited for it; when left out, the whole time since ``published``.
         """
         underway = self._underway
         assert underway is not None and underway.published_s is not None, "a step has begun"
@@ -103,7 +103,7 @@ class AskedSteps:
         return metrics
 
     def measured(self, metrics: Mapping[str, float], untrained: Mapping[WasteCause, int] | None = None) -> None:
-        """Add what the host has measured of the batch that it has. ``untrained``: as in ``handed_out``."""
+        """Add the host's measurements of its present batch. ``untrained``: as in ``handed_out``."""
         underway = self._underway
         assert underway is not None and underway.handed_out_s is not None, "a batch was handed out"
         underway.metrics.update(metrics)
@@ -112,14 +112,14 @@ class AskedSteps:
                 underway.untrained = self._untrained[underway.step] = untrained
 
     def trained_before(self, step: int) -> None:
-        """Say that the host has trained the batches of all steps before ``step``. Any thread may call it."""
+        """Record that the host has trained the batches of all steps before ``step``. May be called from any thread."""
         with self._telling:
             for done in sorted(s for s in self._untrained if s < step):
                 self._feed.trained(done, self._untrained.pop(done))
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Leave what the host does meanwhile, an evaluation, out of the step."""
+        """Exclude the host's other work within this context, an evaluation say, from the step."""
         underway, began_s = self._underway, time.perf_counter()
         try:
             yield
@@ -128,7 +128,7 @@ class AskedSteps:
                 underway.aside_s += time.perf_counter() - began_s
 
     def close(self) -> None:
-        """End the step that is under way. One whose batch the host was never given has no line."""
+        """End the current step. One whose batch the host never received has no line."""
         underway, self._underway = self._underway, None
         if underway is None or underway.handed_out_s is None:
             return

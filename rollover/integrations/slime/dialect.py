@@ -1,14 +1,14 @@
 """SGLang servers that slime owns: their ``/generate`` and the few control calls that a guest may make.
 
-What is peculiar to them, beside what ``engine.servers.sglang.dialect`` says:
+They differ from the servers that ``engine.servers.sglang.dialect`` describes in several ways:
 
 * slime loads their weights, and only while no call is open. So a whole call has one label, ``weight_version`` in its
-  answer, which older versions (0.5.15 is in slime's image) give where newer ones give spans.
+answer, which older versions (0.5.15 is in slime's image) return where newer ones return spans.
 * Answers are not streamed: events of these versions repeat the whole response, which makes a response of n tokens cost
   n * n / 2 of them. A server that was started with ``--incremental-streaming-output`` repeats nothing and is read as a
-  stream, so that its death costs only the tokens that were on their way.
-* The request names no field that older versions do not know. A seed is sent to those that were started with
-  ``--enable-deterministic-inference``: they would draw the same noise for all siblings otherwise.
+  stream, so its death costs only the tokens that were in transit.
+* Requests contain only fields that older versions know. A seed is sent to those that were started with
+``--enable-deterministic-inference``, which would otherwise draw the same noise for all siblings.
 * Control calls have an older and a newer path.
 """
 
@@ -32,20 +32,27 @@ from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError, EngineTimeout
 
 DELIMITER = ";"
-"""Ends our request ids: older servers abort all requests whose ids begin with the one that they are given."""
+"""Ends our request ids: older servers abort all requests whose ids begin with the given one."""
 _LOADS = ("num_reqs", "num_total_reqs")
-"""Names that versions of SGLang have for all requests of a rank; else running and waiting ones are given apart."""
+"""Names that versions of SGLang use for the number of all requests of a rank; without them, running and waiting ones
+are counted separately."""
 
 
 class LentMeta(Meta):
-    """The rest of an answer beside its tokens, as far as versions before 0.5.23 say it too."""
+    """The rest of an answer besides its tokens, including the fields of versions before 0.5.23.
+
+    Example: ``LentMeta(weight_version="3", completion_tokens=256)``
+    """
 
     weight_version: str | None = None
     completion_tokens: Count | None = None
 
 
 class LentGeneration(Generation):
-    """An answer of a server that may be older than 0.5.23."""
+    """An answer of a server that may be older than 0.5.23.
+
+    Example: ``LentGeneration(output_ids=[31, 4], meta_info=LentMeta(weight_version="3", completion_tokens=2))``
+    """
 
     meta_info: LentMeta
 
@@ -54,7 +61,7 @@ class LentDialect:
     """Implements ``Dialect`` for one SGLang worker whose weights belong to slime.
 
     Args:
-        response_timeout_s: longest wait for a whole response, where it is not streamed.
+        response_timeout_s: longest wait for a whole response, if it is not streamed.
     """
 
     traits = Traits(keeps_calls=False, keeps_kv=False, silence_s=0.0, aborts_all_at_once=True)
@@ -79,7 +86,7 @@ class LentDialect:
             )
 
     async def check_model(self) -> int:
-        """See how the server answers. Its context length is what slime was told."""
+        """Determine how the server answers, and return its context length, or no limit if it does not report one."""
         body = await _of_either(self._client, "/server_info", "/get_server_info")
         info = _table(body)
         self._streams = info.get("incremental_streaming_output") is True
@@ -88,7 +95,7 @@ class LentDialect:
         return longest if isinstance(longest, int) and longest > 0 else 1 << 30
 
     async def check_health(self, *, decode: bool, timeout_s: float) -> None:
-        """The count of calls comes from the scheduler itself. Nothing is decoded: a call of ours would have to be told
+        """Ask the scheduler itself for its number of calls. Nothing is decoded, since a call of ours could not be told
         apart from those that slime waits for."""
         await self._client.call("GET", "/v1/loads", params={"include": "core"}, timeout_s=timeout_s)
 
@@ -98,8 +105,8 @@ class LentDialect:
         assert DELIMITER not in request.request_id, request.request_id
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
-        """Yield what comes back, labelled with the weights in force. Raises ``EngineError`` when an answer was sampled
-        by others, or does not say by which."""
+        """Yield the decoded tokens, labelled with the weights in force. Raises ``EngineError`` when other weights
+        sampled an answer, or it does not say which ones did."""
         reply = Reply(call.request, label=call.label, incremental=self._streams, shown=self._client.reader.shown)
         if not self._streams:
             answer = await self._client.ask(
@@ -157,7 +164,7 @@ class LentDialect:
         await self._abort_request(rid="", abort_all=True)
 
     async def num_calls(self) -> int | None:
-        """Count the calls of all ranks; ``None`` when the answer is in no form that is known."""
+        """Count the calls of all ranks; ``None`` when the answer has no known form."""
         body = await self._client.call("GET", "/v1/loads", params={"include": "core"})
         try:
             return _num_requests(json.loads(body))
@@ -178,7 +185,7 @@ class LentDialect:
 
 
 class LentLabel:
-    """Implements ``WeightEndpoint`` as far as a guest may: it reads the label and changes nothing.
+    """Implements the read-only part of ``WeightEndpoint``, which is all that a guest may use.
 
     Example: ``await label.label()`` is ``"3"`` after slime's third weight update.
     """
@@ -187,7 +194,7 @@ class LentLabel:
         self._client = client
 
     async def info(self) -> ModelInfo:
-        """Ask the server what it serves."""
+        """Ask the server which model it serves."""
         body = await _of_either(self._client, "/model_info", "/get_model_info")
         return self._client.reader.typed(ModelInfo, body, "GET /model_info")
 
@@ -214,14 +221,14 @@ async def _of_either(client: HTTPClient, path: str, older: str) -> bytes:
 
 
 def _with_spans(answer: LentGeneration, call: GenerationCall, num_sent: int | None = None) -> LentGeneration:
-    """Return an answer as a newer server gives it: with ids, and at its end with spans of labels.
+    """Return an answer in the form of newer servers: with ids and, at its end, with spans of labels.
 
     Raises ``EngineError`` when it does not say which weights sampled its tokens.
     """
     meta = answer.meta_info
     pairs = meta.output_token_logprobs or []
     num_tokens = meta.completion_tokens
-    if num_tokens is None:  # aborted in the queue, by a server that says less then
+    if num_tokens is None:  # aborted in the queue, by a server that then reports less
         num_tokens = len(pairs) if num_sent is None else num_sent
     spans = meta.weight_versions
     if spans is None and meta.finish_reason is not None:
@@ -245,7 +252,7 @@ def _table(body: bytes) -> dict[str, Any]:
 
 
 def _num_requests(load: Any) -> int | None:
-    """Read the count of a rank, of a list of ranks, or of a table with such a list; ``None`` where there is none."""
+    """Read the count of a rank, of a list of ranks, or of a table with such a list; ``None`` if there is none."""
     if isinstance(load, list):
         counts = [_num_requests(each) for each in load]
         return None if None in counts else sum(n for n in counts if n is not None)

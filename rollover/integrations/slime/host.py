@@ -1,7 +1,7 @@
-"""slime, or its fork miles: which of the two it is, and what a rollout uses of its code.
+"""slime, or its fork miles: which of the two it is, and the parts of its code that a rollout uses.
 
-Both have the same arguments, records and data sources under their own package names. Their code is imported here and
-nowhere else, when a rollout begins.
+Both have the same arguments, records and data sources under their own package names. Their code is imported only here,
+when a rollout begins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostCode(NamedTuple):
     tokenizer: Any
     judge: JudgesSamples
     loop: asyncio.AbstractEventLoop
-    """The host's own, which ``judge`` runs on."""
+    """The host's own loop, on which ``judge`` runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,15 @@ class Host:
     name: str
     """Name of its package."""
     distributions: tuple[str, ...]
-    """Under which pip may know it."""
+    """The names under which it may be installed."""
     versions: tuple[str, ...]
-    """Versions that this was written against, without their last number."""
+    """Supported versions, without their last number."""
     filters: tuple[str, ...]
-    """Its dynamic sampling filters that drop groups whose rewards are all equal, and nothing else."""
+    """Its dynamic sampling filters that only drop groups whose rewards are all equal."""
 
     def refuse_other_versions(self) -> None:
-        """Raise ``ConfigError`` for an installed version that this was not written for. A checkout on the path does not
-        say its version, and is accepted."""
+        """Raise ``ConfigError`` for an installed version that is not supported. A checkout on the path does not reveal
+        its version, and is accepted."""
         known = " and ".join(self.versions)
         for distribution in self.distributions:
             with suppress(metadata.PackageNotFoundError):
@@ -72,7 +72,7 @@ class Host:
                     )
 
     def module(self, name: str) -> Any:
-        """Import a module of the host. Raises ``ConfigError`` when it has none of that name."""
+        """Import a module of the host. Raises ``ConfigError`` when there is none of that name."""
         path = f"{self.name}.{name}"
         try:
             return import_module(path)
@@ -83,7 +83,7 @@ class Host:
             raise ConfigError(f"{error.name} does not exist; this was written for {self.name} {known}") from None
 
     def code(self, args: Namespace) -> HostCode:
-        """Import what a rollout with these arguments uses."""
+        """Import the parts that a rollout with these arguments uses."""
         async_rm = self.module("rollout.rm_hub").async_rm
         hooks = None
         if getattr(args, "rollout_sample_hook_path", None):
@@ -110,7 +110,7 @@ SLIME = Host(
     versions=("0.3",),
     filters=("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",),
 )
-"""Read at 0.3.1, of 2026-08-21."""
+"""Based on the source of 0.3.1, of 2026-08-21."""
 MILES = Host(
     name="miles",
     distributions=("miles", "miles-rl"),
@@ -120,4 +120,4 @@ MILES = Host(
         "miles.rollout.filter_hub.common_filters.apply_reward_nonzero_std_filter",
     ),
 )
-"""Read at 0.1.0, of 2026-08-21; later trees have the second filter."""
+"""Based on the source of 0.1.0, of 2026-08-21; later versions have the second filter."""

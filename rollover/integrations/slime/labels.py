@@ -1,12 +1,12 @@
 """Labels of the weights that slime gives its servers, read as policy versions. Pure.
 
 slime counts its weight updates in each process from 1 and writes the count on every server as its ``weight_version``.
-Our version is the number of batches that the weights have seen, which continues over restarts. Both grow by one with
-each training step, so a process has one difference between them, and the first rollout of the process fixes it: the
-weights are then those of the checkpoint.
+Our version is the number of batches that the weights were trained on, which continues over restarts. Both grow by one
+with each training step, so their difference is constant within a process, and the first rollout of the process
+determines it: the weights are then those of the checkpoint.
 
-What it keeps true: no rollout begins unless all servers name the same label; a version is never newer than the batches
-that were handed out, and never older than the user has allowed.
+What it keeps true: no rollout begins unless all servers report the same label; a version is never newer than the
+batches that were handed out, and never older than the user allows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def agreed(labels: Mapping[str, str]) -> str:
     Example: ``agreed({"http://a": "3", "http://b": "3"})`` is ``"3"``.
 
     Args:
-        labels: of each server, by its address.
+        labels: the label of each server, by its address.
 
     Raises:
-        EngineError: they differ, or the label is not a count; names the servers.
+        EngineError: they differ, or the label is not a count; the message names the servers.
     """
     by_label: dict[str, list[str]] = {}
     for url, label in sorted(labels.items()):
@@ -69,7 +69,7 @@ class LabelLine:
     shift: int
     """Version minus label."""
     max_lag: int
-    """Batches that the weights of a rollout may be behind: 0 for ``train.py``, 1 for ``train_async.py``."""
+    """Number of batches that the weights of a rollout may be behind: 0 for ``train.py``, 1 for ``train_async.py``."""
 
     @classmethod
     def first(cls, *, step: int, label: str, max_lag: int) -> LabelLine:
@@ -84,7 +84,7 @@ class LabelLine:
         """Return the version of the weights that a rollout for batch ``step`` samples from.
 
         Raises:
-            EngineError: the label has not moved on, or moved on too far.
+            EngineError: the label has not increased, or has increased too much.
         """
         version = count(label) + self.shift
         if version > step:

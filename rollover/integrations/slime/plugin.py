@@ -1,7 +1,7 @@
 """The two names that slime is given: a rollout function and a data source.
 
-``--rollout-function-path rollover.integrations.slime.generate_rollout`` rolls out by Rollover's scheduler.
-``--data-source-path rollover.integrations.slime.DataSource`` puts what is unfinished into slime's checkpoints. slime is
+``--rollout-function-path rollover.integrations.slime.generate_rollout`` generates rollouts with Rollover's scheduler.
+``--data-source-path rollover.integrations.slime.DataSource`` adds unfinished rollouts to slime's checkpoints. slime is
 imported when they are first used. ``rollover.integrations.miles`` has the same for miles.
 """
 
@@ -23,11 +23,12 @@ from rollover.integrations.slime.settings import slime_settings
 logger = logging.getLogger(__name__)
 
 _runs: WeakKeyDictionary[Any, SlimeRun] = WeakKeyDictionary()
-"""The run over each data source; a process may have several."""
+"""The run of each data source; a process may have several."""
 
 
 class DataSource:
-    """Gives slime's prompts, and saves with slime's checkpoints what a rollout function of Rollover's has unfinished.
+    """Provides slime's prompts, and saves the unfinished rollouts of Rollover's rollout function with slime's
+    checkpoints.
 
     The prompts are those of slime's own ``RolloutDataSource``, in its order.
 
@@ -43,7 +44,7 @@ class DataSource:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.start: Beginning | None = None
-        """Point at which the run resumes, once slime has reported it."""
+        """The point from which the run resumes, once slime has reported it."""
         self._prompts: Any = self.host.module("rollout.data_source").RolloutDataSource(args)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -52,7 +53,7 @@ class DataSource:
         return groups
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Raise ``ConfigError`` for groups to be put back: those of Rollover's rollout function never come here."""
+        """Raise ``ConfigError`` for groups that are put back, which Rollover's rollout function never does."""
         if samples:
             raise ConfigError(
                 "Rollover's data source takes no samples back: use it with the rollout function of the same module,"
@@ -60,7 +61,7 @@ class DataSource:
             )
 
     def save(self, rollout_id: int) -> None:
-        """Save after a rollout: the place in the prompts, and that the journal is needed from here on."""
+        """Save the position in the prompts after a rollout, and record that the journal is needed from here on."""
         if (run := _runs.get(self)) is None:
             self._prompts.save(rollout_id)
         else:
@@ -70,7 +71,7 @@ class DataSource:
         """Resume after a rollout, -1 for the start.
 
         Raises:
-            RunError: what is there does not belong to this run.
+            RunError: the saved state does not belong to this run.
         """
         start = beginning(self.args.load, self.args.save, -1 if rollout_id is None else rollout_id)
         if start.restore is not None:
@@ -83,7 +84,7 @@ class DataSource:
         self.start = start
 
     def close(self) -> None:
-        """Close the run over these prompts. Does nothing where there is none."""
+        """Close the run over these prompts. Does nothing if there is none."""
         if (run := _runs.pop(self, None)) is not None:
             run.close()
 
@@ -95,9 +96,9 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     """Return slime's output of a rollout.
 
     Args:
-        args: slime's, with settings of Rollover's under ``rollover`` (``--custom-config-path``).
-        data_source: of the prompts.
-        evaluation: slime's own rollout function evaluates.
+        args: slime's, with Rollover's settings under ``rollover`` (``--custom-config-path``).
+        data_source: the source of the prompts.
+        evaluation: whether to evaluate, which slime's own rollout function does.
 
     Raises:
         RolloverError: the message says what to do.
@@ -110,13 +111,13 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
 
 
 def set_aside(data_source: Any) -> AbstractContextManager[None]:
-    """Leave what the host does meanwhile out of the time of the step that is under way."""
+    """Exclude the host's other work within this context from the time of the current step."""
     run = _runs.get(data_source)
     return nullcontext() if run is None else run.set_aside()
 
 
 def roll_out(host: Host, args: Namespace, rollout_id: int, data_source: Any) -> Any:
-    """Return a host's output of a rollout for training, by the run over ``data_source``, which is opened once."""
+    """Return a host's output of a rollout for training from the run over ``data_source``, which is opened once."""
     run = _runs.get(data_source)
     if run is None:
         run = _runs[data_source] = _opened(host, args, rollout_id, data_source)

@@ -1,12 +1,12 @@
-"""Finds where a run inside slime begins: from nothing, from a checkpoint, or from a crash before the first one.
+"""Determines where a run inside slime begins: from scratch, from a checkpoint, or after a crash before the first one.
 
 ::
 
     SAVE/rollover/             the run's directory, as ``record`` describes it
         slime.json             which of slime's rollouts was the first, and the cursor at each checkpoint
 
-The journal knows every group and batch; of slime itself only the place of its data source has to be known. So a
-checkpoint that slime has written and told us nothing of, since it was killed in between, is as good as any.
+The journal contains every group and batch; from slime itself only the position of its data source is needed. So a
+checkpoint that slime wrote without being able to report it, because it was killed in between, is as good as any.
 
 What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run continues in the directory of
 ``--save``, and a directory of ``--load`` elsewhere is copied and left as it was.
@@ -25,13 +25,13 @@ from rollover.errors import RunError
 from rollover.run.directory import replace_json
 
 FOLDER = "rollover"
-"""Within slime's ``--save``."""
+"""The run's directory within slime's ``--save``."""
 _FILE, _FORMAT = "slime.json", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeProgress:
-    """Keeps what is known of a run beside its journal.
+    """The facts about a run that are not in its journal.
 
     Example: ``SlimeProgress(first_rollout=0, cursors={9: 480})``: when slime saved after its rollout 9, 480 groups had
     been drawn from its data source.
@@ -39,10 +39,10 @@ class SlimeProgress:
 
     first_rollout: int = 0
     cursors: Mapping[int, int] = field(default_factory=dict)
-    """Groups drawn, by the rollout after which slime saved."""
+    """Number of groups drawn, by the rollout after which slime saved."""
 
     def saved(self, rollout_id: int, cursor: int) -> SlimeProgress:
-        """Return what is known after a checkpoint; those of later rollouts, of before a restart, count no more."""
+        """Return the progress after a checkpoint; entries of later rollouts, from before a restart, are dropped."""
         kept = {r: c for r, c in self.cursors.items() if r < rollout_id}
         return SlimeProgress(first_rollout=self.first_rollout, cursors={**kept, rollout_id: cursor})
 
@@ -51,18 +51,18 @@ class SlimeProgress:
         return rollout_id - self.first_rollout
 
     def oldest_step(self, num_kept: int) -> int:
-        """Return how many batches the oldest of the last ``num_kept`` checkpoints has seen: 0 while there are fewer."""
+        """Return how many batches the oldest of the last ``num_kept`` checkpoints includes: 0 while there are fewer."""
         kept = sorted(self.cursors)[-num_kept:]
         return self.step(kept[0]) + 1 if len(kept) == num_kept else 0
 
     def write(self, folder: Path) -> None:
-        """Put it into a run's directory, at once or not at all."""
+        """Write the progress into a run's directory, completely or not at all."""
         cursors = {str(rollout_id): cursor for rollout_id, cursor in self.cursors.items()}
         replace_json(folder / _FILE, {"format": _FORMAT, "first_rollout": self.first_rollout, "cursors": cursors})
 
     @classmethod
     def read(cls, folder: Path) -> SlimeProgress | None:
-        """Return what a run's directory holds; ``None`` where there is no run. Raises ``RunError`` when it is damaged
+        """Return the progress in a run's directory; ``None`` if there is no run. Raises ``RunError`` when it is damaged
         or of another format."""
         file = folder / _FILE
         if not file.exists():
@@ -83,7 +83,7 @@ class SlimeProgress:
 class Beginning:
     """The place where a run resumes.
 
-    Example: after rollout 9, with the data source restored as it was then:
+    Example: after rollout 9, with the data source restored to its state at that time:
     ``Beginning(folder=Path("ckpt/rollover"), progress=..., step=10, restore=9, position=480)``
     """
 
@@ -91,23 +91,23 @@ class Beginning:
     """The run's directory; ``None`` when slime saves nothing."""
     progress: SlimeProgress
     step: int
-    """Batches that slime's checkpoint has seen."""
+    """Number of batches that slime's checkpoint includes."""
     restore: int | None
-    """The rollout whose state of the data source is to be loaded; ``None`` for its start."""
+    """The rollout after which the data source's state was saved that is to be loaded; ``None`` for its start."""
     position: int
-    """Groups that the data source has given then, of those that the journal counts."""
+    """Number of groups that the data source had provided by then, as the journal counts them."""
 
 
 def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
-    """Return where a run begins, and copy its directory where it is to continue elsewhere.
+    """Return where a run begins, and copy its directory if it is to continue elsewhere.
 
     Args:
         load: slime's ``--load``.
         save: slime's ``--save``. A run without it resumes with slime's prompts only.
-        rollout_id: the last rollout that slime's checkpoint has seen, -1 without a checkpoint.
+        rollout_id: the last rollout that slime's checkpoint includes, -1 without a checkpoint.
 
     Raises:
-        RunError: the directory is damaged, or one of another run is in the way.
+        RunError: the directory is damaged, or the directory of another run is in the way.
     """
     folder = None if save is None else Path(save) / FOLDER
     source = None if folder is None else _find(load, folder)
@@ -142,8 +142,8 @@ def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
 
 
 def _find(load: str | None, folder: Path) -> Path | None:
-    """Return the directory of the run that is resumed: that of the checkpoint, or, before the first one, that of a run
-    that was killed."""
+    """Return the directory of the run to resume: that of the checkpoint or, before the first one, that of a run that
+    was killed."""
     if load is not None and (loaded := Path(load) / FOLDER).exists():
         return folder if folder.exists() and folder.samefile(loaded) else loaded
     return folder if folder.exists() else None

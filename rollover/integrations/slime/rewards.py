@@ -1,11 +1,11 @@
-"""Rewards by slime: its hooks and its reward models, on its own event loop.
+"""Rewards computed by slime: its hooks and its reward models, on its own event loop.
 
-slime's reward models keep connections that belong to the event loop which they were opened on, and its evaluation uses
-the same ones; so rewards are computed on slime's loop, where a function that blocks it holds up no decoding either.
+slime's reward models keep connections that belong to the event loop on which they were opened, and its evaluation uses
+the same ones. So rewards are computed on slime's loop, where a blocking function does not hold up decoding either.
 
-What it keeps true: a sample that was scored is kept with all that a reward function has written on it, until its batch
-is handed out; one that was scored before a restart is judged again only where its reward is a table, of which the
-journal holds one number, or where hooks have changed it. The reward in the journal stands.
+What it keeps true: a scored sample is kept with everything that a reward function has written on it until its batch is
+handed out. One that was scored before a restart is judged again only if its reward is a table, of which the journal has
+one number, or if hooks have changed it. The reward in the journal remains valid.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollover.types import SampleId, Trajectory
 
 
 class SlimeScorer:
-    """Implements ``Scorer`` by slime's rewards.
+    """Implements ``Scorer`` with slime's rewards.
 
     Args:
-        respond: makes slime's sample of a trajectory.
+        respond: converts a trajectory to slime's sample.
         judge: called on ``loop``.
         timeout_s: longest wait for a reward.
 
@@ -59,8 +59,8 @@ class SlimeScorer:
         return _value(sample, self._args)
 
     async def take(self, trajectory: Trajectory) -> Sample:
-        """Return slime's sample of a scored trajectory, and keep it no longer. Raises as ``score`` does where it has to
-        be judged again."""
+        """Return slime's sample of a scored trajectory and stop keeping it. Raises like ``score`` if it has to be
+        judged again."""
         assert trajectory.reward is not None, f"{trajectory.sample_id} was not scored"
         if (sample := self._scored.pop(trajectory.sample_id, None)) is not None:
             return sample
@@ -74,7 +74,7 @@ class SlimeScorer:
         return sample
 
     def forget(self, group_id: int) -> None:
-        """Let go of the samples of a group that was dropped."""
+        """Delete the samples of a group that was dropped."""
         for sample_id in [i for i in self._scored if i.group == group_id]:
             del self._scored[sample_id]
 

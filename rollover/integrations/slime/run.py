@@ -7,8 +7,8 @@
     DataSource.save(rollout_id)
         feed.saved, slime.json
 
-What it keeps true: rollout ``first_rollout + s`` of slime's is batch ``s``, on disk before slime has it; slime gets its
-servers back idle, even when the rollout fails.
+What it keeps true: slime's rollout ``first_rollout + s`` is batch ``s``, which is on disk before slime has it; slime
+gets its servers back idle, even when the rollout fails.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class SlimeRun:
 
     Args:
         groups: slime's data source.
-        start: where it resumes.
+        start: the point from which it resumes.
 
-    Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and the metrics of it.
+    Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and its metrics.
 
     Raises:
         RolloverError: settings, servers or journal that cannot be used; the message says what to do.
@@ -123,7 +123,7 @@ class SlimeRun:
             )
 
     def close(self) -> None:
-        """Close the feed and release the run's directory. Does nothing the second time."""
+        """Close the feed and release the run's directory. Does nothing when called again."""
         self._closing.close()
 
     # -- what slime calls ------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class SlimeRun:
         """Return the groups of a rollout in order of their samples' indices, and its metrics.
 
         Raises:
-            EngineError: the servers disagree about their weights, have not got new ones, or fail.
+            EngineError: the servers disagree about their weights, have not received new ones, or fail.
             RunError: another rollout is next.
         """
         step = self._progress.step(rollout_id)
@@ -146,18 +146,18 @@ class SlimeRun:
             version = self._begin(step)
             batch = self._feed.batch(step)
         except BaseException:
-            with suppress(Exception):  # what went wrong first is the message
+            with suppress(Exception):  # the first failure determines the message
                 self._end()
             raise
         self._end()
-        timeout_s = 2 * self._settings.options.reward_timeout_s  # samples of before a restart may be judged again
+        timeout_s = 2 * self._settings.options.reward_timeout_s  # samples from before a restart may be judged again
         groups = self._on_loop(self._handed_out(batch, version), timeout_s, "hand out the batch")
         metrics = self._steps.handed_out(batch, self._masked(batch, version))
         metrics["staleness/weights"] = float(step - version)
         return groups, {f"rollover/{name}": value for name, value in metrics.items()}
 
     def _begin(self, step: int) -> int:
-        """Have the servers lent for a rollout. Returns the version of their weights."""
+        """Borrow the servers for a rollout. Returns the version of their weights."""
         config = self._settings.servers
         label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach the servers")
         self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
@@ -168,7 +168,7 @@ class SlimeRun:
         return version
 
     def _masked(self, batch: Batch, version: int) -> dict[WasteCause, int]:
-        """Return the tokens of a batch that slime is handed with a mask, by cause."""
+        """Return the number of tokens in a batch that slime receives masked, by cause."""
         if not self._masks_stale:
             return {}
         segments = (s for group in batch.groups for trajectory in group.trajectories for s in trajectory.segments)
@@ -180,15 +180,15 @@ class SlimeRun:
         self._on_loop(self._servers.end(), timeout_s, "give the servers back")
 
     def save(self, rollout_id: int, save_groups: Callable[[], None]) -> None:
-        """Record that slime has trained a rollout and saved a checkpoint, with what ``save_groups`` saves of its data
-        source; possibly while the next rollout runs."""
+        """Record that slime has trained a rollout and saved a checkpoint, along with the state of its data source that
+        ``save_groups`` saves. This may happen while the next rollout runs."""
         self._steps.trained_before(self._progress.step(rollout_id) + 1)
         self._progress = self._progress.saved(rollout_id, self._source.save(save_groups))
         self._feed.saved(self._progress.oldest_step(self._settings.options.kept_checkpoints))
-        self._progress.write(self._record.path)  # now the journal has all groups that were drawn
+        self._progress.write(self._record.path)  # the journal now has all groups that were drawn
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Leave out of a step's time what slime does meanwhile: evaluate."""
+        """Exclude slime's evaluation within this context from a step's time."""
         return self._steps.set_aside()
 
     # -- the parts -------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class SlimeRun:
             self._scorer.forget(event.group_id)
 
     def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Have ``work`` done on the feed's event loop. Raises ``EngineTimeout`` when it does not come to an end."""
+        """Run ``work`` on the feed's event loop. Raises ``EngineTimeout`` when it does not finish."""
         done = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return done.result(timeout_s)
@@ -272,7 +272,7 @@ class SlimeRun:
 
 
 def _stops(args: Namespace, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response: those of the model, which SGLang knows too, and those of the user."""
+    """Return the tokens that end a response: the model's, which SGLang knows too, and the user's."""
     asked = getattr(args, "rollout_stop_token_ids", None) or ()
     own = [asked] if isinstance(asked, int) else [*asked]
     folder = resolve_model(args.hf_checkpoint, weights=False)
@@ -280,7 +280,7 @@ def _stops(args: Namespace, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _facts(args: Namespace) -> dict[str, Any]:
-    """Return what a resumed run must have as it began, beside its settings."""
+    """Return the facts besides the settings that must be the same in a resumed run."""
     names = ("hf_checkpoint", "prompt_data", "input_key", "label_key", "rollout_shuffle", "apply_chat_template")
     return {name: getattr(args, name, None) for name in names}
 

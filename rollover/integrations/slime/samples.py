@@ -1,12 +1,12 @@
 """slime's samples as our prompts, and our trajectories as slime's samples.
 
-What it keeps true: a sample's tokens, log-probs and loss mask have been appended together, segment by segment, by
-slime's own method where it has one, with the label of the weights that sampled each; a group always has all of its
-samples; one that has failed moves the mean of its siblings' rewards by nothing and trains nothing.
+What it keeps true: a sample's tokens, log-probs and loss mask are appended together, segment by segment, with slime's
+own method if it has one, and with the label of the weights that sampled each; a group always has all of its samples; a
+failed one does not change the mean of its siblings' rewards and trains nothing.
 
 slime normalises the rewards of a group itself. A failed sample counted as 0 would lower the mean of its siblings; with
-their mean as its reward it leaves that alone, and ``remove_sample`` takes it out of the loss. The standard deviation
-that slime divides by shrinks: with k of n samples scored, by sqrt((k - 1) / (n - 1)), 7 % for one of eight.
+their mean as its reward it leaves that unchanged, and ``remove_sample`` takes it out of the loss. The standard
+deviation that slime divides by shrinks: with k of n samples scored, by sqrt((k - 1) / (n - 1)), 7 % for one of eight.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ _MADE_HERE = frozenset(
 """Fields of a sample that a rollout fills; the others belong to its prompt."""
 _OF_IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _STATUS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort", None: "abort"}
-"""The finish reason in SGLang's words, from which slime reads a status."""
+"""The finish reason in SGLang's terms, from which slime derives a status."""
 
 
 def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Return the prompt of a group that slime's data source has given, with all that makes its samples again.
+    """Return the prompt of a group from slime's data source, with everything needed to build its samples again.
 
     Args:
         number: how many groups were drawn before.
-        encode: the ids of a text, without special tokens.
+        encode: returns the ids of a text, without special tokens.
 
     Raises:
-        DataError: the samples hold images, a response already, or what JSON cannot hold; names the group.
+        DataError: the samples contain images, already have a response, or have values that JSON cannot hold; the
+        message names the group.
     """
     name = f"group {group[0].group_index} of the data source"
     for sample in group:
@@ -72,7 +73,7 @@ def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequ
 
 
 def _template(sample: Sample, name: str) -> dict[str, Any]:
-    """Return the fields of a sample that differ from a new one's and that no rollout fills."""
+    """Return the fields of a sample that differ from those of a new one and that no rollout fills."""
     fresh, template = type(sample)(), {}
     for field in dataclasses.fields(sample):
         value = getattr(sample, field.name)
@@ -89,11 +90,11 @@ def _template(sample: Sample, name: str) -> dict[str, Any]:
 
 
 def new_sample(kind: type[Sample], prompt: Prompt, place: int) -> Sample:
-    """Return a sample of ``prompt`` without a response, as the data source has given it.
+    """Return a sample of ``prompt`` without a response, as the data source provided it.
 
     Args:
         kind: slime's class.
-        place: among its siblings.
+        place: index among its siblings.
     """
     columns: Mapping[str, Any] = prompt.columns
     templates = columns["samples"]
@@ -111,11 +112,11 @@ def respond(
     decode: Callable[[Sequence[int]], str],
     label: Callable[[int], str],
 ) -> None:
-    """Give a new sample the response of a trajectory.
+    """Set the response of a new sample to that of a trajectory.
 
     Args:
-        decode: the text of ids. The whole response is decoded at once: a character may lie across two segments.
-        label: slime's name for the weights of a version.
+        decode: returns the text of ids. The whole response is decoded at once, since a character may span two segments.
+        label: returns slime's name for the weights of a version.
     """
     for segment in trajectory.segments:
         if segment.token_ids:
@@ -152,12 +153,13 @@ def _meta_info(segment: Segment, label: str) -> dict[str, Any]:
 def account_for_versions(
     sample: Sample, trajectory: Trajectory, *, version: int, first_rollout: int, masks_stale: bool
 ) -> None:
-    """Say in a sample's metadata which version sampled which of its tokens, and leave out what is stale.
+    """Record in a sample's metadata which version sampled which of its tokens, and mask stale ones if asked to.
 
     Args:
-        version: that of the servers in this rollout.
+        version: the version of the servers in this rollout.
         first_rollout: slime's number of the run's first rollout.
-        masks_stale: ``--mask-offpolicy-in-partial-rollout``, by token: what older versions sampled is not trained.
+        masks_stale: ``--mask-offpolicy-in-partial-rollout``, applied per token: tokens of older versions are not
+        trained.
     """
     spans = [(s.policy_version, len(s.token_ids)) for s in trajectory.segments if s.token_ids]
     oldest = min((v for v, _ in spans), default=version)
@@ -170,9 +172,10 @@ def account_for_versions(
 
 
 def failed_sample(sample: Sample, siblings: Sequence[Sample], args: Namespace, *, filler: int) -> None:
-    """Make a new sample stand for one that has failed: their mean for a reward, one token that is not trained.
+    """Turn a new sample into a stand-in for a failed one: its reward is the siblings' mean, and its single token is not
+    trained.
 
-    Example: with siblings that have the rewards 1, 0 and 1 its reward is 2/3.
+    Example: if its siblings have the rewards 1, 0 and 1, its reward is 2/3.
 
     Args:
         siblings: those that were scored, at least one.

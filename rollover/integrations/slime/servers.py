@@ -1,4 +1,5 @@
-"""The servers of slime as an engine: lent for the time of a rollout, with weights that change only between two of them.
+"""The servers of slime as an engine: lent for the duration of a rollout, with weights that change only between
+rollouts.
 
 ::
 
@@ -15,8 +16,8 @@ call                  waits for                            is unblocked by
 ====================  ===================================  =================================================
 
 What it keeps true: between ``end`` and ``begin`` none of our calls is open and no request of ours reaches a server,
-for slime may have taken its memory away; a token's version is that of the label which all workers had at the start and
-which the answer repeats.
+since slime may have taken its memory away; a token's version is that of the label which all workers had at the start
+and which the answer repeats.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ _FIRST_LOOK_S, _MAX_LOOK_S = 0.02, 1.0
 
 
 def served_model(model: str, context: int | None = None) -> ModelFolder:
-    """Return the sizes that calls are checked against; those of its text model where the model has one inside.
+    """Return the sizes against which calls are checked; those of its text model if the model contains one.
 
     Args:
         model: a Hugging Face folder, or the name of one on the hub.
-        context: the longest context of the servers, where slime was told; else that of the model.
+        context: the longest context of the servers, if slime has the setting; otherwise it is the model's.
 
     Raises:
-        ModelError: its config names no sizes.
+        ModelError: its config has no sizes.
     """
     config: Mapping[str, Any]
     if Path(model).exists():
@@ -85,7 +86,7 @@ def served_model(model: str, context: int | None = None) -> ModelFolder:
 
 
 class LentWeights:
-    """The weights of one server, as they are known at the start of a rollout.
+    """The weights of one server, as known at the start of a rollout.
 
     Example: with the label ``"3"`` for version 12, ``version_of("3", "g0.0#1")`` is 12, and ``"4"`` is refused.
     """
@@ -98,7 +99,8 @@ class LentWeights:
         self._changed: str | None = None
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """Return the version of tokens with a label. Raises ``EngineError`` for another than that of the rollout."""
+        """Return the version of tokens with a label. Raises ``EngineError`` for any label other than that of the
+        rollout."""
         if label is not None and not self._is_ours(label):
             shown = self._client.reader.shown(label)
             raise EngineError(
@@ -112,7 +114,7 @@ class LentWeights:
             raise EngineError(self._changed)
 
     async def check(self, still: Callable[[], bool]) -> None:
-        """Raise ``EngineError`` when the server has other weights than at the start of the rollout."""
+        """Raise ``EngineError`` when the server's weights have changed since the start of the rollout."""
         label = await self._endpoint.label()
         if still() and not self._is_ours(label):
             shown = self._client.reader.shown(label)
@@ -130,7 +132,7 @@ class LentWeights:
 
 
 class LentServer:
-    """One worker of slime, as a member of a pool. It is told when its weights have changed, and gives it none.
+    """One worker of slime, as a member of a pool. It is told when its weights have changed, and loads none itself.
 
     Example: after ``await server.open()``, a ``LentServer(client, config, model, label="3")`` takes calls.
     """
@@ -153,7 +155,7 @@ class LentServer:
         return repr(self._client)
 
     async def open(self) -> None:
-        """Check the server. Raises ``EngineError`` naming what is wrong."""
+        """Check the server. Raises ``EngineError`` saying what is wrong."""
         await self._dialect.identify()
         longest = await self._dialect.check_model()
         self._calls.max_context_tokens = min(self.capabilities.max_context_tokens, longest)
@@ -164,11 +166,12 @@ class LentServer:
         await self._weights.check(lambda: not self._closed)
 
     async def revive(self) -> None:
-        """Do nothing: slime starts its servers again itself."""
+        """Do nothing: slime restarts its servers itself."""
 
     async def hand_back(self) -> None:
-        """Return when the server runs no call. One that does not answer is left to slime, with a line in the log: what
-        it had was resumed elsewhere. Raises ``EngineTimeout`` when it still runs calls although all were aborted."""
+        """Return when the server runs no call. One that does not answer is left to slime, with a line in the log, since
+        its calls were resumed elsewhere. Raises ``EngineTimeout`` when it still runs calls although all were
+        aborted."""
         loop, look_s = asyncio.get_running_loop(), _FIRST_LOOK_S
         give_up_s = loop.time() + 2 * self._abort_timeout_s
         num_calls: int | None = 0
@@ -191,7 +194,7 @@ class LentServer:
     # -- Engine ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """See ``Engine.generate``. Raises ``EngineError`` when the server fails or changes its weights."""
+        """Implement ``Engine.generate``. Raises ``EngineError`` when the server fails or changes its weights."""
         if self._closed:
             raise EngineError(f"{self} was given back to its trainer: the call came too late")
         call = self._calls.start(request)
@@ -208,8 +211,8 @@ class LentServer:
                 self._tasks.start(self._aborter.abort([call]))
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See ``Engine.abort``. A call that the server does not hand over in ``abort_timeout_s`` ends with what it has
-        sent, which is nothing where answers are not streamed."""
+        """Implement ``Engine.abort``. A call that the server does not hand over within ``abort_timeout_s`` ends with
+        the tokens that it has sent, which are none if answers are not streamed."""
         await self._aborter.abort(self._calls.named(request_ids))
 
     def stats(self) -> EngineStats:
@@ -228,11 +231,11 @@ class LentServer:
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Do nothing: slime's weights come only between rollouts."""
+        """Do nothing: slime's weights change only between rollouts."""
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Take it that the weights in force are ``version``. Raises ``EngineError`` when they are no longer those that
-        the rollout started with."""
+        """Register ``version`` as that of the weights in force. Raises ``EngineError`` when they are no longer those
+        that the rollout started with."""
         await self._weights.check(lambda: True)
         self._weights.version = version
 
@@ -244,10 +247,10 @@ class LentServers:
     """Implements ``Engine`` over the workers behind slime's router, from ``begin`` to ``end`` of each rollout.
 
     Args:
-        config: its one url is that of the router; ``first_token_timeout_s`` is the longest wait for a whole response
-            where answers are not streamed.
-        num_workers: how many there are, for the number of samples that are decoded at the same time.
-        transport: in place of the network (tests).
+        config: its only url is that of the router; ``first_token_timeout_s`` is the longest wait for a whole response
+        if answers are not streamed.
+        num_workers: their number, which determines how many samples are decoded at the same time.
+        transport: replaces the network in tests.
 
     Example: ``label = await servers.begin()``, ``await servers.serves(12)``, then calls, then ``await servers.end()``.
     """
@@ -276,7 +279,7 @@ class LentServers:
     async def begin(self) -> str:
         """Find the workers and return the label of the weights that all of them serve.
 
-        Raises ``EngineError`` when a worker cannot be used, or they do not agree.
+        Raises ``EngineError`` when a worker cannot be used, or they disagree.
         """
         assert self._pool is None, "the rollout before has not ended"
         urls = await workers(self._config, self._transport)
@@ -294,14 +297,14 @@ class LentServers:
         return label
 
     async def serves(self, version: int) -> None:
-        """Take it that the workers serve weights ``version``; from now on they take calls."""
+        """Register ``version`` as that of the workers' weights; from now on they take calls."""
         weights = FolderWeights(version, self._model.path)
         self._pool = EnginePool(self._members, weights, self._clock, self._config)
         await self._pool.open()
         await self._pool.load(version, weights)
 
     async def end(self) -> None:
-        """Give the servers back, idle. See ``LentServer.hand_back``."""
+        """Hand the servers back, idle. See ``LentServer.hand_back``."""
         members, self._members = self._members, []
         pool, self._pool = self._pool, None
         try:
@@ -314,7 +317,7 @@ class LentServers:
     # -- Engine ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """See ``EnginePool.generate``. Raises ``EngineError`` between rollouts."""
+        """Implement ``Engine.generate``. Raises ``EngineError`` between rollouts."""
         if self._pool is None:
             raise EngineError(f"{self} are lent for rollouts only, and {request.request_id} came between two of them")
         async for chunk in self._pool.generate(request):
@@ -328,7 +331,7 @@ class LentServers:
         return self._totals if self._pool is None else _sum(self._totals, self._pool.stats())
 
     async def close(self) -> None:
-        """Give the servers back, in whatever state they are."""
+        """Hand the servers back, whatever state they are in."""
         members, self._members = self._members, []
         pool, self._pool = self._pool, None
         await _close(pool, members)
@@ -345,8 +348,8 @@ async def workers(config: SGLangConfig, transport: httpx.AsyncBaseTransport | No
 
 
 def _capabilities(config: SGLangConfig, model: ModelFolder, *, num_workers: int) -> Capabilities:
-    """Return what lent servers can do. Their caches are gone after each weight update, colocated ones with the memory
-    that held them: what was stopped is prefilled again."""
+    """Return the capabilities of lent servers. Their caches are gone after each weight update, and those of colocated
+    ones along with their memory, so stopped samples are prefilled again."""
     return Capabilities(
         max_running=config.running() * num_workers,
         max_context_tokens=model.max_context_tokens,

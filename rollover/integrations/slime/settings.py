@@ -1,6 +1,7 @@
-"""The settings of a run inside slime: its flags, and what a user says under ``rollover`` in ``--custom-config-path``.
+"""The settings of a run inside slime: its flags, and the user's table ``rollover`` in ``--custom-config-path``.
 
-What it keeps true: a flag of slime that would have no effect is refused, and so is a setting that slime's flags decide.
+What it keeps true: a flag of slime that would have no effect is refused, and so is a setting that slime's flags
+determine.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from rollover.settings.schema import build
 SOURCE = "rollover, in the --custom-config-path file"
 """The place where users write settings, for messages."""
 _RESPONSE_TIMEOUT_S = 3600.0
-"""Answers come whole, so the wait for a response is that for its last token."""
+"""Answers arrive whole, so the wait for a response is the wait for its last token."""
 _STALL_TIMEOUT_S = 3600.0
-"""For the same reason no token is seen before the first response is whole."""
+"""For the same reason no token is seen before the first response is complete."""
 _ENGINE_KEYS = frozenset(
     {
         *("max_running", "connect_timeout_s", "first_token_timeout_s", "token_timeout_s", "busy_timeout_s"),
@@ -33,7 +34,7 @@ _ENGINE_KEYS = frozenset(
         *("rejoin_max_interval_s", "all_down_timeout_s"),
     }
 )
-"""The settings of engines that have an effect on servers that are slime's."""
+"""The engine settings that have an effect on slime's servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +45,13 @@ class SlimeOptions:
     """
 
     weights_lag: int = 0
-    """Batches that the servers' weights may be behind a rollout: 0 for ``train.py``, 1 for ``train_async.py``, which
-    begins a rollout before the training step before it is done."""
+    """Number of batches that the servers' weights may be behind a rollout: 0 for ``train.py``, 1 for
+    ``train_async.py``, which begins a rollout before the previous training step is done."""
     reward_timeout_s: float = 600.0
     """Longest wait for the reward of a response; its sample then fails."""
     kept_checkpoints: int = 2
-    """Checkpoints, counted from the newest, from which the run can be resumed. The batches since the oldest of them
-    stay in memory."""
+    """Number of checkpoints, counted from the newest, from which the run can be resumed. The batches since the oldest
+    of them stay in memory."""
 
     def __post_init__(self) -> None:
         if self.weights_lag < 0:
@@ -65,7 +66,8 @@ class SlimeOptions:
 class SlimeSettings:
     """All settings of a run inside slime, checked.
 
-    Example: ``slime_settings(args).hosted.rollout.strategy.kind`` is ``"april"`` where the user asks for nothing.
+    Example: ``slime_settings(args).hosted.rollout.strategy.kind`` is ``"april"`` if the user does not choose a
+    strategy.
     """
 
     hosted: HostedConfig
@@ -73,7 +75,7 @@ class SlimeSettings:
 
     @property
     def servers(self) -> SGLangConfig:
-        """Return how slime's servers are reached."""
+        """Return the settings for reaching slime's servers."""
         assert isinstance(self.hosted.engine, SGLangConfig), "the servers are given"
         return self.hosted.engine
 
@@ -118,13 +120,13 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
 
 
 def learns_from_stale_tokens_unknowingly(args: Namespace) -> bool:
-    """Return whether slime's loss takes tokens of older weights for those of the current ones."""
+    """Return whether slime's loss treats tokens of older weights as those of the current ones."""
     corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
     return not any(getattr(args, name, False) for name in corrections)
 
 
 def zero_signal_filter(args: Namespace, host: Host = SLIME) -> bool:
-    """Return whether groups whose rewards are all equal are left out, as the host's own filter does."""
+    """Return whether groups whose rewards are all equal are dropped, as the host's own filter does."""
     return getattr(args, "dynamic_sampling_filter_path", None) in host.filters
 
 
@@ -134,7 +136,7 @@ def zero_signal_filter(args: Namespace, host: Host = SLIME) -> bool:
 def _given(args: Namespace, host: Host) -> dict[str, Given]:
     stops = getattr(args, "rollout_stop", None) or ()
     top_k = getattr(args, "rollout_top_k", -1)
-    bound = getattr(args, "max_weight_staleness", None)  # miles has it
+    bound = getattr(args, "max_weight_staleness", None)  # only miles has it
     return {
         **({} if bound is None else {"rollout.max_staleness": Given(bound, "--max-weight-staleness")}),
         "seed": Given(_argument(args, "rollout_seed"), "--rollout-seed"),
@@ -184,7 +186,7 @@ def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _add_strategy(asked: dict[str, Any], args: Namespace) -> None:
-    """Start as many groups as ``--over-sampling-batch-size`` says, where the strategy starts more than a batch."""
+    """Start as many groups as ``--over-sampling-batch-size`` says, if the strategy starts more than a batch."""
     rollout = _table(asked, "rollout")
     strategy = rollout.get("strategy", {"kind": "april"})
     strategy = {"kind": strategy} if isinstance(strategy, str) else strategy
@@ -223,11 +225,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("multimodal_keys", bool, "prompts can only be text"),
     ("update_weights_interval", lambda n: n is not None and n != 1, "a version is one training step: use 1"),
 )
-"""Arguments of slime that this rollout function would ignore, with the values that it would and why."""
+"""Arguments of slime that this rollout function would ignore, with the values concerned and the reason."""
 
 
 def _refuse_a_context_that_cuts(args: Namespace) -> None:
-    """miles shortens responses to what ``--rollout-max-context-len`` leaves of it; slime does not."""
+    """Refuse a ``--rollout-max-context-len`` that could cut responses: miles shortens them to what it leaves of the
+    context, and slime does not."""
     if (context := getattr(args, "rollout_max_context_len", None)) is None:
         return
     prompt, response = getattr(args, "rollout_max_prompt_len", None), _argument(args, "rollout_max_response_len")

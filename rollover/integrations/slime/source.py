@@ -1,8 +1,8 @@
 """slime's data source as a source of prompts by number.
 
-A data source of slime is a stream: it gives the next groups and keeps its own place. A cursor of ours is the number of
-groups drawn. What it keeps true: the place of the stream and the cursor agree, even after a restart, when the stream
-stands where a checkpoint has put it and the groups that the journal knows since then are drawn again and passed over.
+A data source of slime is a stream: it returns the next groups and keeps its own position. Our cursor is the number of
+groups drawn. What it keeps true: the position of the stream and the cursor agree, even after a restart, when a
+checkpoint restores the stream's position and the groups that the journal has since then are drawn again and skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SlimeSource:
     """Implements ``Source`` over a data source of slime.
 
     Args:
-        position: groups drawn from the data source before, of those that the cursor counts.
+        position: number of groups already drawn from the data source, as the cursor counts them.
         group_size: samples that each group must have.
 
     Example: after a checkpoint that had drawn 40 groups, ``prompt(43)`` draws four and returns the last.
@@ -44,20 +44,23 @@ class SlimeSource:
         self._group_size = group_size
         self._last: Prompt | None = None
         self._drawing = threading.Lock()
-        """Checkpoints are saved on another thread than prompts are drawn on, and in miles while a rollout runs."""
+        """Needed because checkpoints are saved on another thread than the one that draws prompts, and in miles while a
+        rollout runs."""
 
     def save(self, save_groups: Callable[[], None]) -> int:
-        """Have the data source saved by ``save_groups`` while nothing is drawn. Returns the groups drawn until then."""
+        """Call ``save_groups`` to save the data source while nothing is drawn. Returns the number of groups drawn until
+        then."""
         with self._drawing:
             save_groups()
             return self._position
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt of the group with this number; in order, and the last one again.
+        """Return the prompt of the group with this number. Numbers must be requested in order; the last one may be
+        repeated.
 
         Raises:
             RunError: the data source is past it.
-            DataError: it gives no group, one of another size, or one that cannot be rolled out.
+            DataError: it returns no group, one of another size, or one that cannot be rolled out.
         """
         with self._drawing:
             return self._prompt(index)

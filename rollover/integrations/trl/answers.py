@@ -1,4 +1,4 @@
-"""A batch as TRL takes it: one row for each completion, siblings side by side. Torch-free."""
+"""A batch in TRL's form: one row for each completion, siblings side by side. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollover.types import Batch
 class Answers:
     """The completions of a batch, ``num_generations`` to each prompt. Every field has an entry for each of them.
 
-    A sample that failed stands there as a single end token that was not sampled: it has no reward, is masked, and
-    counts neither in the mean of its siblings nor in the loss.
+    A failed sample is represented by a single end token that was not sampled: it has no reward, is masked, and counts
+    neither in the mean of its siblings nor in the loss.
 
-    Example: of a batch of 4 groups with 8 samples each, one of them failed, there are 32 entries, and 31 of ``failed``
-    are false.
+    Example: a batch of 4 groups with 8 samples each, one of which failed, has 32 entries, of which 31 have ``failed``
+    false.
     """
 
     rows: list[int]
-    """Row of the dataset."""
+    """Row of the dataset for each completion."""
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     """Tokens exactly as they were sampled."""
@@ -42,7 +42,7 @@ class Answers:
 
     @classmethod
     def of(cls, batch: Batch, *, num_generations: int, end_token: int) -> Self:
-        """Lay out ``batch``. ``end_token`` stands in for samples that failed."""
+        """Convert ``batch``. ``end_token`` stands in for samples that failed."""
         answers = cls(rows=[], prompt_ids=[], completion_ids=[], logprobs=[], lags=[], truncated=[], failed=[])
         for group in batch.groups:
             scored = {trajectory.sample_id.index: trajectory for trajectory in group.trajectories}

@@ -1,7 +1,7 @@
-"""Rollouts for TRL's asynchronous trainer, from the arguments that the trainer is made with.
+"""Rollouts for TRL's asynchronous trainer, built from the same arguments as the trainer.
 
 ``rollout_worker`` returns the worker over an engine of Rollover's, the trainer's dataset and its reward functions. Its
-run has a directory, ``OUTPUT_DIR/rollover``, as that of ``GRPOTrainer``.
+run has a directory, ``OUTPUT_DIR/rollover``, like that of ``GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rollout_worker(
     rollover: Asked = None,
     observer: Callable[[Event], None] = lambda event: None,
 ) -> RolloutWorker:
-    """Return the rollout worker and weight transfer of an ``AsyncGRPOTrainer`` that is made with the same arguments.
+    """Return the rollout worker and weight transfer of an ``AsyncGRPOTrainer`` that is created with the same arguments.
 
     Example::
 
@@ -56,10 +56,10 @@ def rollout_worker(
         args: an ``AsyncGRPOConfig``.
         model: a folder or the name of a model on the hub.
         reward_funcs: called on the worker's thread with ``prompts``, ``completions``, ``completion_ids`` and the
-            columns of the dataset, as TRL calls them; they need not be picklable.
+            columns of the dataset, as in TRL; they need not be picklable.
         train_dataset: with a column ``prompt`` of messages or texts. Its rows are taken in their order.
         processing_class: the tokenizer; the model's own when it is left out.
-        rollover: as for ``GRPOTrainer``. The engine is embedded, on the trainer's devices, where nothing else is said.
+        rollover: as for ``GRPOTrainer``. By default the engine is embedded, on the trainer's devices.
         observer: called with each event of the rollouts, on a thread of its own.
 
     Raises:
@@ -94,7 +94,7 @@ def _opened(
     def make_source(capabilities: Capabilities) -> DatasetPrompts:
         return DatasetPrompts(
             rows,
-            # Tokenizers are not to be used in two threads, and the feed has its own.
+            # A tokenizer must not be used in two threads, so the feed has its own.
             encoder(copy.deepcopy(tokenizer), args.chat_template_kwargs or {}),
             seed=config.seed,
             shuffle=False,
@@ -162,7 +162,7 @@ class AsyncRollouts:
 
 
 class _Table:
-    """The rows of trajectories: their messages, and their rewards by the trainer's functions."""
+    """The rows of trajectories: their messages, and their rewards from the trainer's functions."""
 
     def __init__(self, rows: TableRows, tokenizer: Any, functions: Sequence[Callable[..., Any]]) -> None:
         self._rows = rows
@@ -175,7 +175,7 @@ class _Table:
         return asked, [{"role": "assistant", "content": self._text(trajectory)}]
 
     def rewards(self, group: Group) -> list[dict[str, float]]:
-        """Return the values of the reward functions of each trajectory; NaN where one gives none."""
+        """Return the values of the reward functions for each trajectory; NaN where one returns none."""
         columns = dict(self._columns(group.trajectories[0]))
         prompt = columns.pop("prompt")
         texts = [self._text(trajectory) for trajectory in group.trajectories]
@@ -200,7 +200,7 @@ class _Table:
 
 
 def _called(function: Callable[..., Any], given: Mapping[str, Any]) -> Sequence[Any]:
-    """Return a values of a reward function, which may be asynchronous."""
+    """Return the values of a reward function, which may be asynchronous."""
     found = function(**given)
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))

@@ -1,6 +1,6 @@
-"""Refusals: settings of TRL under which rollouts that carry over would be trained wrongly, or not at all.
+"""Refuses settings of TRL under which rollouts that carry over would be trained wrongly, or not at all.
 
-Each message names the setting, why it is in the way, and what to do. Torch-free; TRL is asked for its version alone.
+Each message names the setting, why it does not work, and what to do. Torch-free; only TRL's version is read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rollover.errors import ConfigError, MissingExtra, require
 from rollover.integrations.hosted import Given
 
 OLDEST, NEWEST = (1, 16), (1, 16)
-"""First and last minor version of TRL that the tests have run with. The integration overrides methods that TRL calls
-its own, so others are refused."""
+"""First and last minor version of TRL with which the tests have run. The integration overrides private methods of TRL,
+so other versions are refused."""
 
 
 def trl_version() -> str:
@@ -44,12 +44,12 @@ def check_version(version: str | None = None) -> None:
 
 
 def steps_per_batch(args: Any) -> int:
-    """Return how many optimizer steps TRL makes of a generation batch, which is one version."""
+    """Return how many optimizer steps TRL makes from a generation batch, which is one version."""
     return int(args.steps_per_generation) // int(args.gradient_accumulation_steps)
 
 
 def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
-    """Return the settings of a run that TRL's arguments decide."""
+    """Return the settings of a run that TRL's arguments determine."""
     return {
         "seed": Given(args.seed, "GRPOConfig.seed"),
         "rollout.rollout_batch_size": Given(
@@ -71,7 +71,7 @@ def samples_per_version(args: Any) -> int:
 
 
 def given_by_async(args: Any) -> Mapping[str, Given]:
-    """Return the settings of a run that the arguments of TRL's asynchronous trainer decide."""
+    """Return the settings of a run that the arguments of TRL's asynchronous trainer determine."""
     return {
         "seed": Given(args.seed, "AsyncGRPOConfig.seed"),
         "rollout.rollout_batch_size": Given(
@@ -88,7 +88,7 @@ def given_by_async(args: Any) -> Mapping[str, Given]:
 
 
 def check_async(args: Any) -> None:
-    """Look at the arguments of TRL's asynchronous trainer.
+    """Check the arguments of TRL's asynchronous trainer.
 
     Raises:
         ConfigError: with one line for each thing that is in the way.
@@ -97,7 +97,7 @@ def check_async(args: Any) -> None:
 
 
 def check_before(arguments: Mapping[str, Any]) -> None:
-    """Look at the arguments of a trainer before TRL acts upon them: opens vLLM, say.
+    """Check the arguments of a trainer before TRL acts upon them, by opening vLLM for example.
 
     Raises:
         ConfigError: with one line for each thing that is in the way.
@@ -106,7 +106,7 @@ def check_before(arguments: Mapping[str, Any]) -> None:
 
 
 def check_trainer(args: Any, *, num_processes: int, is_sharded: bool) -> None:
-    """Look at the arguments as TRL has completed them.
+    """Check the arguments once TRL has completed them.
 
     Raises:
         ConfigError: with one line for each thing that is in the way.
@@ -115,7 +115,7 @@ def check_trainer(args: Any, *, num_processes: int, is_sharded: bool) -> None:
 
 
 def check_correction(args: Any, *, is_on_policy: bool) -> None:
-    """Raise ``ConfigError`` when tokens of older weights would pass for tokens of the current ones."""
+    """Raise ``ConfigError`` when tokens of older weights would be treated as those of the current ones."""
     if not args.vllm_importance_sampling_correction and not is_on_policy:
         raise ConfigError(
             "GRPOConfig.vllm_importance_sampling_correction is False, so tokens sampled from older weights would be"
@@ -124,7 +124,7 @@ def check_correction(args: Any, *, is_on_policy: bool) -> None:
 
 
 def check_steps(args: Any, *, max_steps: int, save_steps: float) -> None:
-    """Look at how many optimizer steps TRL makes, and after how many it saves, once it has counted both:
+    """Check how many optimizer steps TRL makes, and after how many it saves, once it has computed both:
     ``num_train_epochs=1.5`` may be 9 steps, and ``save_steps=0.3`` of 10 are 3.
 
     Raises:
@@ -219,7 +219,7 @@ def _in_the_way_of_async(args: Any) -> Iterator[str]:
 
 
 def _cuts_logprobs(args: Any, config: str) -> Iterator[str]:
-    """Yield settings of TRL's ``config`` whose samples have other log-probs than TRL computes."""
+    """Yield settings of TRL's ``config`` whose samples have different log-probs from those that TRL computes."""
     for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
         if (value := getattr(args, name)) not in off:
             yield (
@@ -235,7 +235,7 @@ def _cuts_logprobs(args: Any, config: str) -> Iterator[str]:
 
 def _out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
     """Yield settings that would save or stop in the middle of a batch. A share of the steps, or a number of epochs, is
-    let through until TRL has turned it into steps."""
+    accepted until TRL has converted it to steps."""
     each = steps_per_batch(args)
     wrong = []
     if args.save_strategy == "steps" and save_steps >= 1 and int(save_steps) % each:

@@ -1,4 +1,4 @@
-"""The engine of a run inside TRL and the feed over it: opened from the settings, given the trainer's weights.
+"""The engine of a run inside TRL and its feed: opened from the settings, and given the trainer's weights.
 
 What it keeps true: an engine that loads weights from folders finds each version in one, written while samples decode.
 """
@@ -29,14 +29,14 @@ class HostedEngine:
 
     Args:
         folder: of the model, for the engine to open.
-        make_source: the prompts, for an engine that can do so much.
+        make_source: returns the prompts, given the engine's capabilities.
         stop_token_ids: tokens that end a response.
-        step: how many batches the trainer's checkpoint has seen.
+        step: how many batches the trainer's checkpoint includes.
         prepare: called with the engine before it is used.
         observer: called on the feed's thread after each event.
 
-    Example: ``hosted.publish(7, source)`` has the engine sample from version 7, and ``hosted.feed.batch(7)`` is the
-    batch that it trains.
+    Example: ``hosted.publish(7, source)`` lets the engine sample from version 7, and ``hosted.feed.batch(7)`` is the
+    batch that this version trains.
 
     Raises:
         RolloverError: the engine cannot be opened; the message says what to do.
@@ -70,11 +70,11 @@ class HostedEngine:
             seed=config.seed,
             deadlines=Deadlines(
                 update_timeout_s=2 * timeout_s
-            ),  # the publisher's own comes first, and names the server
+            ),  # the publisher's own deadline comes first, and names the server
             observer=observer,
         )
         self._publisher = Publisher([self.engine], folders=self._folders, timeout_s=timeout_s)
-        """Made in this thread, used on the feed's."""
+        """Created in this thread, used on the feed's."""
 
     @property
     def engine(self) -> TrainedEngine:
@@ -83,12 +83,12 @@ class HostedEngine:
         return opened
 
     def publish(self, version: int, source: WeightSource, loaded: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Have the engine sample from ``source`` from now on. Raises as ``Feed.publish`` does.
+        """Let the engine sample from ``source`` from now on. Raises like ``Feed.publish``.
 
         Args:
             loaded: awaited on the feed's event loop once the engine has the weights, before it samples from them.
         """
-        if self._folders is not None:  # while samples may still be decoding: it can take a while
+        if self._folders is not None:  # while samples may still be decoding, since it can take a while
             tensors = dict(source.tensors())
             source = MemoryWeights(version, tensors, folder=self._folders.write(version, tensors))
 

@@ -1,5 +1,5 @@
-"""Measures of a batch that TRL has prepared for its loss: the engine's distance from the trainer, and tokens that no
-gradient reaches."""
+"""Measurements of a batch that TRL has prepared for its loss: the engine's distance from the trainer, and tokens that
+no gradient reaches."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from rollover.types import Drift, WasteCause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Says what TRL's tensors tell of a batch.
+    """The measurements from TRL's tensors for a batch.
 
     Example: ``Measured(drift=Drift(5120, 2e-7), untrained={WasteCause.ZERO_ADVANTAGE: 2048})``
     """
 
     drift: Drift
-    """Over tokens that the current weights sampled; over none where TRL has not computed their log-probs."""
+    """Over tokens that the current weights sampled; over none if TRL has not computed their log-probs."""
     untrained: Mapping[WasteCause, int]
 
 
 def measure(output: Mapping[str, Any], answers: Answers, *, advantages_alone: bool) -> Measured:
-    """Look at the tensors of shape (B, T): B completions in the order of ``answers``, padded on the right.
+    """Measure a batch from tensors of shape (B, T): B completions in the order of ``answers``, padded on the right.
 
     Args:
-        output: what TRL's ``_generate_and_score_completions`` returns.
-        advantages_alone: whether a token without an advantage has no gradient: no KL term, no bonus for entropy.
+        output: the result of TRL's ``_generate_and_score_completions``.
+        advantages_alone: whether a token without an advantage has no gradient, since there is no KL term and no entropy
+        bonus.
     """
     mask_BT = output["completion_mask"].bool().cpu()
     if "tool_mask" in output:
@@ -47,7 +48,7 @@ def measure(output: Mapping[str, Any], answers: Answers, *, advantages_alone: bo
 def _untrained(
     output: Mapping[str, Any], answers: Answers, mask_BT: Tensor, advantages_alone: bool
 ) -> Mapping[WasteCause, int]:
-    """Count tokens without a gradient by cause, each once: that which comes first in the loss."""
+    """Count tokens without a gradient by cause, each once: by the cause that comes first in the loss."""
     sampled_BT = _padded(
         [[int(not f)] * len(t) for f, t in zip(answers.failed, answers.lags, strict=True)], like=mask_BT
     )

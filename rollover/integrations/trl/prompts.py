@@ -1,7 +1,7 @@
 """Prompts of a TRL dataset by number. Torch-free.
 
 Draw ``index`` is row ``order[index % rows]`` of epoch ``index // rows``, each epoch with an order of its own. So a
-cursor is all that a restart needs. The journal holds the number of the row; its columns stay with the host.
+restart needs only a cursor. The journal has the number of the row; its columns stay with the host.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollover.errors import DataError
 from rollover.types import Prompt
 
 ROW = "row"
-"""The column of a prompt that says which row of the dataset it is."""
+"""The column of a prompt with the number of its row in the dataset."""
 _NUM_LOOKED_AT = 64
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""The memory address in an object's text, which differs in the next process."""
+"""The memory address in an object's text, which differs in another process."""
 
 
 class TableRows(Protocol):
@@ -37,7 +37,7 @@ class TableRows(Protocol):
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as the model gets it.
+    """A prompt in the form that the model receives.
 
     Example: ``EncodedPrompt((15, 10, 22), "1+8")``
     """
@@ -50,11 +50,11 @@ class DatasetPrompts:
     """Draws prompts from the column ``prompt`` of a dataset. Implements ``Source``.
 
     Args:
-        encode: makes tokens of what a row has in that column, as TRL does.
-        shuffle: each epoch in an order of its own, drawn from ``seed``; else always in the order of the rows.
+        encode: tokenises the value of that column as TRL does.
+        shuffle: each epoch in an order of its own, drawn from ``seed``; otherwise always in the order of the rows.
         max_prompt_tokens: longest prompt that leaves room for a response.
 
-    Example: of 20 rows, ``prompt(41)`` is a row of the third epoch, called ``train/7@2``, say.
+    Example: with 20 rows, ``prompt(41)`` is a row of the third epoch, called ``train/7@2``, say.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DatasetPrompts:
         self._seed = seed
         self._shuffle = shuffle
         self._max_prompt_tokens = max_prompt_tokens
-        # Prompts of two epochs are asked for in turn around a boundary.
+        # Around a boundary, prompts of two epochs are asked for in turn.
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     def prompt(self, index: int) -> Prompt:
@@ -104,7 +104,7 @@ class DatasetPrompts:
 
 
 def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], EncodedPrompt]:
-    """Return what makes tokens of a prompt as TRL does: of a text, or of a list of messages in the chat template.
+    """Return a function that tokenises a prompt as TRL does: a text, or a list of messages in the chat template.
 
     Args:
         tokenizer: used by one thread only, so it is not the trainer's own.
@@ -122,11 +122,11 @@ def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], Encod
 
 
 def fingerprint(rows: TableRows) -> str:
-    """Return what tells a dataset from another: the number of its rows and a hash of some of them, with all columns,
-    spread over it.
+    """Return a fingerprint that distinguishes datasets: the number of rows and a hash of some of them, spread over the
+    dataset, with all columns.
 
     Example: ``fingerprint([{"prompt": "1+1=", "answer": "2"}])`` is "1 rows, " and sixteen hexadecimal digits, which
-    are others for the answer "3".
+    differ for the answer "3".
 
     Raises:
         DataError: a row has no prompt.

@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class HostedRollouts:
-    """Hands out batches and keeps the account of them.
+    """Hands out batches and accounts for them.
 
     Example: one step of a trainer::
 
@@ -52,11 +52,11 @@ class HostedRollouts:
 
     Args:
         folder: of the model, for the engine to open.
-        make_source: the prompts, for an engine that can do so much.
+        make_source: returns the prompts, given the engine's capabilities.
         stop_token_ids: tokens that end a response.
-        num_tokens: what the tokenizer knows; models may have more rows.
-        number_format: in which the trainer computes log-probs, by torch's name.
-        step: how many batches the trainer's checkpoint has seen.
+        num_tokens: size of the tokenizer's vocabulary; models may have more rows.
+        number_format: the one in which the trainer computes log-probs, by torch's name.
+        step: how many batches the trainer's checkpoint includes.
         observer: called on the feed's thread after each event.
     """
 
@@ -76,10 +76,10 @@ class HostedRollouts:
         self._run = run
         self._num_tokens = num_tokens
         self._references: dict[int, Reference] = {}
-        """The newest by version: a server may be checked under an older one while a newer one is loaded."""
+        """The newest references by version: a server may be checked under an older one while a newer one is loaded."""
         self._has_checked = False
         self._batch: Batch | None = None
-        """The batch that the trainer has."""
+        """The trainer's present batch."""
         self._hosted = HostedEngine(
             config,
             run,
@@ -103,7 +103,7 @@ class HostedRollouts:
         return self._hosted.feed
 
     def take(self, version: int, model: Any) -> Batch:
-        """Publish ``model`` as ``version`` and return the batch that it trains. Raises as ``Feed`` does, and
+        """Publish ``model`` as ``version`` and return the batch that it trains. Raises like ``Feed``, and raises
         ``EngineMismatch`` when the engine does not sample from ``model``."""
         self.finish_step()
         self._steps.begin(version)
@@ -114,15 +114,15 @@ class HostedRollouts:
         return self._batch
 
     def report(self, metrics: Mapping[str, float], untrained: Mapping[WasteCause, int]) -> Mapping[str, float]:
-        """Add what the host has measured of the batch that it has, and return what was measured here."""
+        """Add the host's measurements of its present batch, and return those made here."""
         self._steps.measured(metrics, untrained)
         return self._measured
 
     def judge(self, drift: Drift) -> None:
-        """Compare log-probs of the batch that the current weights sampled with the trainer's.
+        """Check the distance between engine and trainer over the batch's tokens that the current weights sampled.
 
         Raises:
-            EngineMismatch: they are further apart than rounding makes them.
+            EngineMismatch: their log-probs are further apart than rounding explains.
         """
         assert self._batch is not None, "no batch is underway"
         if self._batch.step in self.feed.replayed:
@@ -136,7 +136,7 @@ class HostedRollouts:
             )
 
     def finish_step(self) -> None:
-        """Say that the batch which was taken last is trained. Does nothing when that was said already."""
+        """Record that the last batch is trained. Does nothing if that is already recorded."""
         if self._batch is None:
             return
         done, self._batch = self._batch, None
@@ -145,12 +145,12 @@ class HostedRollouts:
         self._steps.close()
 
     def saved(self, step: int) -> None:
-        """Say that no restart will come back to a checkpoint before ``step``."""
+        """Record that no restart will return to a checkpoint before ``step``."""
         self.finish_step()
         self.feed.saved(step)
 
     def close(self) -> None:
-        """Stop what runs and close everything. The batch that is underway, if any, does not count as trained."""
+        """Stop running samples and close everything. A batch that is in progress does not count as trained."""
         try:
             self.feed.close()
         finally:

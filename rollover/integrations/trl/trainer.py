@@ -1,14 +1,14 @@
 """TRL's ``GRPOTrainer`` with rollouts that roll over: partial rollouts, a staleness bound, a journal, a report.
 
-TRL keeps its data, rewards, advantages, loss, logging, checkpoints and evaluation. In place of "answer these prompts
-now" it gets the scheduler's next batch, prompts and all: the rows that its data loader brings are left aside. TRL's own
-importance sampling, made for the mismatch between vLLM and the trainer, corrects for tokens of older weights, since it
-compares the log-probs that a token was sampled with to those of the weights that train it. So TRL is told, while it
-trains, that it uses vLLM; nothing of vLLM is opened.
+TRL keeps its data, rewards, advantages, loss, logging, checkpoints and evaluation. Instead of answers to its prompts it
+gets the scheduler's next batch, including the prompts: the rows from its data loader are ignored. TRL's own importance
+sampling, made for the mismatch between vLLM and the trainer, corrects for tokens of older weights, since it compares
+the log-probs that a token was sampled with to those of the weights that train it. So TRL is told, while it trains, that
+it uses vLLM, but vLLM is never opened.
 
-What it keeps true: tokens and their log-probs reach the loss exactly as they were sampled; a completion that failed has
-advantage 0 and no token in the loss; a loss that leaves the behaviour log-probs out is refused; after a crash each
-batch that the checkpoint has not seen comes again, once, as it was.
+What it keeps true: tokens and their log-probs reach the loss exactly as they were sampled; a failed completion has
+advantage 0 and no token in the loss; a loss that ignores the behaviour log-probs is refused; after a crash each batch
+that the checkpoint does not include comes again, once, unchanged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from rollover.types import Batch
 
 _RATIO = "importance_sampling_ratio"
 _STATE = "trainer_state.json"
-"""The last file of a checkpoint that TRL writes: one without it is torn."""
+"""The last file that TRL writes in a checkpoint: one without it is incomplete."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -66,13 +66,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         trainer.train()                                            # after a crash: resume_from_checkpoint=True
 
     Args:
-        rollover: how rollouts are scheduled and who decodes them: the name of a strategy, a TOML file, or a dictionary
-            with the tables ``rollout`` and ``engine`` of a run's config. What ``GRPOConfig`` decides is not to be said
-            again. The engine is embedded where nothing else is said.
+        rollover: how rollouts are scheduled and which engine decodes them: the name of a strategy, a TOML file, or a
+        dictionary with the tables ``rollout`` and ``engine`` of a run's config. Settings that ``GRPOConfig`` determines
+        must not be repeated. By default the engine is embedded.
         observer: called with each event of the rollouts, on a thread of its own.
 
     Raises:
-        ConfigError: TRL's version or a setting is in the way; the message has a line for each.
+        ConfigError: TRL's version or a setting does not work; the message has a line for each.
     """
 
     use_vllm: bool
@@ -99,20 +99,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollover_config: HostedConfig = hosted_config(
             rollover, given_by(self.args, self.num_generations), source="rollover="
         )
-        """Settings of the rollouts, complete."""
+        """The complete settings of the rollouts."""
         check_correction(self.args, is_on_policy=self.rollover_config.rollout.staleness_bound == 0)
         self.add_callback(_Steps(self))
 
     # -- training --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. With ``resume_from_checkpoint=True`` the run resumes from its newest whole checkpoint, or
-        from the beginning when it was stopped before there was one; no batch is decoded twice.
+        """Train as TRL does. With ``resume_from_checkpoint=True`` the run resumes from its newest complete checkpoint,
+        or from the beginning if it was stopped before there was one; no batch is decoded twice.
 
         Raises:
-            RunError: the output directory holds the rollouts of an earlier run, or others than those of the one that
-                is resumed.
-            RolloverError: with what the user can do about it; the run can be resumed.
+            RunError: the output directory has the rollouts of an earlier run, or of a run other than the resumed one.
+            RolloverError: the message says what the user can do about it; the run can be resumed.
         """
         self._resumes = bool(resume_from_checkpoint)
         if resume_from_checkpoint is True:
@@ -148,7 +147,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @contextmanager
     def _behaviour_weighed(self, wanted: bool) -> Iterator[None]:
-        """Have TRL weigh tokens by the log-probs that they were sampled with, or leave it to sample by itself."""
+        """Switch TRL's weighting by the log-probs that tokens were sampled with on or off within this context; when
+        off, TRL samples by itself."""
         before, self.use_vllm = self.use_vllm, wanted
         try:
             yield
@@ -168,7 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch = rollouts.take(version, self.accelerator.unwrap_model(self.model))
         answers = Answers.of(batch, num_generations=self.num_generations, end_token=int(self._tokenizer.eos_token_id))
         rows = [self._row(row) for row in answers.rows]
-        self._last_loaded_step = self.state.global_step  # TRL would load weights into its vLLM
+        self._last_loaded_step = self.state.global_step  # otherwise TRL would load weights into its vLLM
         self._answers, self.rollout_func = answers, self._answer
         try:
             output = super()._generate_and_score_completions(rows)
@@ -178,7 +178,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _answer(self, prompts: Any, trainer: Any) -> dict[str, Any]:
-        """Give TRL the batch in place of answers to ``prompts``, which are those of the batch."""
+        """Return the batch to TRL in place of answers to ``prompts``, which are those of the batch."""
         answers = self._answers
         assert answers is not None and len(prompts) == len(answers.rows)
         fields = {
@@ -189,7 +189,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return fields if answers.env_mask is None else {**fields, "env_mask": answers.env_mask}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Ask the reward functions about completions that were decoded. Those that failed get none."""
+        """Call the reward functions for decoded completions. Failed ones get no reward."""
         failed = self._answers.failed if self._answers is not None else []
         if not any(failed):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -204,7 +204,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Compute TRL's loss.
 
         Raises:
-            RunError: it has not looked at the importance weights: this version of TRL leaves them out.
+            RunError: it has not used the importance weights, since this version of TRL ignores them.
         """
         if not self.use_vllm or not self.vllm_importance_sampling_correction:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -224,7 +224,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super().prediction_step(*args, **kwargs)
 
     def _look_at(self, output: Mapping[str, Any], answers: Answers, batch: Batch) -> None:
-        """Compare engine and trainer, and enter what is known of the batch into both accounts."""
+        """Compare engine and trainer, and add the measurements of the batch to both accounts."""
         assert self._rollouts is not None
         if self.vllm_importance_sampling_correction and _RATIO not in output:
             raise RunError(
@@ -260,11 +260,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._rollouts
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a response for TRL: with others, responses would look cut to it."""
+        """Return the tokens that end a response for TRL: with others, responses would look truncated to it."""
         return tuple(int(token) for token in self.eos_token_ids)
 
     def _make_source(self, capabilities: Capabilities) -> DatasetPrompts:
-        # Tokenizers are not to be used in two threads, and the feed has its own.
+        # A tokenizer must not be used in two threads, so the feed has its own.
         tokenizer = copy.deepcopy(self.processing_class)
         return DatasetPrompts(
             self.train_dataset,
@@ -279,8 +279,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return {"prompt": columns["prompt"]} if self.args.remove_unused_columns else columns
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save as TRL does, once the journal knows that the batch is trained: a run that dies between the two then
-        trains it again, and none that the checkpoint has seen is left open."""
+        """Save as TRL does, once the journal records that the batch is trained. A run that dies between the two trains
+        it again, and no batch that the checkpoint includes is left open."""
         each = steps_per_batch(self.args)
         if self._rollouts is not None:
             if self.state.global_step % each:
@@ -292,8 +292,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         super()._save_checkpoint(*args, **kwargs)
 
     def _saved(self) -> None:
-        """Tell the journal how far back a restart may go: to the oldest checkpoint that is kept. Where TRL keeps them
-        all, the two newest count."""
+        """Record in the journal how far back a restart may go: to the oldest checkpoint that is kept. If TRL keeps them
+        all, only the two newest count."""
         if self._rollouts is None:
             return
         kept = [step for step, _ in whole_checkpoints(Path(self.args.output_dir)) if step <= self.state.global_step]
@@ -310,11 +310,11 @@ _LOGGED = {
     "perf/rollout_wait_s": "time/rollout_s",
     "perf/weight_sync_s": "time/publish_s",
 }
-"""Metrics of the rollouts that TRL logs: their names here and there."""
+"""Metrics of the rollouts that TRL logs: TRL's names for ours."""
 
 
 def whole_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of the checkpoints in ``output_dir`` that were written to their end, oldest first."""
+    """Return step and folder of the complete checkpoints in ``output_dir``, oldest first."""
     if not output_dir.is_dir():
         return []
     found = [(entry, _CHECKPOINT.fullmatch(entry.name)) for entry in output_dir.iterdir()]
@@ -324,7 +324,7 @@ def whole_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 class _Watched(dict[str, Any]):
-    """The inputs of a loss; remembers what was looked up."""
+    """The inputs of a loss, which records the keys that were looked up."""
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
         super().__init__(inputs)
@@ -340,7 +340,7 @@ class _Watched(dict[str, Any]):
 
 
 class _Steps(TrainerCallback):
-    """Refuses steps that cannot work once TRL has counted them, and tells the journal of each checkpoint."""
+    """Refuses step counts that cannot work once TRL has computed them, and records each checkpoint in the journal."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer

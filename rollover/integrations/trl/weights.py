@@ -1,4 +1,4 @@
-"""Weights of a transformers model in training, as engines take them: by Hugging Face name, adapters merged."""
+"""Weights of a transformers model in training in the form that engines take: by Hugging Face name, adapters merged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 
 _OF_ADAPTERS = ("lora_", "base_layer", "modules_to_save", "original_module", "token_adapter")
-"""Parts of parameter names that mean something of peft's other than a low-rank matrix beside a linear layer."""
+"""Parts of parameter names that indicate a peft method other than a low-rank matrix beside a linear layer."""
 
 
 def policy_source(model: Any, version: int) -> WeightSource:
@@ -94,13 +94,13 @@ def number_format(model: Any, args: Any) -> str:
 
 def model_folder(model: Any, tokenizer: Any, place: Path, *, is_untrained: bool) -> Path:
     """Return a folder with config, tokenizer and some weights of ``model``, from which an engine is opened: the one
-    that it was loaded from, or ``place``, where it is written when there is none.
+    that it was loaded from, or ``place``, where it is written if there is none.
 
     Args:
-        is_untrained: whether no batch was trained. What is in ``place`` must then be this model.
+        is_untrained: whether no batch was trained. The model in ``place`` must then be this one.
 
     Raises:
-        RunError: the model is another than the one that the run began with.
+        RunError: the model is not the one that the run began with.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     if name := getattr(base.config, "_name_or_path", ""):
@@ -124,7 +124,7 @@ def _is_model_of(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Switch dropout off within."""
+    """Switch dropout off within this context."""
     was_training = model.training
     model.eval()
     try:

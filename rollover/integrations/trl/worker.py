@@ -6,16 +6,16 @@
     send_weights(tensors) ──▶ a version is published ────────▶  rollouts
     rollout_buffer.get()  ◀── samples, batch after batch  ◀──  a thread that asks the rollouts for them
 
-TRL drops what is older than its ``max_staleness`` when it takes it from the queue, which favours short responses. Here
-nothing gets that old: a batch is as many samples as the trainer takes between two publications, so that batch ``s`` is
-trained at version ``s``, and the bound of the rollouts, which is no higher than TRL's, holds there. A sample is
+TRL drops samples older than its ``max_staleness`` when it takes them from the queue, which favours short responses.
+Here none gets that old: a batch has as many samples as the trainer takes between two publications, so that batch ``s``
+is trained at version ``s``, and the bound of the rollouts, which is no higher than TRL's, holds there. A sample is
 labelled with the version of its *oldest* token.
 
 Weights are published between batches: ``send_weights`` waits until the batch that is being collected is complete.
 
 What it keeps true: samples are put into the queue batch by batch, in order, and each batch has as many as the trainer
-takes, even if samples have failed; never more than ``batches_ahead`` batches wait there; a batch counts as trained
-once newer weights are sent; what the thread fails with is raised by ``check_health``.
+takes, even if samples have failed; never more than ``batches_ahead`` batches wait there; a batch counts as trained once
+newer weights are sent; ``check_health`` raises the error that the thread failed with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncSettings:
-    """Tells a worker what it must know of the trainer that it serves.
+    """The facts that a worker needs about the trainer that it serves.
 
     Example: ``AsyncSettings(max_staleness=4, samples_per_version=64)`` for steps of 64 samples, each followed by a
     publication.
@@ -53,15 +53,15 @@ class AsyncSettings:
     """``AsyncGRPOConfig.max_staleness``."""
     samples_per_version: int
     """Samples that the trainer takes between two publications: per_device_train_batch_size times
-    gradient_accumulation_steps times the number of processes times weight_sync_steps. The trainer takes as many where
-    ``AsyncGRPOConfig.token_budget`` is 0; with a budget it takes what fits into it."""
+    gradient_accumulation_steps times the number of processes times weight_sync_steps. The trainer takes this many if
+    ``AsyncGRPOConfig.token_budget`` is 0; with a budget it takes as many as fit."""
     batches_ahead: int = 1
-    """Batches that may wait in the queue."""
+    """Number of batches that may wait in the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Says what became of a batch that the trainer has trained.
+    """The result of training a batch.
 
     Example: ``Trained(rewards=(1.0, 0.0), untrained={}, waited_s=0.5)``
     """
@@ -71,7 +71,7 @@ class Trained:
     untrained: Mapping[WasteCause, int]
     """Its tokens without a gradient, by cause."""
     waited_s: float
-    """Seconds that the trainer has waited for its samples."""
+    """Seconds that the trainer waited for its samples."""
 
 
 class Rollouts(Protocol):
@@ -82,7 +82,7 @@ class Rollouts(Protocol):
     """
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Put named tensors into the engine as weights ``version``."""
+        """Load named tensors into the engine as weights ``version``."""
         ...
 
     def batch(self, version: int) -> Batch:
@@ -90,14 +90,15 @@ class Rollouts(Protocol):
         ...
 
     def trained(self, batch: Batch, outcome: Trained) -> None:
-        """Record that a batch is trained. It is not asked for again."""
+        """Record that a batch is trained. It will not be requested again."""
         ...
 
     def close(self) -> None: ...
 
 
 Rewards = Callable[[Group], Sequence[Mapping[str, float]]]
-"""Given a group, returns for each trajectory the values of its reward functions by name; NaN where one has none."""
+"""A function that returns, for each trajectory of a group, the values of its reward functions by name; NaN where one
+returns none."""
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class _HandedOut:
     batch: Batch
     rewards: list[float] = field(default_factory=list)
     num_without_signal: int = 0
-    """Tokens with an advantage of 0."""
+    """Number of tokens with an advantage of 0."""
 
 
 class _TimedQueue(queue.Queue[Any]):
@@ -124,7 +125,7 @@ class _TimedQueue(queue.Queue[Any]):
 
 
 class RolloutWorker:
-    """Implements TRL's ``RolloutWorkerProtocol`` and ``WeightTransferProtocol``. ``rollout_worker`` makes one from a
+    """Implements TRL's ``RolloutWorkerProtocol`` and ``WeightTransferProtocol``. ``rollout_worker`` builds one from a
     trainer's arguments.
 
     Example::
@@ -136,11 +137,12 @@ class RolloutWorker:
         rollout: settings of the rollouts. Their batch has as many samples as the trainer takes per version.
         open_rollouts: called when the first weights are sent.
         rewards: see ``Rewards``; called on the worker's thread.
-        messages: prompt and completion of a trajectory as lists of messages, for TRL's traces.
-        make_sample: TRL's ``RolloutSample``; found in TRL when it is left out.
+        messages: returns prompt and completion of a trajectory as lists of messages, for TRL's traces.
+        make_sample: TRL's ``RolloutSample``; imported from TRL when left out.
 
     Raises:
-        ConfigError: the bound of ``rollout`` is above TRL's, or a batch is not what the trainer takes per version.
+        ConfigError: the bound of ``rollout`` is above TRL's, or its batch does not have the size that the trainer takes
+        per version.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class RolloutWorker:
         self._alive_s = time.monotonic()
         """Time of the thread's last activity, while it is not waiting for a batch."""
         self._waits_for_batch = False
-        """A batch has deadlines of its own, and may take longer than the trainer's."""
+        """True while it waits for a batch, which has deadlines of its own and may take longer than the trainer's."""
         self._handed_out: dict[int, _HandedOut] = {}
         self._waited_s = 0.0
         """Seconds that the trainer had waited for samples when a batch was last recorded as trained."""
@@ -193,19 +195,19 @@ class RolloutWorker:
     # -- the worker ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to fill ``rollout_buffer``. TRL has sent the first weights before."""
+        """Start to fill ``rollout_buffer``. TRL has sent the first weights before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="rollover-worker", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop and release everything. Does nothing the second time."""
+        """Stop and release everything. Does nothing when called again."""
         self._stopping.set()
         with self._published:
             self._published.notify_all()
         try:
             if self._rollouts is not None:
-                self._rollouts.close()  # first: the thread may wait for a batch
+                self._rollouts.close()  # this comes first, as the thread may be waiting for a batch
         finally:
             if self._thread is not None:
                 self._thread.join()
@@ -213,7 +215,7 @@ class RolloutWorker:
             self._rollouts = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Check the version that TRL counts. It is one more than that of the rollouts, which counts from 0.
+        """Check the version that TRL counts, which is one more than that of the rollouts, which count from 0.
 
         Raises:
             RunError: it is not the version whose weights were sent last.
@@ -225,10 +227,12 @@ class RolloutWorker:
             )
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what the worker failed with. A batch that is being collected may take as long as the rollouts allow.
+        """Raise the error that the worker failed with. A batch that is being collected may take as long as the rollouts
+        allow.
 
         Raises:
-            RolloverError: as the rollouts do; they stop waiting for an engine after ``rollout.stall_timeout_s``.
+            RolloverError: any that the rollouts raise; they stop waiting for an engine after
+            ``rollout.stall_timeout_s``.
             RunError: ``rewards`` or ``messages`` have not returned for ``stale_after_s``.
         """
         if self._error is not None:
@@ -248,10 +252,10 @@ class RolloutWorker:
             self._rollouts = self._open_rollouts()
 
     def pause(self) -> None:
-        """Do nothing: running samples are stopped, or continue, when the weights are there."""
+        """Do nothing: running samples are stopped, or continue, when the weights arrive."""
 
     def resume(self) -> None:
-        """Do nothing, as ``pause`` does."""
+        """Do nothing, as in ``pause``."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         """Publish the next version of the weights, once the batch that is being collected is complete."""
@@ -310,11 +314,11 @@ class RolloutWorker:
         with self._published:
             while self._version < version and not self._stopping.is_set():
                 self._published.wait(_POLL_S)
-                self._alive_s = time.monotonic()  # the trainer is who is waited for
+                self._alive_s = time.monotonic()  # it is waiting for the trainer
         return not self._stopping.is_set()
 
     def _put(self, batch: Batch) -> bool:
-        """Put the samples of a batch into the queue as it empties; return whether all are there."""
+        """Put the samples of a batch into the queue as it empties, and return whether all were put."""
         for group in batch.groups:
             for sample in self._samples(group, self._handed_out[batch.step]):
                 while not self._stopping.is_set():
@@ -325,7 +329,7 @@ class RolloutWorker:
         return not self._stopping.is_set()
 
     def _samples(self, group: Group, handed_out: _HandedOut) -> list[Any]:
-        """Return a sample for each trajectory, and then one in place of each sibling that failed."""
+        """Return a sample for each trajectory, followed by one in place of each failed sibling."""
         values = self._rewards(group)
         totals = [_total(each.values()) for each in values]
         advantages, std = normalised(totals)
@@ -336,13 +340,13 @@ class RolloutWorker:
             made.append(self._sample(trajectory, trajectory.num_tokens, advantage, metrics))
             handed_out.rewards.append(total)
             handed_out.num_without_signal += trajectory.num_tokens if advantage == 0.0 else 0
-        # The trainer waits for whole batches, and fails on a row without a token to train: a sibling's first token
+        # The trainer waits for whole batches, and fails on a row without a token to train. So a sibling's first token
         # stands in, which has no gradient with an advantage of 0.
         fillers = self._group_size - len(made)
         return made + [self._sample(group.trajectories[0], 1, 0.0, {}) for _ in range(fillers)]
 
     def _sample(self, trajectory: Trajectory, num_tokens: int, advantage: float, metrics: Mapping[str, float]) -> Any:
-        """Return the first ``num_tokens`` of a response as the trainer takes them."""
+        """Return the first ``num_tokens`` of a response in the trainer's form."""
         oldest = trajectory.oldest_version
         if oldest is None:
             raise RolloverError(f"{trajectory.sample_id} holds no token")
@@ -364,10 +368,10 @@ class RolloutWorker:
 
 
 def normalised(rewards: Sequence[float]) -> tuple[list[float], float]:
-    """Return the advantages of siblings as TRL's worker has them, and the standard deviation of their rewards. One
-    without a reward (NaN) has advantage 0 and no part in the mean.
+    """Return the advantages of siblings as TRL's worker computes them, and the standard deviation of their rewards. One
+    without a reward (NaN) has advantage 0 and does not count in the mean.
 
-    Example: of rewards 1, 0, 0 and 1 the advantages are +1, -1, -1 and +1, and the deviation is 0.5.
+    Example: for rewards 1, 0, 0 and 1 the advantages are +1, -1, -1 and +1, and the deviation is 0.5.
     """
     scored = [reward for reward in rewards if not math.isnan(reward)]
     if not scored:

@@ -1,4 +1,4 @@
-"""The scheduler inside verl: ``AgentLoopManager`` takes its prompts, ``ReplayBuffer`` gives it batches.
+"""The scheduler inside verl: ``AgentLoopManager`` takes its prompts, and ``ReplayBuffer`` returns batches.
 
 Both are imported, and verl with them, when they are first used.
 """

@@ -1,4 +1,5 @@
-"""Trajectories as verl's trainer reads them: keys, fields and tags of its TransferQueue, and inputs of its rewards.
+"""Trajectories in the form that verl's trainer reads: keys, fields and tags of its TransferQueue, and inputs of its
+rewards.
 
 The names are those of the ``AgentLoopWorkerTQ`` of verl 0.9.0 and 0.9.1; torch and verl are imported by the functions
 that need them.
@@ -23,11 +24,11 @@ def key(row: Row, place: int) -> str:
 
 
 def fields(trajectory: Trajectory, row: Row, *, first_step: int, reward: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what verl stores of a trajectory. Tensors have one dimension: prompt, response or both.
+    """Return the fields that verl stores for a trajectory. Tensors have one dimension: prompt, response or both.
 
     Args:
         first_step: verl's number of the training step that version 0 of this run belongs to.
-        reward: verl's ``reward_score`` and ``reward_extra_info``; ``None`` where its trainer computes them.
+        reward: verl's ``reward_score`` and ``reward_extra_info``; ``None`` if its trainer computes them.
     """
     import torch
 
@@ -59,7 +60,7 @@ def fields(trajectory: Trajectory, row: Row, *, first_step: int, reward: dict[st
 
 
 def tag(trajectory: Trajectory, row: Row, *, first_step: int) -> dict[str, Any]:
-    """Return what verl's buffer is told of a trajectory.
+    """Return the tag with which verl's buffer describes a trajectory.
 
     Args:
         first_step: verl's number of the training step that version 0 of this run belongs to.
@@ -81,7 +82,7 @@ def _steps(trajectory: Trajectory, first_step: int) -> dict[str, int]:
 
 
 def reward_input(trajectory: Trajectory, row: Row) -> Any:
-    """Return the ``DataProto`` of one trajectory that verl's reward workers are given."""
+    """Return the ``DataProto`` of one trajectory for verl's reward workers."""
     import numpy as np
     import torch
     from tensordict import TensorDict

@@ -1,4 +1,5 @@
-"""The agent-loop manager: it takes verl's prompts for training, and leaves those of evaluations to verl's own."""
+"""The agent-loop manager: it takes verl's prompts for training, and leaves those of evaluations to verl's own
+manager."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from rollover.errors import ConfigError
 
 
 class AgentLoopManager:
-    """Stands for verl's manager of agent loops. Its prompts wait until ``rollover.integrations.verl.ReplayBuffer`` has
-    use for them.
+    """Replaces verl's manager of agent loops. Its prompts wait until ``rollover.integrations.verl.ReplayBuffer`` uses
+    them.
 
     Example: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager``
 
     Args:
         config: verl's.
         llm_client: the plain client of its replicas.
-        reward_loop_worker_handles: of its reward workers; ``None`` where its trainer computes rewards.
+        reward_loop_worker_handles: of its reward workers; ``None`` if its trainer computes rewards.
         evaluation: verl's own manager, for evaluations.
 
     Raises:
-        ConfigError: a client that hides aborts, or teachers, which are not asked here.
+        ConfigError: a client that hides aborts, or teachers, which are not supported here.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class AgentLoopManager:
         self.llm_client = llm_client
         self.reward_loop_worker_handles = reward_loop_worker_handles
         self.submitted: list[Any] = []
-        """Batches of prompts that were not taken yet."""
+        """Batches of prompts that have not been taken yet."""
         self._evaluation = evaluation
 
     @classmethod
     def create(cls, config: Any, llm_client: Any, teacher_client: Any = None, **given: Any) -> AgentLoopManager:
-        """Return a manager beside one of verl's own, which is made with the same arguments."""
+        """Return a manager beside one of verl's own, which is created with the same arguments."""
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
         evaluation = AgentLoopManagerTQ.create(
@@ -58,14 +59,14 @@ class AgentLoopManager:
         return cls(config, llm_client, teacher_client=teacher_client, evaluation=evaluation, **given)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Take prompts over, or hand those of an evaluation on. Returns at once."""
+        """Keep prompts for training, or pass those of an evaluation on. Returns at once."""
         if "validate" in prompts and _is_true(prompts["validate"]):
             self._evaluation.generate_sequences(prompts)
         else:
             self.submitted.append(prompts)
 
     def take(self) -> list[Any]:
-        """Return the batches of prompts that have come since the last call."""
+        """Return the batches of prompts that have arrived since the last call."""
         taken, self.submitted = self.submitted, []
         return taken
 

@@ -1,9 +1,9 @@
-"""verl's replicas as an engine, through its plain client, and aborted as replicas.
+"""verl's replicas as an engine: called through its plain client, and aborted directly.
 
-verl's client for partial rollouts resumes a stopped response by itself, so what was decoded could not be kept: the
-plain client returns it. An aborted replica is closed: calls that reach it afterwards wait until ``resume_generation``
-opens it, and another abort does not end them. verl's synchronous trainer never opens its replicas, so ``abort`` does.
-Each answer names the training step of the weights that sampled it.
+verl's client for partial rollouts resumes a stopped response by itself, so its tokens could not be kept; the plain
+client returns them. An aborted replica is closed: calls that reach it afterwards wait until ``resume_generation`` opens
+it, and another abort does not end them. verl's synchronous trainer never opens its replicas, so ``abort`` does. Each
+answer names the training step of the weights that sampled it.
 
 What it keeps true: a token has the version that its replica names, which is that of the rollout; a call ends when verl
 says so, or at a deadline; outside ``abort`` no replica is closed.
@@ -83,12 +83,12 @@ class VerlReplicas:
         return f"the {len(self._replicas)} replicas of verl"
 
     async def begin(self, *, version: int, global_steps: int) -> None:
-        """Take it that weights of verl's step ``global_steps`` are ``version``."""
+        """Register ``version`` as that of the weights of verl's step ``global_steps``."""
         assert not self._calls, "weights change between rollouts alone"
         self._version, self._global_steps = version, global_steps
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """See ``Engine.generate``; one chunk, for answers come whole."""
+        """Implement ``Engine.generate``, with one chunk, since answers arrive whole."""
         if self._global_steps is None:
             raise EngineError(f"{request.request_id} came before the first weights")
         task = self._calls[request.request_id] = asyncio.ensure_future(self._ask(request))
@@ -151,11 +151,11 @@ class VerlReplicas:
         )
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See ``Engine.abort``. All calls of the replicas end, and callers retry those that were not to end. The
-        replicas take calls again when this returns.
+        """Implement ``Engine.abort``. All calls of the replicas end, and callers retry those that were not meant to
+        end. The replicas take calls again when this returns.
 
-        A call may reach its replica after the abort, and then waits there: each round opens the replicas to let such
-        calls in, and the next one ends them.
+        A call may reach its replica after the abort, and then waits there: each round opens the replicas to admit such
+        calls, and the next one ends them.
 
         Raises:
             EngineTimeout: some calls did not end within ``abort_timeout_s``.
@@ -169,7 +169,7 @@ class VerlReplicas:
                     await asyncio.wait(open_calls, timeout=wait_s)
                     await asyncio.gather(*(replica.resume_generation() for replica in self._replicas))
                     if late_calls := self._open(request_ids):
-                        await asyncio.wait(late_calls, timeout=_FIRST_WAIT_S)  # they must be in before the next abort
+                        await asyncio.wait(late_calls, timeout=_FIRST_WAIT_S)  # admit them before the next abort
                     wait_s = min(2 * wait_s, _MAX_WAIT_S)
         except Exception as error:
             if deadline.expired():
@@ -186,13 +186,14 @@ class VerlReplicas:
         return replace(self._stats, num_running=len(self._calls), policy_version=self._version)
 
     async def close(self) -> None:
-        """End all calls from here."""
+        """End all calls on this side."""
         for task in self._calls.values():
             task.cancel()
 
 
 def _finish_reason(request: GenerateRequest, ids: Sequence[int], stop_reason: str | None) -> FinishReason:
-    """verl's vLLM says ``aborted`` or ``completed``, and its SGLang ``abort``, ``stop`` or ``length``."""
+    """Return the finish reason, from ``aborted`` or ``completed`` of verl's vLLM, or ``abort``, ``stop`` or ``length``
+    of its SGLang."""
     last = ids[-1] if ids else None
     if last in request.params.stop_token_ids:
         return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""Rewards by verl's reward workers."""
+"""Rewards from verl's reward workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollover.types import Prompt, SampleId, Trajectory
 
 
 class VerlScorer:
-    """Implements ``Scorer`` by verl's reward workers, each asked in turn.
+    """Implements ``Scorer`` with verl's reward workers, each used in turn.
 
     Args:
-        workers: handles of them, as Ray gives them.
-        row: of a prompt.
+        workers: their Ray handles.
+        row: returns the row of a prompt.
         timeout_s: longest wait for a reward.
 
-    Example: ``await scorer.score(trajectory)`` is 1.0, and ``scorer.take(trajectory)`` is what the worker said.
+    Example: ``await scorer.score(trajectory)`` is 1.0, and ``scorer.take(trajectory)`` is the worker's answer.
     """
 
     def __init__(self, workers: Sequence[Any], row: Callable[[Prompt], Row], *, timeout_s: float) -> None:
@@ -42,10 +42,10 @@ class VerlScorer:
         return float(said["reward_score"])
 
     def take(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return what the worker said of a scored trajectory, and keep it no longer."""
+        """Return the worker's answer about a scored trajectory, and stop keeping it."""
         return self._said.pop(trajectory.sample_id)
 
     def forget(self, group_id: int) -> None:
-        """Let go of what was said of a group that was dropped."""
+        """Delete the answers about a group that was dropped."""
         for sample_id in [i for i in self._said if i.group == group_id]:
             del self._said[sample_id]

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """Return the rows of a tensor dictionary of verl, in which a value may be the same for all."""
+    """Return the rows of a tensor dictionary of verl, in which one value may stand for all rows."""
     return [{key: _at(value, place) for key, value in batch.items()} for place in range(len(batch))]
 
 
@@ -29,9 +29,9 @@ class VerlRows:
     """Implements ``Source`` over the prompts that verl's trainer submits.
 
     Args:
-        encode: the ids of a prompt, in the model's chat template.
+        encode: returns the ids of a prompt, in the model's chat template.
         group_size: responses to each prompt.
-        refill: has the trainer submit that many more, which then come through ``add``.
+        refill: lets the trainer submit that many more, which then arrive through ``add``.
         chunk: how many it can submit at a time.
 
     Example: after ``rows.add(batch)`` of 32 prompts ``rows.prompt(31)`` is the last of them, and ``rows.prompt(32)``
@@ -51,11 +51,11 @@ class VerlRows:
         self._refill = refill
         self._chunk = chunk
         self._rows: dict[str, Row] = {}
-        """By ``uid``, until they are trained or dropped."""
+        """Rows by ``uid``, until they are trained or dropped."""
         self._uids: list[str] = []
 
     def add(self, batch: Any) -> None:
-        """Take over prompts in their order. Raises ``DataError`` for one that asks for what is not done here."""
+        """Add prompts in their order. Raises ``DataError`` for one that requires something unsupported."""
         for row in rows_of(batch):
             self._refuse(row)
             uid = str(row["uid"])
@@ -63,7 +63,7 @@ class VerlRows:
             self._uids.append(uid)
 
     def _refuse(self, row: Row) -> None:
-        """verl's own agent loop follows these columns of a prompt."""
+        """Refuse a prompt whose columns would make verl's own agent loop behave differently."""
         for column, followed in (
             ("__rollout_n__", self._group_size),
             ("__do_sample__", True),
@@ -79,7 +79,7 @@ class VerlRows:
         return self._rows[prompt.columns["uid"]]
 
     def forget(self, prompt: Prompt) -> None:
-        """Let go of a prompt that was trained or dropped."""
+        """Delete a prompt that was trained or dropped."""
         self._rows.pop(prompt.columns["uid"], None)
 
     def prompt(self, index: int) -> Prompt:

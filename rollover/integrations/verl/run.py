@@ -1,7 +1,7 @@
 """A run inside verl: the feed over its replicas, prompts and rewards, one batch for each of its training steps.
 
-What it keeps true: batch ``s`` of this run is trained by verl's step ``first_step + 1 + s``, with ``first_step`` that
-of the checkpoint it began from; a batch is in the journal before verl has it.
+What it keeps true: batch ``s`` of this run is trained by verl's step ``first_step + 1 + s``, where ``first_step`` is
+that of the checkpoint it began from; a batch is in the journal before verl has it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class VerlParts:
     client: GeneratesTokens
     replicas: Sequence[StopsCalls]
     reward_workers: Sequence[Any] | None
-    """``None`` where verl's trainer computes rewards itself, once it has a batch."""
+    """``None`` if verl's trainer computes rewards itself, once it has a batch."""
     tokenizer: Any
     model: str
-    """Its folder, or its place on the hub."""
+    """The model's folder, or its id on the hub."""
     max_running: int
     max_context_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlBatch:
-    """A batch as verl's queue takes it; the lists are in the same order.
+    """A batch in the form of verl's queue; the lists are in the same order.
 
-    Example: of 32 groups of 8, ``len(batch.keys)`` is 256, less the samples that have failed.
+    Example: for 32 groups of 8, ``len(batch.keys)`` is 256, minus the number of failed samples.
     """
 
     uids: list[str]
@@ -63,7 +63,7 @@ class VerlRun:
     """One run. Its methods are for the thread of verl's trainer.
 
     Args:
-        first_step: verl's number of the training step that its checkpoint has seen; 0 without one.
+        first_step: verl's number of the last training step that its checkpoint includes; 0 without one.
         folder: the directory of the run.
 
     Example: ``run.batch(global_steps=21)`` is the first batch of a run that resumes after verl's step 20.
@@ -114,11 +114,11 @@ class VerlRun:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """Close the feed and release the run's directory. Does nothing the second time."""
+        """Close the feed and release the run's directory. Does nothing when called again."""
         self._closing.close()
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Leave out of a step's time what verl does meanwhile: evaluate."""
+        """Exclude verl's evaluation within this context from a step's time."""
         return self._steps.set_aside()
 
     def batch(self, global_steps: int) -> VerlBatch:
@@ -126,12 +126,12 @@ class VerlRun:
 
         Raises:
             RunError: another step is next.
-            EngineError: the replicas fail, or have other weights than those of the step before.
+            EngineError: the replicas fail, or do not have the weights of the previous step.
         """
         step = global_steps - 1 - self._first_step
         self._steps.begin(step)
         self._steps.trained_before(step)
-        self._feed.saved(step)  # nothing is handed out again: each start is a run of its own
+        self._feed.saved(step)  # nothing is handed out again, since each start is a run of its own
         self._feed.publish(step, lambda: self._engine.begin(version=step, global_steps=global_steps - 1))
         self._steps.published()
         batch = self._feed.batch(step)

@@ -1,10 +1,10 @@
-"""The replay buffer: when verl's trainer samples a batch, Rollover's scheduler makes it.
+"""The replay buffer: when verl's trainer samples a batch, Rollover's scheduler produces it.
 
 ::
 
     verl's trainer ──▶ manager.generate_sequences(prompts)      they wait
-                   ──▶ buffer.sample(global_steps, "train", n)  the feed decodes, stops, keeps what is unfinished
-                   ◀── keys of TransferQueue, with all that training reads
+                   ──▶ buffer.sample(global_steps, "train", n)  the feed decodes, stops, parks the rest
+                   ◀── keys of TransferQueue, with all training data
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rollover.integrations.verl.settings import VerlSettings, verl_settings
 
 
 class ReplayBuffer:
-    """Stands for verl's replay buffer.
+    """Replaces verl's replay buffer.
 
     Example: ``trainer.v1.sampler.custom_sampler.path=pkg://rollover.integrations.verl`` and ``...name=ReplayBuffer``
 
     Args:
-        refill_fn: verl's trainer's own method, which submits that many more prompts.
-        given: the other arguments of verl's buffer, of which one of verl's own is made for evaluations.
+        refill_fn: the method of verl's trainer that submits that many more prompts.
+        given: the other arguments of verl's buffer, with which one of verl's own is created for evaluations.
     """
 
     def __init__(self, *, refill_fn: Any, **given: Any) -> None:
@@ -46,7 +46,8 @@ class ReplayBuffer:
         self._rows: VerlRows | None = None
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
-        """Return the batch of a training step, as verl's queue knows it, and its metrics; evaluations are verl's own.
+        """Return the batch of a training step in the form of verl's queue, and its metrics; evaluations use verl's own
+        buffer.
 
         Raises:
             RolloverError: the message says what to do.
@@ -73,7 +74,7 @@ class ReplayBuffer:
         return tq.KVBatchMeta(partition_id=partition_id, keys=batch.keys, tags=batch.tags), batch.metrics
 
     def close(self) -> None:
-        """Close the run. Does nothing where there is none."""
+        """Close the run. Does nothing if there is none."""
         if self._run is not None:
             self._run.close()
 
@@ -139,13 +140,13 @@ class ReplayBuffer:
         def encode(messages: Any) -> list[int]:
             found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **extra)
             ids = [int(token) for token in (found["input_ids"] if hasattr(found, "keys") else found)]
-            return ids[-longest:]  # verl's agent loop cuts long prompts at the left
+            return ids[-longest:]  # verl's agent loop cuts long prompts on the left
 
         return encode
 
 
 def _model(path: str, tokenizer: Any) -> str:
-    """Return where the model can be read: verl copies one that lies elsewhere, and opens the tokenizer of the copy."""
+    """Return where the model can be read: verl copies a remote one, and opens the tokenizer of the copy."""
     return str(tokenizer.name_or_path) if "://" in path else path
 
 

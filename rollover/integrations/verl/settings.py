@@ -1,4 +1,4 @@
-"""The settings of a run inside verl: its configuration, and what a user says under the sampler's ``sampler_kwargs``.
+"""The settings of a run inside verl: its configuration, and the user's settings under the sampler's ``sampler_kwargs``.
 
 What it keeps true: a setting of verl's that would have no effect is refused.
 """
@@ -16,13 +16,13 @@ from rollover.settings import toml
 from rollover.settings.schema import build
 
 SUPPORTED = ("0.9",)
-"""Versions of verl that are accepted. Read were the wheels of 0.9.0 (2026-08) and 0.9.1 (2026-09), with their vLLM and
-SGLang replicas. For Rollover they differ in two ways: closed vLLM replicas of 0.9.1 have calls wait at a gate of verl's
-rather than vLLM's, and 0.9.1 raises where an abort has failed, which 0.9.0 logs."""
+"""Supported versions of verl, based on the wheels of 0.9.0 (2026-08) and 0.9.1 (2026-09) with their vLLM and SGLang
+replicas. For Rollover they differ in two ways: at closed vLLM replicas of 0.9.1, calls wait at a gate of verl's rather
+than vLLM's; and when an abort fails, 0.9.1 raises an error, which 0.9.0 only logs."""
 SOURCE = "trainer.v1.sampler.sampler_kwargs.rollover"
 """The place where users write settings, for messages."""
 SINGLE_TURN = "single_turn_agent"
-"""The agent loop that Rollover stands in for."""
+"""The agent loop that Rollover replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,10 @@ class VerlOptions:
     """
 
     max_running: int | None = None
-    """Samples that all replicas decode at the same time; ``max_num_seqs`` for each when left out."""
+    """Number of samples that all replicas together decode at the same time; ``max_num_seqs`` for each replica when left
+    out."""
     response_timeout_s: float = 3600.0
-    """Longest wait for a response, which comes whole."""
+    """Longest wait for a response, which arrives whole."""
     abort_timeout_s: float = 60.0
     """Longest wait for stopped responses to be handed over."""
     reward_timeout_s: float = 600.0
@@ -104,7 +105,7 @@ def _asked(sampler_kwargs: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the configuration without the classes of the library that has read it."""
+    """Return a value of the configuration without the classes of the library that read it."""
     if hasattr(value, "items"):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, str) or not hasattr(value, "__iter__"):
@@ -113,7 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def verl_version() -> str:
-    """Return the version of verl that runs, installed or on the path. Raises ``ConfigError`` where there is none."""
+    """Return the version of verl that is installed or on the path. Raises ``ConfigError`` if there is none."""
     try:
         return metadata.version("verl")
     except metadata.PackageNotFoundError:

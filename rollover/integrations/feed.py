@@ -115,7 +115,7 @@ class Feed:
             for version in range(2):
                 feed.publish(version, load)          # ``await load()`` puts the host's weights into the engine
                 batch = feed.batch(version)          # Batch(step=version, groups=(...)), on disk already
-                ...                                  # train it; samples may go on decoding meanwhile
+                ...                                  # train it; samples may continue decoding meanwhile
             feed.saved(2)                            # the oldest checkpoint that is kept has seen two batches
 
     Args:

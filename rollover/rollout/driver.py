@@ -72,7 +72,7 @@ class RolloutDriver:
 
         for step in range(2):
             batch = await driver.next_batch()              # Batch(step=0, groups=(...))
-            ...                                            # train; samples may go on decoding meanwhile
+            ...                                            # train; samples may continue decoding meanwhile
             await driver.update_weights(step + 1, load)    # ``load`` puts the new weights into the engine
         await driver.stop()
 

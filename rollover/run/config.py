@@ -1,7 +1,7 @@
 """One file describes one run: ``RunConfig`` composes the configs of the components and adds nothing to them.
 
-What is loaded here is complete and valid: every key is known, typed and in range, and no two sections
-contradict each other. It is never changed afterwards. Importing this module does not import torch.
+A loaded config is complete and valid: every key is known, typed and in range, and no two sections contradict each
+other. It is never changed afterwards. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class RunConfig:
 
     @property
     def published_adapters(self) -> AdapterShape | None:
-        """Return the shape of the adapters that engines are given alone; ``None`` where they get full weights."""
+        """Return the shape of the adapters that engines get in place of full weights; ``None`` if they get full
+        weights."""
         lora = self.trainer.lora
         return None if lora is None or lora.publish == "merged" else AdapterShape(rank=lora.rank, targets=lora.targets)
 

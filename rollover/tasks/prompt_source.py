@@ -51,7 +51,7 @@ class PromptSource(Protocol):
 
 
 class _DatasetSource:
-    """Holds what the sources of one dataset share: its rows become prompts, unless they are left out.
+    """The common part of the sources of one dataset: its rows become prompts, unless they are left out.
 
     Args:
         name: of the source in prompt ids and metrics.

@@ -1,4 +1,4 @@
-"""The trainer on several devices from the run's point of view: it is no rank itself, and leads the ranks.
+"""The trainer on several devices from the run's point of view: it is not a rank itself, but leads them.
 
 Ranks are processes of their own (``rank``), on this machine (``ranks``) or wherever a ``RankLauncher`` starts them
 (``leading``), which shard the model with FSDP2. When one is lost, all are ended and restarted from the last checkpoint,

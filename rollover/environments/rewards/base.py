@@ -1,4 +1,5 @@
-"""Defines what every kind of reward shares: its settings, what it is built from, and the response that it scores."""
+"""Defines what all kinds of reward share: their settings, the spec that they are built from, and the response that they
+score."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ catalogue and the fleet file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 BF16_BYTES = 2
 """Bytes of a weight, a gradient or an activation."""
@@ -163,7 +162,6 @@ class WorkloadSpec:
     reference_model: bool = False
     proximal_pass: bool = True
     """True if the trainer recomputes log-probabilities before the step."""
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     rollout_weight_bytes: float = 2.0
     """Bytes per parameter in the engines: 2 for bf16, 1 for fp8."""
     kv_bytes: float = 2.0

@@ -15,6 +15,7 @@ from typing import Literal
 from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
+from rollover.planner.settings import engine_settings, rollout_settings, trainer_settings
 from rollover.planner.summary import cannot_run
 from rollover.settings import toml
 
@@ -159,24 +160,18 @@ def _context(plan: Plan) -> int:
 
 def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server) -> str:
     """Settings for ``rollover train``: a file to extend with tasks."""
-    workload = plan.workload
     caps = [r.kind.batch_cap for r in replicas]
     settings = {
         "model": {"path": model},
         "tasks": {"max_prompt_tokens": MAX_PROMPT_TOKENS},
-        "rollout": {
-            "strategy": "bounded_async" if plan.problem.max_staleness else "sync",
-            "rollout_batch_size": workload.num_groups,
-            "group_size": workload.group_size,
-            "max_new_tokens": max(b.max_tokens for b in workload.buckets),
-            **({"max_staleness": plan.problem.max_staleness} if plan.problem.max_staleness else {}),
-        },
+        "rollout": rollout_settings(plan),
         "engine": {
             "kind": server,
             "urls": [r.url for r in replicas],
             "max_running": caps[0] if len(set(caps)) == 1 else caps,
-            **({"kv_on_update": "keep"} if workload.keeps_kv else {}),
+            **engine_settings(plan),
         },
+        "trainer": trainer_settings(plan),
     }
     head = [
         "# The trainer's side of the plan. Use it from a file of your own that adds the tasks:",

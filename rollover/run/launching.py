@@ -13,10 +13,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from rollover.algorithms.config import resolve
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.launchable import can_train
 from rollover.planner.plan import Plan
+from rollover.planner.settings import engine_settings, rollout_settings, trainer_settings
 from rollover.run.config import RunConfig
 from rollover.run.loading import find
 from rollover.run.loading import load as load_config
@@ -90,27 +92,25 @@ def launched_config(plan: Plan, config: str, overrides: Sequence[str], folder: P
             f"{config}: engine.kind is {kind!r}, and a plan is run with servers: choose 'vllm', 'sglang' or"
             " 'embedded_server'"
         )
+    if resolve(asked.algorithm).needs_ref and asked.trainer.lora is None and not plan.workload.reference_model:
+        raise ConfigError(
+            f"{config}: algorithm {asked.algorithm.name!r} needs a reference policy (kl_coef), for which the plan has"
+            " no memory: plan with rollover plan --reference-model, or set algorithm.kl_coef = 0"
+        )
     return loaded(plan_settings(plan, kind, asked.tasks.max_prompt_tokens))
 
 
 def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, Any]:
     """Return the settings that a plan determines, for servers of one kind."""
-    workload, staleness = plan.workload, plan.problem.max_staleness
-    part = plan.solution.plan.parts[0]
-    longest = max(bucket.max_tokens for bucket in workload.buckets)
+    part, rollout = plan.solution.plan.parts[0], rollout_settings(plan)
+    context = max_prompt_tokens + rollout["max_new_tokens"]
     return {
-        "rollout": {
-            "strategy": "bounded_async" if staleness else "sync",
-            "rollout_batch_size": workload.num_groups,
-            "group_size": workload.group_size,
-            "max_new_tokens": longest,
-            **({"max_staleness": staleness} if staleness else {}),
-        },
-        "engine": {"launch": True, **({"kv_on_update": "keep"} if workload.keeps_kv else {})},
-        "trainer": {"num_devices": part.num_devices},
+        "rollout": rollout,
+        "engine": {"launch": True, **engine_settings(plan)},
+        "trainer": {"num_devices": part.num_devices, **trainer_settings(plan)},
         "cluster": {
             "trainer_resources": _of_type(plan, part.device, 1),
-            "engines": [_group(plan, kind, c, count, max_prompt_tokens + longest) for c, count in _replicas(plan)],
+            "engines": [_group(plan, kind, c, count, context) for c, count in _replicas(plan)],
         },
     }
 

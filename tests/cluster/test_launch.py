@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollover import cli
+from rollover.devices.costs.training import trainer_costs
+from rollover.devices.records import BF16_BYTES
 from rollover.errors import ConfigError, PlanError
 from rollover.planner.plan import Plan
 from rollover.run.launching import check_types, launched_config, plan_settings, read_plan, who_goes_where
@@ -52,6 +56,7 @@ source = "made up"
 )
 ENGINE = "[engine]\nkind = 'embedded_server'\nkv_cache_bytes = 4194304\nstream_interval_tokens = 2\n"
 RUN = re.sub(r"\[engine\]\n(?:\w+ = \d+\n)+", ENGINE, CONFIG)
+VLLM_RUN = RUN.replace(ENGINE, "[engine]\nkind = 'vllm'\n")
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def engines_of(batch: Any) -> set[str]:
 def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Plan) -> None:
     settings = plan_settings(plan, "vllm", 512)
     part = plan.solution.plan.parts[0]
-    assert settings["trainer"] == {"num_devices": part.dp}
+    assert settings["trainer"]["num_devices"] == part.dp
     assert settings["rollout"]["rollout_batch_size"] == 32 and settings["rollout"]["max_staleness"] == 4
     active = plan.solution.active
     longest = settings["rollout"]["max_new_tokens"]
@@ -110,6 +115,36 @@ def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Pla
         assert group["args"][:4] == ["--tensor-parallel-size", str(kind.tp), "--max-model-len", str(512 + longest)]
         assert group["resources"] == {}  # one type of device alone
     assert len({group["max_running"] for group in settings["cluster"]["engines"]}) == len(active)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_run_trains_in_the_way_whose_time_and_memory_the_plan_has_worked_out(
+    plan: Plan, tmp_path: Path, recompute: bool
+) -> None:
+    (part,) = plan.solution.plan.parts
+    part = replace(part, recompute=recompute)
+    training = replace(plan.solution.plan, parts=(part,))
+    plan = replace(plan, solution=replace(plan.solution, plan=training))
+    costs = trainer_costs(plan.model, plan.workload, plan.fleet.by_name[part.device], part)
+    file = tmp_path / "run.toml"
+    other = f"dtype = 'float32'\nmicro_batch_tokens = 100\ngradient_checkpointing = {str(not recompute).lower()}"
+    file.write_text(VLLM_RUN.replace("[trainer]", f"[trainer]\n{other}"))
+    trainer = launched_config(plan, str(file), (), tmp_path).trainer
+    assert trainer.num_devices == part.num_devices
+    assert getattr(torch, trainer.dtype).itemsize == BF16_BYTES
+    assert trainer.gradient_checkpointing is recompute
+    assert trainer.micro_batch_tokens == math.ceil(costs.micro_tokens)
+    assert launched_config(plan, str(file), ("--trainer.dtype", "float32"), tmp_path).trainer.dtype == "float32"
+
+
+def test_a_reference_policy_that_the_plan_has_no_memory_for_is_refused(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"{VLLM_RUN}[algorithm]\nkl_coef = 0.01\n")
+    with pytest.raises(ConfigError, match=r"needs a reference policy .*rollover plan --reference-model"):
+        launched_config(plan, str(file), (), tmp_path)
+    counted = replace(plan, workload=replace(plan.workload, reference_model=True))
+    assert launched_config(counted, str(file), (), tmp_path).algorithm.kl_coef == 0.01
+    assert launched_config(plan, str(file), ("--algorithm.kl_coef", "0"), tmp_path).algorithm.kl_coef == 0
 
 
 def test_only_a_plan_that_can_be_run_is_read(plan: Plan, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import subprocess
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rollover.devices import workload
+from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.model_shape import parse
 from rollover.errors import PlanError
 from rollover.planner import fleet as fleets
@@ -244,6 +246,9 @@ def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan
         loaded = load(tmp_path / "trainer.toml")
         assert loaded.rollout.max_staleness == 4
         assert loaded.rollout.rollout_batch_size == 64
+        recompute = any(part.recompute for part in plan.solution.plan.parts)
+        assert (loaded.trainer.dtype, loaded.trainer.gradient_checkpointing) == ("bfloat16", recompute)
+        assert loaded.trainer.micro_batch_tokens == math.ceil(longest_tokens(plan.workload))
 
 
 def test_shares_and_words_add_up(plan: Plan) -> None:

@@ -14,8 +14,8 @@ from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, Workl
 
 LOGIT_CHUNK_TOKENS = 1024
 """Number of tokens in a piece for which logits are computed and differentiated."""
-_OPTIMIZER_BYTES = {"adamw": 12, "adamw8bit": 6, "sgd": 4}
-"""Bytes per parameter besides bf16 weights and gradients: fp32 master weights and two moments of 4, 1 or 0 bytes."""
+_STATE_BYTES = 2 * BF16_BYTES + 3 * 4
+"""Bytes per parameter: bf16 weights and gradients, and AdamW's fp32 master weights and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class TrainerCosts:
         model, workload = self.model, self.workload
         part = self.layers / model.num_layers / self.part.tp
         weights = BF16_BYTES * model.parameters * part
-        states = (2 * BF16_BYTES + _OPTIMIZER_BYTES[workload.optimizer]) * model.parameters * part
+        states = _STATE_BYTES * model.parameters * part
         frozen = weights * workload.reference_model
         if self.part.sharded:
             gathered = 2 * weights / self.layers
@@ -115,7 +115,7 @@ class TrainerCosts:
 
     def _optimizer_s(self) -> float:
         """Return the time in which the optimizer state is read and written once."""
-        size = 2 * (2 * BF16_BYTES + _OPTIMIZER_BYTES[self.workload.optimizer]) * self.model.parameters
+        size = 2 * _STATE_BYTES * self.model.parameters
         shards = self.part.tp * self.part.pp * (self.part.dp if self.part.sharded else 1)
         return size / shards / (self.device.hbm_bytes_per_s * self.device.efficiency.bandwidth)
 

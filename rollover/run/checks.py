@@ -142,11 +142,6 @@ def contradictions(config: Sections) -> Iterator[str]:
             f"deterministic = true is impossible with rollout.strategy {rollout.strategy.kind!r}, which trains and"
             " generates at the same time: use one that stops for the trainer, such as 'april'"
         )
-    if config.cluster is not None and config.trainer.num_devices == 1 and not config.cluster.num_engines:
-        yield (
-            "[cluster] has nothing to run: set trainer.num_devices above 1 or cluster.engines above 0, or leave the"
-            " section out"
-        )
     yield from engine.refusals(
         EngineDemands(
             strategy=rollout.strategy.kind,

@@ -104,8 +104,9 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
     }
     parts: dict[str, dict[str, int]] = {}
     elsewhere = []
-    if config.cluster is not None and config.trainer.num_devices > 1:
-        elsewhere.append(DeviceMemory(device="each rank on the cluster", capacity=None, parts=of_trainer))
+    if config.cluster is not None:
+        who = "each rank" if config.trainer.num_devices > 1 else "the trainer"
+        elsewhere.append(DeviceMemory(device=f"{who} on the cluster", capacity=None, parts=of_trainer))
     for device in () if elsewhere else _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
         held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
         held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})

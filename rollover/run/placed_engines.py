@@ -25,12 +25,10 @@ def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerC
     Raises ``ConfigError`` when there is no such cluster, or when it can never hold them beside the trainer's ranks.
     """
     assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
-    nodes, ranks = alive_nodes(connect(cluster)), []
-    if trainer.num_devices > 1:
-        from rollover.cluster.ranks import rank_demand
+    from rollover.cluster.ranks import rank_demand
 
-        demand = rank_demand(cluster, trainer, nodes)
-        ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
+    demand = rank_demand(cluster, trainer, alive_nodes(connect(cluster)))
+    ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
     forms, device = checked_forms(cluster, engine, ranks)
     lines = [f"server {line}" for line in described(forms, device)]
     return [*lines, _way_of_weights(engine)]

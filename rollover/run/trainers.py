@@ -1,4 +1,4 @@
-"""The trainer of a run: in this process on one device, or in processes of its own on several."""
+"""The trainer of a run: in this process on one device, or in processes of its own on several and on a cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it), so damage would go unnoticed")
     algorithm, rollout = resolve(config.algorithm), config.rollout
-    if config.trainer.num_devices == 1:
+    if config.trainer.num_devices == 1 and config.cluster is None:
         return LocalTrainer(
             config.trainer,
             algorithm,
@@ -81,13 +81,13 @@ def check_devices(config: RunConfig) -> list[str]:
         if section is None:
             continue
         check_suits(section, model)
+        if what == "trainer" and config.cluster is not None:
+            continue
         if section.num_devices == 1:
             if section.device not in ("auto", "cpu"):
                 from rollover.trainer.models import pick_device
 
                 pick_device(section.device)
-            continue
-        if what == "trainer" and config.cluster is not None:
             continue
         from rollover.trainer.devices import rank_devices
 
@@ -109,17 +109,17 @@ def _shape(config: RunConfig) -> Mapping[str, Any]:
 def _check_cluster(cluster: ClusterConfig, trainer: TrainerConfig) -> list[str]:
     from rollover.cluster.connect import connect
     from rollover.cluster.nodes import alive_nodes, check_placeable, check_versions, written
+    from rollover.cluster.ranks import rank_demand
 
     ray = connect(cluster)
     nodes = alive_nodes(ray)
     check_versions(ray, nodes, timeout_s=cluster.placement_timeout_s)
-    lines = [f"cluster: Ray at {ray.get_runtime_context().gcs_address}, {len(nodes)} nodes"]
-    if trainer.num_devices > 1:
-        from rollover.cluster.ranks import rank_demand
-
-        demand = rank_demand(cluster, trainer, nodes)
-        check_placeable(demand, nodes)
-        lines.append(
-            f"trainer: sharded over {demand.count} processes on the cluster, each with {written(demand.bundle)}"
-        )
-    return lines
+    demand = rank_demand(cluster, trainer, nodes)
+    check_placeable(demand, nodes)
+    takes = written(demand.bundle)
+    return [
+        f"cluster: Ray at {ray.get_runtime_context().gcs_address}, {len(nodes)} nodes",
+        f"trainer: one process on the cluster, with {takes}"
+        if demand.count == 1
+        else f"trainer: sharded over {demand.count} processes on the cluster, each with {takes}",
+    ]

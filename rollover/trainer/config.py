@@ -123,7 +123,7 @@ class TrainerConfig(StepConfig):
     num_devices: Inexact[int] = 1
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with its own process: the
     first `num_devices` GPUs of this machine, or that many processes on the CPU; with `[cluster]`, devices of its nodes.
-    1 trains inside the run's own process."""
+    1 trains inside the run's own process, or with `[cluster]` in one process on a node."""
     context_parallel: Inexact[int] = 1
     """Devices that share each pass along the sequence, for contexts that do not fit on one: activations of
     ``micro_batch_tokens`` are split over them, and all-to-all exchanges surround attention (Ulysses, arXiv 2309.14509).

@@ -1,9 +1,9 @@
-"""The trainer on several devices from the run's point of view: it is not a rank itself, but leads them.
+"""The trainer in processes of its own from the run's point of view: it is not a rank itself, but leads them.
 
 Ranks are processes of their own (``rank``), on this machine (``ranks``) or wherever a ``RankLauncher`` starts them
-(``leading``), which shard the model with FSDP2. When one is lost, all are ended and restarted from the last checkpoint,
-and are given the same batches since then once more. So nothing is decoded twice, and engines meanwhile continue with
-weights that remain those of their version.
+(``leading``), which shard the model with FSDP2; a rank alone has all of it. When one is lost, all are ended and
+restarted from the last checkpoint, and are given the same batches since then once more. So nothing is decoded twice,
+and engines meanwhile continue with weights that remain those of their version.
 """
 
 from __future__ import annotations
@@ -277,9 +277,10 @@ class FleetTrainer:
                 raise error
             self._ran_out = True
         since = "the model that the run started from" if self._checkpoint is None else self._checkpoint.name
+        ranks = "its rank" if len(self._devices) == 1 else f"all {len(self._devices)} ranks"
         steps = f"{(repeated := len(self._since))} step{'s' * (repeated != 1)}"
         self._notify(
-            f"trainer: {error}; restarting all {len(self._devices)} ranks from {since}, {steps} to repeat"
+            f"trainer: {error}; restarting {ranks} from {since}, {steps} to repeat"
             f" (restart {self._num_lost} of {self._config.max_restarts})"
         )
 

@@ -244,6 +244,8 @@ class LedRanks(ABC):
         has = (
             "it was stopped (SIGSTOP)"
             if stopped
+            else "it hangs"
+            if self.size == 1
             else "the others are waiting for it"
             if len(behind) == 1
             else "they hang"

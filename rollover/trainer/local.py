@@ -238,6 +238,7 @@ class LocalTrainer:
     def write_share(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint: everything but the manifest, if it is alone."""
         self._policy.write(folder, companions=self._companions)
+        self._world.tick()
         self._policy.write_state(folder, self._optimizer)
 
     def publish_share(self, folder: Path) -> None:

@@ -27,6 +27,8 @@ from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_sta
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.models import load_policy, save_weights
+from rollover.trainer.shares import publish_share
+from rollover.trainer.world import ALONE
 from rollover.weights.adapters import ADAPTER_WEIGHTS, AdapterSource, AdapterWeights, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
 
@@ -86,7 +88,11 @@ class LoraPolicy:
             yield self.model
 
     def publish_share(self, folder: Path) -> None:
-        raise AssertionError("a trainer alone passes its tensors on")
+        merged = merged_weights(self.model)
+        if self._publishes_adapters:
+            AdapterSource(0, merged.adapters).write(folder)
+            return
+        publish_share(ALONE, merged, merged.base, folder)
 
     def write(self, folder: Path, *, companions: Companions) -> None:
         """Write the adapters in peft's format, and the tokenizer's files beside them."""

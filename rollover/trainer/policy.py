@@ -20,6 +20,7 @@ from rollover.hf.config import check_same_architecture, read_model_config
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.config import StepConfig, TrainerConfig
 from rollover.trainer.models import load_policy, named_weights, save_model
+from rollover.trainer.shares import publish_share
 from rollover.trainer.world import ALONE, World
 from rollover.weights.adapters import holds_adapters
 from rollover.weights.base import WeightSource
@@ -61,7 +62,7 @@ class Policy(Protocol):
         ...
 
     def publish_share(self, folder: Path) -> None:
-        """Write this rank's part of the weights that engines serve, if the model is sharded."""
+        """Write this rank's part of the weights that engines serve: all of them if the model is not sharded."""
         ...
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
@@ -105,7 +106,7 @@ class FullPolicy:
         save_model(self.model, folder, companions=companions)
 
     def publish_share(self, folder: Path) -> None:
-        raise AssertionError("a trainer alone passes its tensors on")
+        publish_share(ALONE, self.weights(), self.weights(), folder)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_state(folder, self.model, optimizer)

@@ -33,6 +33,7 @@ from rollover.trainer.rank_process import PROGRESS
 from rollover.trainer.sending import RankSender, specs_of
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
+from rollover.trainer.shares import part_name
 from rollover.trainer.world import PeerLost, World, is_of_collective
 
 _PARENT_CHECK_S = 1.0
@@ -104,7 +105,8 @@ class _Rank:
     def _save(self, folder: Path) -> dict[str, str]:
         """Return the checksums of the files that this rank has written."""
         self._trainer.write_share(folder)
-        own = folder.rglob(f"*-{self._task.rank + 1:05}-of-{self._task.size:05}.safetensors")
+        size = self._task.size
+        own = folder.rglob("*.safetensors" if size == 1 else part_name("*", self._task.rank, size))
         sums = {}
         for path in own:
             sums[str(path.relative_to(folder))] = sum_of_file(path)
@@ -139,7 +141,7 @@ def serve(connection: Connection) -> NoReturn:
     _end_with(os.getppid())
     torch.set_num_threads(task.num_threads)
     with _telling(connection):
-        mesh = meet(task)
+        mesh = meet(task) if task.size > 1 else None  # a rank alone trains as the process of a run would
         progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
         world = World(task.rank, task.size, progress=progress, mesh=mesh, timeout_s=task.timeout_s)
         rank = (_WarmupRank if isinstance(task.setup, SFTSetup) else _Rank)(task, world)

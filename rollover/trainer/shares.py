@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollover.hf.weights import INDEX_FILE, read_weight_infos
+from rollover.hf.weights import INDEX_FILE, read_weight_infos, weight_files
 from rollover.trainer.dealing import by_longest_first
 from rollover.trainer.world import World
 
@@ -84,7 +84,10 @@ def publish_share(world: World, weights: Mapping[str, Tensor], sized_as: Mapping
 
 
 def write_index(folder: Path) -> None:
-    """Write the index of a model folder in parts, from the headers of its files."""
+    """Write the index of a model folder in parts, from the headers of its files. A folder with a single file needs
+    none."""
+    if len(weight_files(folder)) == 1:
+        return
     infos = read_weight_infos(folder)
     index = {
         "metadata": {"total_size": sum(info.num_bytes for info in infos.values())},

@@ -74,11 +74,6 @@ def test_what_cannot_work_is_named(settings: dict[str, Any], message: str) -> No
         config(cluster=settings)
 
 
-def test_a_section_that_nothing_uses_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[cluster\] has nothing to run: set trainer\.num_devices above 1 or"):
-        config(cluster={}, trainer={"num_devices": 1})
-
-
 def test_ray_is_not_imported_to_read_it() -> None:
     code = (
         "import sys; from tests.cluster.test_config import config; config(cluster={});"

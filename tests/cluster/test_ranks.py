@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.cluster import files
@@ -27,7 +28,7 @@ from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from tests.cluster.conftest import add_node, cluster_has, until
 from tests.trainer import forked_ranks
-from tests.trainer.builders import make_batch, make_folder
+from tests.trainer.builders import make_batch, make_folder, make_trainer
 
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
 PROMPTS = [[3, 4, 5], [6, 7]]
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: list[str], **given: Any) -> Iterator[Any]:
-    config = TrainerConfig(learning_rate=1e-3, device="cpu", num_devices=2, **given)
+    config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", "num_devices": 2, **given})
     launcher = None if cluster is None else RayLauncher(cluster, config, notify=told.append)
     trainer = FleetTrainer(
         config,
@@ -119,6 +120,33 @@ def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
     assert not any(map(is_there, last))
     until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the ranks had is given back")
+
+
+def test_a_trainer_of_one_device_has_a_place_on_the_cluster_and_does_what_the_process_of_a_run_does(
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_seen", unseen)
+    told: list[str] = []
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"one": 1})
+    with fleet(folder, tmp_path, settings, told, num_devices=1) as trainer:
+        until(lambda: cluster_has(cluster, CPU=7, one=3, two=4), "its place is accounted for")
+        here = make_trainer(folder, deterministic=True)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for batch in BATCHES[:2]:
+                trainer.step(batch)
+                here.step(batch)
+        finally:
+            torch.set_num_threads(num_threads)
+        assert_equal(published(trainer), dict(here.weights()))
+        trainer.save(tmp_path / "step_2")
+        assert_equal(
+            {name: tensor.float() for name, tensor in load_file(tmp_path / "step_2" / "model.safetensors").items()},
+            dict(here.weights()),
+        )
+    assert len(told) == 1 and told[0].startswith("trainer: rank 0 on node ")
+    until(lambda: cluster_has(cluster, CPU=8, one=4), "what it had is given back")
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""A trainer of one device in a process of its own: to the bit the one in the process of a run, and replaced when it is
+lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollover.trainer import ranks
+from rollover.trainer.checkpoint import read_manifest, verify_files
+from rollover.trainer.config import LoraConfig
+from tests.trainer import forked_ranks
+from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.test_fleet import PROMPTS, fleet, published
+
+BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": LORA}, {"lora": LoraConfig(rank=3, alpha=6.0, publish="adapter")}],
+    ids=["full", "merged", "adapter"],
+)
+def test_a_rank_alone_does_to_the_bit_what_the_process_of_a_run_does_also_when_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+    folder = make_folder(tmp_path / "policy")
+    here = make_trainer(folder, deterministic=True, **settings)
+    told: list[str] = []
+    with fleet(folder, tmp_path, told, num_devices=1, **settings) as trainer:
+        assert_alike(trainer, here)
+        for batch in BATCHES:
+            ours, theirs = trainer.step(batch).metrics, here.step(batch).metrics
+            assert ours.keys() == theirs.keys()
+            assert all(ours[name] == theirs[name] for name in ours.keys() - {"time/step_s", "tokens/per_s"})
+            if batch.step == 1:
+                trainer.save(tmp_path / "ours")
+                here.save(tmp_path / "theirs")
+                os.kill(trainer.pids[0], signal.SIGKILL)
+        assert (trainer.next_logits(PROMPTS) == here.next_logits(PROMPTS)).all()
+        assert_alike(trainer, here)
+    assert told == [
+        "trainer: rank 0 of 1 was killed (SIGKILL, possibly out of memory) in step 2; restarting its rank from ours,"
+        " 0 steps to repeat (restart 1 of 3)"
+    ]
+    ours, theirs = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    manifest = read_manifest(tmp_path / "ours")
+    verify_files(tmp_path / "ours", manifest)
+    assert manifest.num_ranks == 1 and manifest.files.keys() == read_manifest(tmp_path / "theirs").files.keys()
+    again = make_trainer(folder, deterministic=True, resume_from=tmp_path / "ours", **settings)
+    assert again.version == 2
+
+
+def assert_alike(trainer: Any, here: Any) -> None:
+    """The same weights for engines, read and as they would be sent."""
+    ours, theirs = published(trainer), published(here)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    sent, expected = trainer.weights_to_send(), here.weights_to_send()
+    assert (sent and sent.manifest) == (expected and expected.manifest)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, by the file and the name there, but for the states of each process's generators."""
+    files = sorted(folder.rglob("*.safetensors"))
+    found = {f"{file.relative_to(folder)}:{name}": t for file in files for name, t in load_file(file).items()}
+    return {name: tensor for name, tensor in found.items() if "_generator/" not in name}

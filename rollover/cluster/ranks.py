@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from rollover.cluster.calls import HostCalls, lost
@@ -43,7 +45,8 @@ _VALUES_OF_STATE = 5
 def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
     """Return what the ranks need: each a GPU where the cluster has them, or else one CPU, and ``trainer_resources``.
 
-    Raises ``ConfigError`` for a device that ranks cannot have.
+    Raises ``ConfigError`` for a device that ranks cannot have, and for GPUs that this build of PyTorch cannot use; all
+    nodes have the same build.
 
     Example: ``NodeDemand(what="the trainer", keys=..., bundle={"GPU": 1.0, "h100": 1.0}, count=8)``
     """
@@ -63,9 +66,21 @@ def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[
         )
         for device, resource in (("cuda", "GPU"), ("cpu", "CPU"))
     }
+    has_gpus = room_for(needs["cuda"], nodes) > 0
     if kind == "auto":
-        kind = "cuda" if room_for(needs["cuda"], nodes) else "cpu"
+        kind = "cuda" if has_gpus else "cpu"
+    if kind == "cuda" and has_gpus and not _can_use_gpus(trainer.num_devices):
+        raise ConfigError(
+            f"trainer.device {trainer.device!r} takes GPUs of the Ray cluster, but PyTorch {torch.__version__} was"
+            " built without CUDA or without NCCL: install one with both on every node, or set trainer.device = 'cpu'"
+        )
     return needs[kind]
+
+
+def _can_use_gpus(num_ranks: int) -> bool:
+    """Say whether this build of PyTorch can; several ranks exchange gradients over NCCL."""
+    has_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return has_gpus and (num_ranks == 1 or (dist.is_available() and dist.is_nccl_available()))
 
 
 class RayLauncher:

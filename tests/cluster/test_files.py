@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from rollover.cluster import files
+from rollover.cluster import files, ranks
 from rollover.cluster.calls import HostCalls, lost
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.files import brought, listed, placed
@@ -224,11 +226,37 @@ NODES = [
     ],
 )
 def test_a_rank_takes_a_gpu_where_there_are_any(
-    device: str, resources: dict[str, float], bundle: dict[str, float]
+    device: str, resources: dict[str, float], bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranks, "_can_use_gpus", lambda num_ranks: True)
     trainer = TrainerConfig(device=device, num_devices=2)
     demand = rank_demand(ClusterConfig(trainer_resources=resources), trainer, NODES)
     assert (demand.bundle, demand.count) == (bundle, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cuda", "has_nccl", "refused"),
+    [
+        (1, "13.0", False, False),  # it exchanges nothing
+        (2, "13.0", True, False),
+        (2, "13.0", False, True),
+        (1, None, False, True),
+        (2, None, False, True),
+    ],
+)
+def test_gpus_that_this_build_of_pytorch_cannot_use_are_refused(
+    num_ranks: int, cuda: str | None, has_nccl: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    trainer = TrainerConfig(num_devices=num_ranks)
+    if not refused:
+        assert "GPU" in rank_demand(ClusterConfig(), trainer, NODES).bundle
+        return
+    with pytest.raises(ConfigError, match=r"'auto' takes GPUs .* without NCCL: install .* trainer\.device = 'cpu'"):
+        rank_demand(ClusterConfig(), trainer, NODES)
+    assert "CPU" in rank_demand(ClusterConfig(), replace(trainer, device="cpu"), NODES).bundle
 
 
 def test_a_device_by_number_is_refused() -> None:

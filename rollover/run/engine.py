@@ -15,6 +15,7 @@ from rollover.rollout.strategy import OnFull
 from rollover.run.checks import longest_tokens
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
+from rollover.run.transfer import check_transfer
 from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
 
@@ -80,10 +81,12 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
     ``begins``: the run follows, so that a swarm's object store may be written to.
 
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
-    refuse, an address or certificate that a swarm cannot use, or a cluster that is not there or too small.
+    refuse, an address or certificate that a swarm cannot use, weights that cannot be sent over NCCL, or a cluster that
+    is not there or too small.
     """
     if isinstance(config.engine, SwarmConfig):
         return [f"swarm: {line}" for line in _check_swarm(config.engine, writes=begins)]
+    check_transfer(config)
     engine_open.check_model(config.engine, lambda: _architecture(config), longest_tokens(config))
     if config.cluster is not None and config.cluster.num_engines:
         from rollover.run.placed_engines import check_places

@@ -79,10 +79,26 @@ class ProcessGroup(Protocol):
 
 def open_group(plan: GroupPlan) -> ProcessGroup:
     """Open our end of a group. Raises ``EngineError`` if this process cannot."""
+    if plan.backend == "nccl":
+        check_nccl()
     if plan.meets == "nccl":
         return NCCLGroup(plan.num_workers)
     host = plan.host or address_towards(plan.towards)
     return TorchGroup(plan.backend, host, plan.name, num_workers=plan.num_workers, timeout_s=plan.timeout_s)
+
+
+def check_nccl() -> None:
+    """Raise ``EngineError`` unless this process can be in a group over NCCL."""
+    import torch
+    from torch import distributed
+
+    if not torch.cuda.is_available():
+        raise EngineError("engine.weight_transfer 'nccl' needs a GPU in this machine: set it to 'folder'")
+    if not (distributed.is_available() and distributed.is_nccl_available()):
+        raise EngineError(
+            "engine.weight_transfer 'nccl' needs a PyTorch with NCCL, and this one has none: install another, or set it"
+            " to 'folder'"
+        )
 
 
 def address_towards(url: str) -> str:
@@ -182,14 +198,12 @@ class NCCLGroup:
     The workers get the id of the group without a meeting place, so all must enter at the same time; right after that
     each takes part in an all-reduce of one number, and so must we.
 
-    Raises ``EngineError`` if there is no GPU or no NCCL.
+    Raises ``EngineError`` if the library is not found.
     """
 
     def __init__(self, num_workers: int) -> None:
         import torch
 
-        if not torch.cuda.is_available():
-            raise EngineError("engine.weight_transfer 'nccl' needs a GPU in this machine: set it to 'folder'")
         try:
             self._nccl = CDLL("libnccl.so.2")
         except OSError as e:

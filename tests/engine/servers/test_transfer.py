@@ -12,19 +12,22 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed
 from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from rollover.engine.servers.embedded.messages import GroupAddress
+from rollover.engine.servers.embedded.receiving import ReceivingGroup
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.errors import EngineError
 from rollover.weights.buckets import BUCKET_BYTES, buckets
-from rollover.weights.groups import NCCLGroup, TorchGroup, address_towards
+from rollover.weights.groups import GroupPlan, TorchGroup, address_towards, open_group
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import FullEngine, collect, request
 from tests.engine.servers.meetings import Meetings, Seat
@@ -138,12 +141,6 @@ def test_a_launched_vllm_server_is_told_to_expect_weights(tmp_path: Path) -> Non
     assert "--weight-transfer-config" not in launch_arguments(VLLMConfig(launch=True), folder, 8000)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_says_what_to_set() -> None:
-    with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU"):
-        NCCLGroup(1)
-
-
 # -- SGLang ------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +223,41 @@ def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
 def test_an_address_that_nobody_uses_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="transfer_host has no effect"):
         SGLangConfig(launch=True, transfer_host="10.0.0.1")
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------
+
+
+def nccl_plan(meets: Literal["torch", "nccl"]) -> GroupPlan:
+    return GroupPlan(
+        meets=meets, backend="nccl", towards="http://127.0.0.1:8000", name="run/7", num_workers=1, timeout_s=30.0
+    )
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *, has_nccl: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+
+
+@pytest.mark.parametrize("meets", ["torch", "nccl"])
+def test_a_sender_without_a_gpu_or_without_nccl_says_what_to_set(
+    meets: Literal["torch", "nccl"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU .*: set it to 'folder'"):
+            open_group(nccl_plan(meets))
+    with_gpus(monkeypatch, has_nccl=False)
+    with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a PyTorch with NCCL"):
+        open_group(nccl_plan(meets))
+
+
+def test_a_server_whose_pytorch_has_no_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, has_nccl=False)
+    address = GroupAddress(
+        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="run/7", backend="nccl"
+    )
+    with pytest.raises(EngineError, match="needs a PyTorch with NCCL"):
+        ReceivingGroup(address, torch.device("cuda"))
 
 
 # -- both sides --------------------------------------------------------------------------------------------------

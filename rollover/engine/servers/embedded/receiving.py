@@ -17,6 +17,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from rollover.engine.servers.embedded.messages import Announcement, GroupAddress
 from rollover.errors import EngineError
+from rollover.weights.groups import check_nccl
 
 TIMEOUT_S = 900.0
 """Longest wait for the sender. Its own deadline is shorter (``engine.load_timeout_s``); this one is for a sender that
@@ -40,6 +41,8 @@ class ReceivingGroup:
                 f"weights cannot be received over {address.backend} on device {device.type!r}: set"
                 f" engine.weight_transfer to {'nccl' if device.type == 'cuda' else 'gloo'!r}"
             )
+        if address.backend == "nccl":
+            check_nccl()
         try:
             meeting = TCPStore(address.master_address, address.master_port, is_master=False, timeout=timeout)
             name = address.group_name

@@ -1,0 +1,30 @@
+"""Weights over NCCL: what a dry run refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+
+from rollover.errors import ConfigError
+from rollover.run.engine import check_engine
+from tests.run.test_config import load
+from tests.run.test_memory import on_gpus
+
+KINDS = ("vllm", "sglang", "embedded_server")
+
+
+def checked(kind: str, *options: str) -> list[str]:
+    transfer = ("--engine.kind", kind, "--engine.launch", "true", "--engine.weight_transfer", "nccl")
+    return check_engine(load("quickstart", [*transfer, *options]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nccl_that_is_not_there_is_found_before_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"engine\.weight_transfer 'nccl' needs a GPU in this machine: set it to"):
+            checked(kind)
+    on_gpus(monkeypatch, 2, 2**36)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"engine\.weight_transfer 'nccl' needs a PyTorch with NCCL"):
+        checked(kind)

@@ -50,6 +50,8 @@ class EngineSetup:
     """The shape of those that servers will be given in place of full weights, if any."""
     longest_tokens: int | None = None
     """The longest prompt and response that it will be asked for: the context of an engine whose config names none."""
+    device: str | None = None
+    """The GPU from which this process sends the weights of a folder to servers over NCCL; the first when left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +92,22 @@ async def _embedded_servers(config: EmbeddedServerConfig, setup: EngineSetup) ->
 
     if setup.longest_tokens is not None:
         config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)
-    return await open_embedded_servers(config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock)
+    return await open_embedded_servers(
+        config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock, device=setup.device
+    )
 
 
 async def _sglang(config: SGLangConfig, setup: EngineSetup) -> TrainedEngine:
     from rollover.engine.servers.sglang.open import open_sglang
 
     return await open_sglang(
-        config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock, adapters=setup.adapters
+        config,
+        setup.folder,
+        run=setup.run,
+        places=_places(setup),
+        clock=setup.clock,
+        adapters=setup.adapters,
+        device=setup.device,
     )
 
 
@@ -105,7 +115,13 @@ async def _vllm(config: VLLMConfig, setup: EngineSetup) -> TrainedEngine:
     from rollover.engine.servers.vllm.open import open_vllm
 
     return await open_vllm(
-        config, setup.folder, run=setup.run, places=_places(setup), clock=setup.clock, adapters=setup.adapters
+        config,
+        setup.folder,
+        run=setup.run,
+        places=_places(setup),
+        clock=setup.clock,
+        adapters=setup.adapters,
+        device=setup.device,
     )
 
 

@@ -15,7 +15,7 @@ from rollover.rollout.strategy import OnFull
 from rollover.run.checks import longest_tokens
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
-from rollover.run.transfer import check_transfer
+from rollover.run.transfer import check_transfer, sending_device
 from rollover.swarm.config import SwarmConfig
 from rollover.weights.folders import WeightFolders, untied
 
@@ -49,6 +49,7 @@ async def open_engine(
         places=places,
         adapters=config.published_adapters,
         longest_tokens=longest_tokens(config),
+        device=sending_device(config),
     )
     return await engine_open.open_engine(config.engine, setup), folders
 

@@ -145,7 +145,8 @@ class LocalTrainer:
         """Implement ``Trainer.weights_to_send``."""
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return None
-        return OwnWeights(self.weight_source(), self.weights(), self._lease, current=lambda: self._version)
+        source, weights, device = self.weight_source(), self.weights(), str(self._device)
+        return OwnWeights(source, weights, self._lease, current=lambda: self._version, device=device)
 
     def step(self, batch: Batch) -> TrainedStep:
         """Train one batch and count it. A batch in which no token has a gradient is counted without an update. Waits

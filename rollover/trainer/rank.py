@@ -59,7 +59,7 @@ class _Rank:
             resume_from=task.resume_from,
             world=world,
         )
-        self._sender = RankSender(world, {})
+        self._sender = RankSender(world, {}, device=task.device)
 
     def carry_out(self, command: str, arguments: Mapping[str, Any]) -> Any:
         commands: dict[str, Callable[..., Any]] = {
@@ -99,7 +99,7 @@ class _Rank:
         """Perform this rank's part of sending weights to servers; ``do`` is a method of ``RankSender``."""
         if do == "open":
             self._sender.close()
-            self._sender = RankSender(self._world, self._trainer.weights())
+            self._sender = RankSender(self._world, self._trainer.weights(), device=self._task.device)
         return getattr(self._sender, do)(*(() if what is None else (what,)))
 
     def _save(self, folder: Path) -> dict[str, str]:

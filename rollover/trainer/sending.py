@@ -10,7 +10,7 @@ is an answer like any other, and the ranks keep running.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -43,20 +43,22 @@ class RankSender:
 
     Args:
         weights: those that engines serve, by Hugging Face name, sharded over the ranks of ``world``.
+        device: the rank's own, by PyTorch's name.
 
     Example: on all ranks ``open(plan)``, ``send(bucket)`` for each bucket, ``finish()`` and ``close()``.
     """
 
-    def __init__(self, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, world: World, weights: Mapping[str, Tensor], *, device: str) -> None:
         self._world = world
         self._weights = weights
+        self._device = device
         self._plan: GroupPlan | None = None
         self._queue: BucketQueue | None = None
 
     def open(self, plan: GroupPlan) -> Mapping[str, Any] | SendFailed | None:
         """Return where the group meets; only the first rank knows it."""
         self.close()
-        self._plan = plan
+        self._plan = plan = replace(plan, device=self._device)
         if self._world.rank:
             return None
         try:

@@ -50,6 +50,19 @@ class GroupPlan:
     """Deadline of the whole transfer."""
     is_flat: bool = False
     """True if each bucket is sent as one tensor of bytes rather than tensor by tensor."""
+    device: str | None = None
+    """The device on which the sender's process has weights, by PyTorch's name; ``None`` where they are in a folder."""
+
+    @property
+    def sends_from(self) -> str:
+        """Return the device from which tensors are broadcast. The threads that do so would otherwise use the first GPU,
+        which may be a server's.
+
+        Example: over NCCL "cuda:1" for weights there, and "cuda:0" for those of a folder; over gloo always "cpu".
+        """
+        if self.backend == "gloo":
+            return "cpu"
+        return self.device if self.device is not None and self.device.startswith("cuda") else "cuda:0"
 
 
 class ProcessGroup(Protocol):
@@ -82,9 +95,15 @@ def open_group(plan: GroupPlan) -> ProcessGroup:
     if plan.backend == "nccl":
         check_nccl()
     if plan.meets == "nccl":
-        return NCCLGroup(plan.num_workers)
-    host = plan.host or address_towards(plan.towards)
-    return TorchGroup(plan.backend, host, plan.name, num_workers=plan.num_workers, timeout_s=plan.timeout_s)
+        return NCCLGroup(plan.num_workers, device=plan.sends_from)
+    return TorchGroup(
+        plan.backend,
+        plan.host or address_towards(plan.towards),
+        plan.name,
+        num_workers=plan.num_workers,
+        timeout_s=plan.timeout_s,
+        device=plan.sends_from,
+    )
 
 
 def check_nccl() -> None:
@@ -116,12 +135,16 @@ class TorchGroup:
     Args:
         num_workers: of all servers; their ranks begin at 1.
         timeout_s: deadline of the whole transfer. Any wait for a worker then fails, and the others are released.
+        device: the one from which tensors are broadcast.
     """
 
-    def __init__(self, backend: str, host: str, name: str, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, backend: str, host: str, name: str, *, num_workers: int, timeout_s: float, device: str = "cpu"
+    ) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
         self._backend = backend
+        self._device = device
         self._host = host
         self._size = 1 + num_workers
         self._timeout = timedelta(seconds=timeout_s)
@@ -143,8 +166,8 @@ class TorchGroup:
         )
         store = TCPStore(host, port, is_master=False, timeout=self._timeout)
         # As torch's own helper nests them; the workers look in the same place.
-        device = "cuda" if backend == "nccl" else "cpu"
-        self._store = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        kind = "cuda" if backend == "nccl" else "cpu"
+        self._store = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
         self._group: Any = None
         self.address = {
             "master_address": host,
@@ -174,7 +197,7 @@ class TorchGroup:
         import torch
         from torch.distributed import BroadcastOptions
 
-        tensor = tensor.cuda() if self._backend == "nccl" else tensor.cpu()
+        tensor = tensor.to(self._device)
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(_LEAST_S, self._deadline_s - time.monotonic()))
@@ -182,7 +205,7 @@ class TorchGroup:
         # connections.
         self._group.broadcast([tensor.contiguous()], options).wait()
         if self._backend == "nccl":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         self._group = self._meeting = None
@@ -193,17 +216,18 @@ class _UniqueId(Structure):
 
 
 class NCCLGroup:
-    """A group of NCCL itself, on this process's current GPU; the library is the one that PyTorch has loaded.
+    """A group of NCCL itself; the library is the one that PyTorch has loaded.
 
     The workers get the id of the group without a meeting place, so all must enter at the same time; right after that
     each takes part in an all-reduce of one number, and so must we.
 
+    Args:
+        device: the GPU from which tensors are broadcast.
+
     Raises ``EngineError`` if the library is not found.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        import torch
-
+    def __init__(self, num_workers: int, *, device: str) -> None:
         try:
             self._nccl = CDLL("libnccl.so.2")
         except OSError as e:
@@ -211,7 +235,7 @@ class NCCLGroup:
         self._nccl.ncclGetErrorString.restype = c_char_p
         self._nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, _UniqueId, c_int]
         self._size = 1 + num_workers
-        self._device = torch.cuda.current_device()
+        self._device = device
         self._communicator = c_void_p()
         self._id = _UniqueId()
         self._call("ncclGetUniqueId", byref(self._id))
@@ -224,25 +248,25 @@ class NCCLGroup:
     def join(self) -> None:
         import torch
 
-        torch.cuda.set_device(self._device)  # this is another thread
-        self._call("ncclCommInitRank", byref(self._communicator), c_int(self._size), self._id, c_int(0))
-        one = torch.zeros(1, device="cuda")
-        here, stream = c_void_p(one.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
-        kind, operation = c_int(_DATA_TYPES[str(one.dtype)]), c_int(_SUM)
-        self._call("ncclAllReduce", here, here, c_size_t(1), kind, operation, self._communicator, stream)
-        torch.cuda.synchronize()
+        with torch.cuda.device(self._device):
+            self._call("ncclCommInitRank", byref(self._communicator), c_int(self._size), self._id, c_int(0))
+            one = torch.zeros(1, device=self._device)
+            here, stream = c_void_p(one.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
+            kind, operation = c_int(_DATA_TYPES[str(one.dtype)]), c_int(_SUM)
+            self._call("ncclAllReduce", here, here, c_size_t(1), kind, operation, self._communicator, stream)
+            torch.cuda.synchronize()
 
     def broadcast(self, tensor: Tensor) -> None:
         import torch
 
-        torch.cuda.set_device(self._device)
         if (kind := _DATA_TYPES.get(str(tensor.dtype))) is None:
             raise EngineError(f"weights in {tensor.dtype} cannot be sent: set engine.weight_transfer to 'folder'")
-        tensor = tensor.to("cuda").contiguous()
-        here, stream = c_void_p(tensor.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
-        count = c_size_t(tensor.numel())
-        self._call("ncclBroadcast", here, here, count, c_int(kind), c_int(0), self._communicator, stream)
-        torch.cuda.synchronize()
+        with torch.cuda.device(self._device):
+            tensor = tensor.to(self._device).contiguous()
+            here, stream = c_void_p(tensor.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
+            count = c_size_t(tensor.numel())
+            self._call("ncclBroadcast", here, here, count, c_int(kind), c_int(0), self._communicator, stream)
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         if self._communicator:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -264,20 +264,28 @@ class OwnWeights:
         source: the same weights, for readers.
         weights: by Hugging Face name; tensors to send are read from here.
         current: returns the version that their owner is at.
+        device: of the weights, by PyTorch's name.
 
-    Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: trainer.version)``
+    Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: 7, device="cuda:1")``
     """
 
     folder = None
 
     def __init__(
-        self, source: WeightSource, weights: Mapping[str, Tensor], lease: Lease, *, current: Callable[[], int]
+        self,
+        source: WeightSource,
+        weights: Mapping[str, Tensor],
+        lease: Lease,
+        *,
+        current: Callable[[], int],
+        device: str,
     ) -> None:
         self.manifest = source.manifest
         self._source = source
         self._weights = weights
         self._lease = lease
         self._current = current
+        self._device = device
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return self._source.tensors(names)
@@ -285,6 +293,7 @@ class OwnWeights:
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
         """Implement ``SentByHolder.open_sender``."""
         give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
+        plan = replace(plan, device=self._device)
         try:
             return OwnSender(plan, buckets, partial(cast, self._weights), on_close=give_back)
         except BaseException:

@@ -8,6 +8,7 @@ import torch.distributed
 
 from rollover.errors import ConfigError
 from rollover.run.engine import check_engine
+from rollover.run.transfer import sending_device
 from tests.run.test_config import load
 from tests.run.test_memory import on_gpus
 
@@ -28,3 +29,13 @@ def test_nccl_that_is_not_there_is_found_before_the_run(kind: str, monkeypatch: 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match=r"engine\.weight_transfer 'nccl' needs a PyTorch with NCCL"):
         checked(kind)
+
+
+def test_this_process_sends_from_the_gpu_on_which_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = ("--engine.kind", "sglang", "--engine.launch", "true", "--engine.weight_transfer", "nccl")
+    monkeypatch.setattr("rollover.trainer.models.pick_device", torch.device)
+    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cuda:1"])) == "cuda:1"
+    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cuda"])) == "cuda:0"
+    assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cpu"])) == "cuda:0"
+    assert sending_device(load("quickstart", [*nccl, "--trainer.num_devices", "2"])) == "cuda:0"
+    assert sending_device(load("quickstart", ["--trainer.device", "cuda:1"])) is None

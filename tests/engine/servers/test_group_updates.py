@@ -43,7 +43,8 @@ class Holder:
         self.version = version
         names = ("model.embed_tokens.weight", "lm_head.weight")
         tensors = {name: torch.full((64, 4), float(version)) for name in names}
-        return OwnWeights(MemoryWeights(version, tensors), tensors, self.lease, current=lambda: self.version)
+        source = MemoryWeights(version, tensors)
+        return OwnWeights(source, tensors, self.lease, current=lambda: self.version, device="cuda:1")
 
 
 class Sent:

@@ -45,7 +45,12 @@ class EmbeddedServerDialect:
     """
 
     def __init__(
-        self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, folders: FolderDigests | None = None
+        self,
+        client: HTTPClient,
+        config: EmbeddedServerConfig,
+        model: ModelFolder,
+        folders: FolderDigests | None = None,
+        device: str | None = None,
     ) -> None:
         self.traits = Traits(
             keeps_calls=True,
@@ -54,7 +59,7 @@ class EmbeddedServerDialect:
             is_seeded=True,
             takes_adapters=True,
         )
-        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests())
+        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests(), device)
         self.memory = EmbeddedServerMemory(client, config)
         self._client = client
         self._model = model

@@ -23,14 +23,20 @@ OURS = ("rollover", "serve")
 
 
 async def open_embedded_servers(
-    config: EmbeddedServerConfig, folder: Path, *, run: str, places: ServerPlaces, clock: Clock
+    config: EmbeddedServerConfig,
+    folder: Path,
+    *,
+    run: str,
+    places: ServerPlaces,
+    clock: Clock,
+    device: str | None = None,
 ) -> EnginePool:
     """See ``open_servers``. Raises ``MissingExtra`` when servers cannot be started from this environment."""
     model, folders = ModelFolder.read(folder), FolderDigests()
 
     def kind_for(config: EmbeddedServerConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: EmbeddedServerDialect(client, config, model, folders),
+            dialect=lambda client: EmbeddedServerDialect(client, config, model, folders, device),
             arguments=lambda host, port: launch_arguments(config, folder, port, host),
             env={KEY_VARIABLE: os.environ.get(config.api_key_env, "") if config.api_key_env else ""},
             program="Rollover",

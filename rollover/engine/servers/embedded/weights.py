@@ -28,11 +28,17 @@ class EmbeddedServerWeights:
     """Implements ``GroupEndpoint``."""
 
     def __init__(
-        self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, folders: FolderDigests
+        self,
+        client: HTTPClient,
+        config: EmbeddedServerConfig,
+        model: ModelFolder,
+        folders: FolderDigests,
+        device: str | None = None,
     ) -> None:
         self._client = client
         self._base = model.path
         self._config = config
+        self._device = device
         self._group_name = secrets.token_hex(4)
         self._num_groups = 0
         self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
@@ -74,6 +80,7 @@ class EmbeddedServerWeights:
             num_workers=1,
             timeout_s=self._config.load_timeout_s,
             is_flat=True,
+            device=self._device,
         )
 
         def calls(address: Mapping[str, Any]) -> TransferCalls:

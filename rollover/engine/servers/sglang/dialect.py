@@ -51,6 +51,7 @@ class SGLangDialect:
         model: ModelFolder,
         folders: FolderDigests | None = None,
         adapters: AdapterShape | None = None,
+        device: str | None = None,
     ) -> None:
         takes = adapters is not None
         self.traits = Traits(
@@ -60,7 +61,7 @@ class SGLangDialect:
             aborts_all_at_once=True,
             takes_adapters=takes,
         )
-        self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters)
+        self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters, device)
         self.memory = SGLangMemory(client, config)
         self._client = client
         self._config = config

@@ -39,6 +39,7 @@ async def open_sglang(
     places: ServerPlaces,
     clock: Clock,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
 ) -> EnginePool:
     """See ``open_servers``; routers among the urls are replaced by their workers. ``adapters``: the shape of those that
     the servers will be given, if any."""
@@ -59,7 +60,7 @@ async def open_sglang(
 
     def kind_for(config: SGLangConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters),
+            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters, device),
             arguments=lambda host, port: [
                 *launch_arguments(config, folder, port, host),
                 *adapter_arguments(adapters),

@@ -53,11 +53,13 @@ class SGLangWeights:
         model: ModelFolder,
         folders: FolderDigests,
         adapters: AdapterShape | None = None,
+        device: str | None = None,
     ) -> None:
         self.held = HeldAdapter(adapters)
         self._base = model.path
         self._client = client
         self._config = config
+        self._device = device
         self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
         self._group_name = secrets.token_hex(4)
         self.num_sends = 0
@@ -150,6 +152,7 @@ class SGLangWeights:
             name=f"{self._group_name}/{self.num_sends}",
             num_workers=info.tp_size,
             timeout_s=self._config.load_timeout_s,
+            device=self._device,
             is_flat=is_flat,
         )
 

@@ -50,6 +50,7 @@ class VLLMDialect:
     Args:
         checksums: of what the servers of a pool have loaded.
         adapters: the shape of those that it will be given; ``None`` where it is given full weights alone.
+        device: the GPU from which weights of a folder are sent.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class VLLMDialect:
         model: ModelFolder,
         checksums: ChecksumRecord,
         adapters: AdapterShape | None = None,
+        device: str | None = None,
     ) -> None:
         takes = adapters is not None
         keeps = config.kv_on_update == "keep" and not takes
         self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s, takes_adapters=takes)
-        self.weights = VLLMWeights(client, config, model, checksums, adapters)
+        self.weights = VLLMWeights(client, config, model, checksums, adapters, device)
         self.memory = VLLMMemory(client, config)
         self._client = client
         self._config = config

@@ -34,13 +34,14 @@ async def open_vllm(
     places: ServerPlaces,
     clock: Clock,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
 ) -> EnginePool:
     """See ``open_servers``; ``adapters``: the shape of those that the servers will be given, if any."""
     checksums, model = ChecksumRecord(), ModelFolder.read(folder)
 
     def kind_for(config: VLLMConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters),
+            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters, device),
             arguments=lambda host, port: [
                 *launch_arguments(config, folder, port, host),
                 *adapter_arguments(adapters),

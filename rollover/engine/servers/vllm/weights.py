@@ -73,6 +73,7 @@ class VLLMWeights:
     Args:
         checksums: of what the servers of a pool have loaded.
         adapters: the shape of those that it is given; ``None`` where it is given full weights alone.
+        device: the GPU from which weights of a folder are sent.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class VLLMWeights:
         model: ModelFolder,
         checksums: ChecksumRecord,
         adapters: AdapterShape | None = None,
+        device: str | None = None,
     ) -> None:
         self.held = HeldAdapter(adapters)
         self._base = model.path
         self._client = client
         self._config = config
+        self._device = device
         self._checksums = checksums
         self._confirmation = LoadConfirmation(repr(client), config, model, checksums.folders, self._digests)
 
@@ -148,6 +151,7 @@ class VLLMWeights:
             name=label,
             num_workers=answer.world_size,
             timeout_s=self._config.load_timeout_s,
+            device=self._device,
             is_flat=True,
         )
         # It expects the tensors of a call in pieces, each of which ends with the tensor that makes it larger than this:

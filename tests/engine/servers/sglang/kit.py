@@ -32,9 +32,10 @@ def engine_over(
     folder: Path,
     ownership: Ownership | None = None,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    dialect = SGLangDialect(client, config, model, adapters=adapters)
+    dialect = SGLangDialect(client, config, model, adapters=adapters, device=device)
     return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
@@ -45,11 +46,12 @@ def make_engine(
     *,
     ownership: Ownership | None = None,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
     **changes: Any,
 ) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return engine_over(client, config, folder, ownership or Ownership(RUN), adapters)
+    return engine_over(client, config, folder, ownership or Ownership(RUN), adapters, device)
 
 
 @asynccontextmanager

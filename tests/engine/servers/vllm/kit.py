@@ -63,9 +63,10 @@ def engine_over(
     ownership: Ownership | None = None,
     checksums: ChecksumRecord | None = None,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord(), adapters)
+    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord(), adapters, device)
     return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
@@ -77,11 +78,12 @@ def make_engine(
     ownership: Ownership | None = None,
     checksums: ChecksumRecord | None = None,
     adapters: AdapterShape | None = None,
+    device: str | None = None,
     **changes: Any,
 ) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums, adapters)
+    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums, adapters, device)
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ def engine_memory(
             yield embedded(on_gpu, EACH_ON_CLUSTER)
             return
         for number in range(engine.num_servers):
-            yield embedded(started, server_devices(engine, number, started.device)[0])
+            yield embedded(started, server_devices(engine, number)[0])
     elif isinstance(engine, ServerConfig) and (share := _share(config)) is not None:
         for number in range(engine.num_servers):
             for device in server_devices(engine, number):
@@ -102,17 +102,15 @@ def uncounted(config: RunConfig) -> str | None:
     return None
 
 
-def server_devices(engine: ServerConfig, number: int, device: str = "auto") -> list[str]:
+def server_devices(engine: ServerConfig, number: int) -> list[str]:
     """Return the devices on which the server of this number is started, by PyTorch's names in this process.
-
-    Args:
-        device: the one that the server is told to use among those that it sees.
 
     Example: with ``launch_devices = ["4,5", "6,7"]`` server 1 has ``["GPU 6", "GPU 7"]`` if this process sees only the
     first four GPUs, and ``["cuda:6", "cuda:7"]`` if it sees all eight.
     """
     import torch
 
+    device = _started(engine).device if isinstance(engine, EmbeddedServerConfig) else "auto"
     if device == "cpu" or not torch.cuda.is_available():
         return ["cpu"]
     ours = _listed(os.environ.get(_VISIBLE)) or [str(index) for index in range(torch.cuda.device_count())]

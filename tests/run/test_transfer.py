@@ -39,3 +39,40 @@ def test_this_process_sends_from_the_gpu_on_which_it_trains(monkeypatch: pytest.
     assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cpu"])) == "cuda:0"
     assert sending_device(load("quickstart", [*nccl, "--trainer.num_devices", "2"])) == "cuda:0"
     assert sending_device(load("quickstart", ["--trainer.device", "cuda:1"])) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_on_the_gpu_that_sends_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4, 2**36)
+    refused = r"server {} is started on cuda:0, from which the trainer sends: .*engine\.launch_devices"
+    with pytest.raises(ConfigError, match=refused.format(0)):
+        checked(kind)
+    ranks = ("--trainer.num_devices", "2", "--engine.num_servers", "2")
+    with pytest.raises(ConfigError, match=refused.format(1)):
+        checked(kind, *ranks, "--engine.launch_devices", '["1", "0"]')
+    assert checked(kind, *ranks, "--engine.launch_devices", '["2", "1"]') == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpus_are_compared_as_the_machine_numbers_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 2, 2**36, visible="2,3")
+    assert checked(kind, "--engine.launch_devices", '["0"]') == []
+    with pytest.raises(ConfigError, match="server 0 is started on cuda:0"):
+        checked(kind, "--engine.launch_devices", '["2"]')
+
+
+def test_a_server_takes_all_gpus_that_its_arguments_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, 4, 2**36)
+    two = ("--engine.launch_args", '["--tensor-parallel-size", "2"]', "--engine.launch_devices")
+    with pytest.raises(ConfigError, match="server 0 is started on cuda:0"):
+        checked("vllm", *two, '["1,0"]')
+    assert checked("vllm", *two, '["1,2"]') == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_that_take_turns_with_the_trainer_get_weights_from_folders(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus(monkeypatch, 4, 2**36)
+    with pytest.raises(ConfigError, match=r"engine\.colocated = true servers and trainer have the same ones"):
+        checked(kind, "--engine.colocated", "true")

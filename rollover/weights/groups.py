@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from ctypes import CDLL, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_void_p, string_at
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from rollover.errors import EngineError
+from rollover.weights.broadcasts import BroadcastGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _ID_BYTES = 128
 _DATA_TYPES = {"torch.uint8": 1, "torch.float16": 6, "torch.float32": 7, "torch.bfloat16": 9}  # ncclDataType_t
 _SUM = 0  # ncclRedOp_t
+_CLOSED = "the group through which weights were sent was closed"
 _LEAST_S = 0.01
 """gloo interprets a timeout of 0 as no deadline."""
 
@@ -51,14 +54,14 @@ class GroupPlan:
     is_flat: bool = False
     """True if each bucket is sent as one tensor of bytes rather than tensor by tensor."""
     device: str | None = None
-    """The device on which the sender's process has weights, by PyTorch's name; ``None`` where they are in a folder."""
+    """The sender's own device, by PyTorch's name."""
 
     @property
     def sends_from(self) -> str:
         """Return the device from which tensors are broadcast. The threads that do so would otherwise use the first GPU,
         which may be a server's.
 
-        Example: over NCCL "cuda:1" for weights there, and "cuda:0" for those of a folder; over gloo always "cpu".
+        Example: over NCCL, that of a trainer on "cuda:1", and "cuda:0" of one on the CPU; over gloo always "cpu".
         """
         if self.backend == "gloo":
             return "cpu"
@@ -85,8 +88,8 @@ class ProcessGroup(Protocol):
     def broadcast(self, tensor: Tensor) -> None: ...
 
     def close(self) -> None:
-        """Give up the group, even while another thread blocks in it: any member that waits for others to join then
-        fails at once."""
+        """Give up the group, even while another thread blocks in it, which then fails at once. Over NCCL, a thread that
+        waits for workers to join cannot be released: it is left behind, and fails when they come or NCCL gives up."""
         ...
 
 
@@ -123,7 +126,13 @@ def check_nccl() -> None:
 def address_towards(url: str) -> str:
     """Find our own address on the way to a server; it is the loopback address if the server is on this machine."""
     parts = urlsplit(url)
-    family, kind, _, _, peer = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    assert parts.hostname is not None, "the URLs of servers have hosts"
+    return own_address(parts.hostname, parts.port or 80)
+
+
+def own_address(host: str, port: int) -> str:
+    """Find our own address on the way to another one."""
+    family, kind, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(peer)  # sends nothing
         return str(probe.getsockname()[0])
@@ -147,7 +156,7 @@ class TorchGroup:
         self._device = device
         self._host = host
         self._size = 1 + num_workers
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -155,20 +164,21 @@ class TorchGroup:
         except OSError as e:
             raise EngineError(f"no address {host!r} of this machine can be listened on: {e}") from None
         port = int(listener.getsockname()[1])
+        timeout = timedelta(seconds=timeout_s)
         # The group uses a store of its own, so that any wait in it fails as soon as the meeting place is closed.
         self._meeting: Any = TCPStore(
             host,
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=self._timeout,
+            timeout=timeout,
             master_listen_fd=listener.detach(),
         )
-        store = TCPStore(host, port, is_master=False, timeout=self._timeout)
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
         # As torch's own helper nests them; the workers look in the same place.
         kind = "cuda" if backend == "nccl" else "cpu"
         self._store = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        self._group: Any = None
+        self._group: BroadcastGroup | None = None
         self.address = {
             "master_address": host,
             "master_port": port,
@@ -179,36 +189,25 @@ class TorchGroup:
         }
 
     def join(self) -> None:
-        from torch import distributed
-
-        if self._backend == "nccl":
-            nccl: Any = distributed.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = self._timeout
-            self._group = nccl(self._store, 0, self._size, options)
-            return
-        gloo: Any = distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self._host)]
-        options._timeout = self._timeout
-        self._group = gloo(self._store, 0, self._size, options)
+        self._group = BroadcastGroup(
+            self._store,
+            0,
+            self._size,
+            backend=self._backend,
+            host=self._host,
+            device=self._device,
+            timeout_s=self._timeout_s,
+        )
 
     def broadcast(self, tensor: Tensor) -> None:
-        import torch
-        from torch.distributed import BroadcastOptions
-
-        tensor = tensor.to(self._device)
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=max(_LEAST_S, self._deadline_s - time.monotonic()))
-        # The operation is not bound to a name, which the traceback of an error would keep alive, and with it the
-        # connections.
-        self._group.broadcast([tensor.contiguous()], options).wait()
-        if self._backend == "nccl":
-            torch.cuda.synchronize(self._device)
+        if self._group is None:
+            raise EngineError(_CLOSED)
+        self._group.broadcast(tensor, timeout_s=max(_LEAST_S, self._deadline_s - time.monotonic()))
 
     def close(self) -> None:
-        self._group = self._meeting = None
+        group, self._group, self._meeting = self._group, None, None
+        if group is not None:
+            group.close()
 
 
 class _UniqueId(Structure):
@@ -219,7 +218,8 @@ class NCCLGroup:
     """A group of NCCL itself; the library is the one that PyTorch has loaded.
 
     The workers get the id of the group without a meeting place, so all must enter at the same time; right after that
-    each takes part in an all-reduce of one number, and so must we.
+    each takes part in an all-reduce of one number, and so must we. A communicator is aborted only once it is made:
+    until then the thread that waits for the workers uses it.
 
     Args:
         device: the GPU from which tensors are broadcast.
@@ -236,7 +236,9 @@ class NCCLGroup:
         self._nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, _UniqueId, c_int]
         self._size = 1 + num_workers
         self._device = device
-        self._communicator = c_void_p()
+        self._communicator: c_void_p | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
         self._id = _UniqueId()
         self._call("ncclGetUniqueId", byref(self._id))
         self.address = {
@@ -248,13 +250,18 @@ class NCCLGroup:
     def join(self) -> None:
         import torch
 
+        made = c_void_p()
         with torch.cuda.device(self._device):
-            self._call("ncclCommInitRank", byref(self._communicator), c_int(self._size), self._id, c_int(0))
+            self._call("ncclCommInitRank", byref(made), c_int(self._size), self._id, c_int(0))
+            with self._closing:
+                self._communicator = made
+            if self._is_closed:
+                self.close()
             one = torch.zeros(1, device=self._device)
             here, stream = c_void_p(one.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
             kind, operation = c_int(_DATA_TYPES[str(one.dtype)]), c_int(_SUM)
             self._call("ncclAllReduce", here, here, c_size_t(1), kind, operation, self._communicator, stream)
-            torch.cuda.synchronize()
+            self._wait()
 
     def broadcast(self, tensor: Tensor) -> None:
         import torch
@@ -266,13 +273,24 @@ class NCCLGroup:
             here, stream = c_void_p(tensor.data_ptr()), c_void_p(torch.cuda.current_stream().cuda_stream)
             count = c_size_t(tensor.numel())
             self._call("ncclBroadcast", here, here, count, c_int(kind), c_int(0), self._communicator, stream)
-            torch.cuda.synchronize()
+            self._wait()
 
     def close(self) -> None:
-        if self._communicator:
-            self._nccl.ncclCommAbort(self._communicator)
-            self._communicator = c_void_p()
+        with self._closing:
+            self._is_closed = True
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                self._nccl.ncclCommAbort(communicator)
+
+    def _wait(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        if self._is_closed:  # an operation that was aborted looks as if it were done
+            raise EngineError(_CLOSED)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        if self._is_closed:
+            raise EngineError(_CLOSED)
         if code := getattr(self._nccl, name)(*arguments):
             raise EngineError(f"{name}: {self._nccl.ncclGetErrorString(code).decode()}")

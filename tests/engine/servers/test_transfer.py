@@ -8,33 +8,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 from safetensors.torch import load_file, save_file
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rollover.engine.servers.embedded.messages import GroupAddress
-from rollover.engine.servers.embedded.receiving import ReceivingGroup
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import launch_arguments
 from rollover.errors import EngineError
-from rollover.trainer.sending import RankSender
-from rollover.trainer.world import World
 from rollover.weights.buckets import BUCKET_BYTES, buckets
-from rollover.weights.groups import GroupPlan, NCCLGroup, TorchGroup, address_towards, open_group
-from rollover.weights.sending import Lease, OwnWeights
-from rollover.weights.sources import FolderWeights, MemoryWeights
+from rollover.weights.groups import TorchGroup, address_towards
+from rollover.weights.sources import FolderWeights
 from tests.engine.contract import FullEngine, collect, request
 from tests.engine.servers.meetings import Meetings, Seat
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM
@@ -231,39 +222,7 @@ def test_an_address_that_nobody_uses_is_a_mistake() -> None:
         SGLangConfig(launch=True, transfer_host="10.0.0.1")
 
 
-# -- NCCL --------------------------------------------------------------------------------------------------------
-
-
-def nccl_plan(meets: Literal["torch", "nccl"]) -> GroupPlan:
-    return GroupPlan(
-        meets=meets, backend="nccl", towards="http://127.0.0.1:8000", name="run/7", num_workers=1, timeout_s=30.0
-    )
-
-
-def with_gpus(monkeypatch: pytest.MonkeyPatch, *, has_nccl: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
-
-
-@pytest.mark.parametrize("meets", ["torch", "nccl"])
-def test_a_sender_without_a_gpu_or_without_nccl_says_what_to_set(
-    meets: Literal["torch", "nccl"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a GPU .*: set it to 'folder'"):
-            open_group(nccl_plan(meets))
-    with_gpus(monkeypatch, has_nccl=False)
-    with pytest.raises(EngineError, match=r"engine\.weight_transfer 'nccl' needs a PyTorch with NCCL"):
-        open_group(nccl_plan(meets))
-
-
-def test_a_server_whose_pytorch_has_no_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, has_nccl=False)
-    address = GroupAddress(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="run/7", backend="nccl"
-    )
-    with pytest.raises(EngineError, match="needs a PyTorch with NCCL"):
-        ReceivingGroup(address, torch.device("cuda"))
+# -- both sides --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server", [ScriptedVLLM(), ScriptedSGLang()], ids=["vllm", "sglang"])
@@ -279,87 +238,6 @@ def test_weights_in_a_folder_are_sent_from_the_device_that_the_run_names(
 
     asyncio.run(main())
     assert [meeting.plan.sends_from for meeting in meetings.all] == ["cuda:1"]
-
-
-def test_weights_in_memory_are_sent_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    meetings, weights = Meetings(), {"w": torch.ones(2)}
-    monkeypatch.setattr("rollover.weights.sending.open_group", meetings.open_group)
-    monkeypatch.setattr("rollover.trainer.sending.open_group", meetings.open_group)
-    source = OwnWeights(MemoryWeights(0, weights), weights, Lease(), current=lambda: 0, device="cuda:2")
-    source.open_sender(nccl_plan("torch"), []).close()
-    rank = RankSender(World(), weights, device="cuda:3")
-    rank.open(nccl_plan("nccl"))
-    rank.close()
-    assert [meeting.plan.sends_from for meeting in meetings.all] == ["cuda:2", "cuda:3"]
-
-
-def test_of_weights_on_no_gpu_the_first_gpu_sends_and_gloo_sends_from_the_cpu() -> None:
-    plan = nccl_plan("torch")
-    assert (plan.sends_from, replace(plan, device="cpu").sends_from) == ("cuda:0", "cuda:0")
-    assert replace(plan, backend="gloo", device="cuda:1").sends_from == "cpu"
-
-
-class RecordedNCCL:
-    """Stands in for the library: records which function was called while which device was the current one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, str | None]] = []
-        self.communicators: list[int] = []
-        self.now: str | None = None
-        monkeypatch.setattr("rollover.weights.groups.CDLL", lambda name: self)
-        monkeypatch.setattr(torch.cuda, "device", self._as_current)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.calls.append(("synchronize", self.now)))
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            self.calls.append((name, self.now))
-            return 0
-
-        self.__dict__[name] = call
-        return call
-
-    @contextmanager
-    def _as_current(self, device: str) -> Iterator[None]:
-        before, self.now = self.now, device
-        yield
-        self.now = before
-
-
-def test_nccl_is_called_with_the_named_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl = RecordedNCCL(monkeypatch)
-    group = NCCLGroup(1, device="meta")
-    group.join()
-    group.broadcast(torch.ones(3))
-    of_gpu = ("ncclCommInitRank", "ncclAllReduce", "synchronize", "ncclBroadcast", "synchronize")
-    assert nccl.calls == [("ncclGetUniqueId", None), *((name, "meta") for name in of_gpu)]
-
-
-class RecordedGroup:
-    """Stands in for ``ProcessGroupNCCL``: records the devices of the tensors that are broadcast."""
-
-    devices: ClassVar[list[str]] = []
-    Options = SimpleNamespace
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        pass
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        self.devices.extend(str(tensor.device) for tensor in tensors)
-        return SimpleNamespace(wait=lambda: None)
-
-
-def test_tensors_are_broadcast_from_the_named_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordedGroup, raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: RecordedGroup.devices.append(f"wait for {device}"))
-    group = TorchGroup("nccl", "127.0.0.1", "run/7", num_workers=1, timeout_s=30.0, device="meta")
-    group.join()
-    group.broadcast(torch.ones(3))
-    group.close()
-    assert RecordedGroup.devices == ["meta", "wait for meta"]
-
-
-# -- both sides --------------------------------------------------------------------------------------------------
 
 
 def test_a_gloo_group_carries_tensors_to_a_worker_and_listens_on_one_address() -> None:

@@ -6,18 +6,16 @@ What it keeps true: whoever waits here waits no longer than ``TIMEOUT_S``; ``clo
 from __future__ import annotations
 
 import math
-import socket
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
 
 from rollover.engine.servers.embedded.messages import Announcement, GroupAddress
 from rollover.errors import EngineError
-from rollover.weights.groups import check_nccl
+from rollover.weights.broadcasts import BroadcastGroup
+from rollover.weights.groups import check_nccl, own_address
 
 TIMEOUT_S = 900.0
 """Longest wait for the sender. Its own deadline is shorter (``engine.load_timeout_s``); this one is for a sender that
@@ -47,7 +45,15 @@ class ReceivingGroup:
             meeting = TCPStore(address.master_address, address.master_port, is_master=False, timeout=timeout)
             name = address.group_name
             store = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, meeting)))
-            self._group = self._joined(address, store, timeout)
+            self._group = BroadcastGroup(
+                store,
+                address.rank_offset,
+                address.world_size,
+                backend=address.backend,
+                host=own_address(address.master_address, address.master_port),
+                device=str(device),
+                timeout_s=TIMEOUT_S,
+            )
         except RuntimeError as e:  # torch.distributed raises nothing more special
             raise EngineError(f"the group of {address.master_address} could not be joined: {_first_line(e)}") from e
 
@@ -70,20 +76,7 @@ class ReceivingGroup:
 
     def close(self) -> None:
         """Give the group up, also while another thread waits in it."""
-        with suppress(RuntimeError):
-            self._group.abort()
-
-    def _joined(self, address: GroupAddress, store: PrefixStore, timeout: timedelta) -> Any:
-        if address.backend == "nccl":
-            nccl: Any = distributed.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            return nccl(store, address.rank_offset, address.world_size, options)
-        gloo: Any = distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_own_address(address))]
-        options._timeout = timeout
-        return gloo(store, address.rank_offset, address.world_size, options)
+        self._group.close()
 
     def _flat(self, dtypes: list[torch.dtype], shapes: list[list[int]]) -> list[Tensor]:
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
@@ -92,22 +85,7 @@ class ReceivingGroup:
         return [piece.view(dtype).view(shape) for piece, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor], options).wait()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return tensor
-
-
-def _own_address(address: GroupAddress) -> str:
-    """Return our own address on the way to the sender, which listens nowhere else."""
-    family, kind, _, _, peer = socket.getaddrinfo(address.master_address, address.master_port, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, kind) as probe:
-        probe.connect(peer)  # sends nothing
-        return str(probe.getsockname()[0])
+        return self._group.broadcast(tensor, timeout_s=TIMEOUT_S)
 
 
 def _first_line(error: Exception) -> str:

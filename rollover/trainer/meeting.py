@@ -33,6 +33,7 @@ def meet(task: RankTask) -> Any:
     else:
         if (interface := interface_of(task.meeting.own)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # and none whose name only begins so
         store = _store(task.meeting, task.size, timeout)
         dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.size, timeout=timeout)
     return init_device_mesh(device.type, (task.size,))
@@ -40,7 +41,7 @@ def meet(task: RankTask) -> Any:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address; ``None`` if there is none. Without it gloo uses the
-    address of the machine's name, which is often one that other machines cannot reach.
+    address of the machine's name, and NCCL the first interface that it finds; other machines often cannot reach them.
 
     Example: "lo" has 127.0.0.1.
     """

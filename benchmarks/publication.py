@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -104,6 +105,9 @@ def ways(
         read_all(folders.write(1, dict(alone.weights())), num)
 
     def by_shared_memory(num: int) -> None:
+        for written in fleet._staging._published.values():  # a version is written once, and is to be written again
+            shutil.rmtree(written)
+        fleet._staging._published.clear()
         source: Any = fleet.weight_source()
         for _ in range(num):
             for _, tensor in source.tensors():

@@ -105,9 +105,6 @@ def ways(
         read_all(folders.write(1, dict(alone.weights())), num)
 
     def by_shared_memory(num: int) -> None:
-        for written in fleet._staging._published.values():  # a version is written once, and is to be written again
-            shutil.rmtree(written)
-        fleet._staging._published.clear()
         source: Any = fleet.weight_source()
         for _ in range(num):
             for _, tensor in source.tensors():
@@ -122,6 +119,13 @@ def ways(
             found[f"group of 1 process, {form}, {num}"] = here, partial(sent, alone, to, limit)
             found[f"group of 2 ranks, {form}, {num}"] = rank, partial(sent, fleet, to, limit)
     return found
+
+
+def forget(fleet: FleetTrainer) -> None:
+    """Have a fleet write its version again: it writes each once."""
+    for written in fleet._staging._published.values():
+        shutil.rmtree(written)
+    fleet._staging._published.clear()
 
 
 _AS_IT_IS = SGLangWeights._receiver
@@ -204,6 +208,7 @@ def main() -> None:
         todo = ways(alone, fleet, WeightFolders(root / "weights", like=folder), partial(new, keeps=False), limit)
         for number in range(arguments.rounds + 1):
             for name, (pid, act) in todo.items():
+                forget(fleet)
                 elapsed_s, held, peak = grown(pid, act)
                 row = rows.setdefault(name, {"s_per_gb": [], "held_mb": [], "bucket_mb": []})
                 row["held_mb"].append(held / 1e6)

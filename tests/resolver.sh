@@ -20,9 +20,10 @@ beside() {
 }
 
 beside "$wheel[trl,tasks,report,plan,lora]" trl==1.16.0
-beside "$wheel" verl==0.9.1
+beside "$wheel[report,plan]" verl==0.9.1
 # slime is installed from its repository; these are what it and the SGLang of its image pin of what Rollover needs too.
-beside "$wheel" 'httpx[http2]' 'sglang-router>=0.3.0' 'ray[default]' pydantic numpy transformers==5.12.1 openai==2.6.1
+beside "$wheel[report,plan]" 'httpx[http2]' 'sglang-router>=0.3.0' 'ray[default]' pydantic numpy==1.26.4 torch==2.11.0 \
+    transformers==5.12.1 openai==2.6.1 torchao==0.17.0 xgrammar==0.2.1 outlines==0.1.11 openai-harmony==0.0.4
 # miles likewise; its pins.
 beside "$wheel" 'httpx[http2]' 'sglang-router>=0.2.3' 'ray[default]' 'safetensors>=0.8.0' blake3==1.0.9 polars==1.42.1 \
     xxhash==3.7.1 zstandard==0.25.0 transformers==5.12.1

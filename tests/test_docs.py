@@ -9,9 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from typing import get_args, get_type_hints
 
 import pytest
 
+from rollover.algorithms.registry import ALGORITHMS, Algorithm
+from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
 from rollover.run.config import RunConfig
 from rollover.settings.schema import types_at
 
@@ -43,6 +46,47 @@ def test_every_public_name_is_in_the_reference() -> None:
 
     page = (DOCS / "reference" / "api.md").read_text()
     assert [name for name in rollover.__all__ if name != "__version__" and f".{name}\n" not in page] == []
+
+
+def tables(page: str, head: str) -> list[list[list[str]]]:
+    """Return the rows of those tables of a page whose first column is called ``head``, cell by cell."""
+    found: list[list[list[str]]] = []
+    is_inside = False
+    for line in (DOCS / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and cells[0] == head:
+            found.append([])
+            is_inside = True
+        elif not cells:
+            is_inside = False
+        elif is_inside and not cells[0].startswith("---"):
+            found[-1].append(cells)
+    return found
+
+
+def named(rows: list[list[str]]) -> list[str]:
+    return [cells[0].partition(",")[0].strip("`") for cells in rows]
+
+
+def test_the_page_of_strategies_has_each_of_them() -> None:
+    training, simulated = map(named, tables("strategies.md", "`kind`"))
+    assert sorted(training) == sorted(STRATEGIES)
+    assert sorted(simulated) == sorted(SIMULATED_ONLY)
+
+
+def test_the_page_of_algorithms_has_each_of_them_with_its_clip_and_paper() -> None:
+    (rows,) = tables("algorithms.md", "`name`")
+    assert sorted(named(rows)) == sorted(ALGORITHMS)
+    for name, cells in zip(named(rows), rows, strict=True):
+        row = ALGORITHMS[name]
+        clip = [] if row.objective == "reinforce" else [row.clip_low, row.clip_high]
+        assert [float(number) for number in cells[3].split(",") if number] == clip, name
+        assert row.paper.removeprefix("arXiv ").partition(",")[0] in cells[-1], name
+
+
+def test_the_page_of_algorithms_has_each_correction() -> None:
+    (rows,) = tables("algorithms.md", "`correction`")
+    assert sorted(named(rows)) == sorted(get_args(get_type_hints(Algorithm)["correction"]))
 
 
 SETTING = re.compile(r"`(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?:[ =][^`]*)?`")

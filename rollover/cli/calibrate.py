@@ -32,7 +32,7 @@ def command(out: Path, key: str | None, model: Path | None, device: str, measure
 
     This takes a few minutes; the machine should be idle. Every second measurement is held out, predicted from the
     others, and compared. On a machine without Rollover's other dependencies, python -m rollover.devices.measure FILE
-    needs only torch; pass its FILE to --from.
+    needs only torch, transformers, numpy and safetensors; pass its FILE to --from.
 
     \b
     rollover calibrate --out mine.toml

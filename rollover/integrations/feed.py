@@ -161,9 +161,7 @@ class Feed:
         self._thread = threading.Thread(target=self._serve, name="rollover-feed", daemon=True)
         self._thread.start()
         try:
-            self._open = self._wait(
-                self._opened, self._deadlines.open_timeout_s, "open the engine and its parts", knob="open_timeout_s"
-            )
+            self._open = self._wait(self._opened, self._deadlines.open_timeout_s, "open the engine and its parts")
         except BaseException:
             self._stop_thread()
             raise
@@ -259,7 +257,7 @@ class Feed:
         self._thread.join(timeout_s)
         if not self._ended.done():
             raise EngineTimeout(
-                f"the feed did not close within {timeout_s:.0f} s (close_timeout_s): it waits for"
+                f"the feed did not close within {timeout_s:.0f} s: it waits for"
                 f" {self._open.parts.engine!r} to stop {len(self._open.driver.ledger.running)} samples, or to close"
             )
         self._ended.result()
@@ -311,7 +309,7 @@ class Feed:
                     raise
                 raise EngineTimeout(
                     f"{self._open.parts.engine!r} did not take the weights of version {version} within"
-                    f" {timeout_s:.0f} s (update_timeout_s)"
+                    f" {timeout_s:.0f} s: see what the engine's log says"
                 ) from None
 
         await driver.update_weights(version, load_in_time)
@@ -400,12 +398,12 @@ class Feed:
             raise RunError(f"the feed is closed: it cannot {what}")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return self._wait(future, timeout_s, what, knob="close_timeout_s")
+            return self._wait(future, timeout_s, what)
         except BaseException:
             future.cancel()  # Ctrl-C must not leave it running beside the next call
             raise
 
-    def _wait(self, future: Future[T], timeout_s: float | None, what: str, *, knob: str) -> T:
+    def _wait(self, future: Future[T], timeout_s: float | None, what: str) -> T:
         began_s = self._last_answer_s = time.monotonic()
         awaited: tuple[Future[Any], ...] = (future, self._ended)
         while not future.done():
@@ -416,7 +414,7 @@ class Feed:
                 raise EngineError(f"the feed's event loop has ended: it cannot {what}") from self._ended.exception()
             now_s = time.monotonic()
             if timeout_s is not None and now_s - began_s >= timeout_s:
-                raise EngineTimeout(f"the feed did not {what} within {timeout_s:.0f} s ({knob})")
+                raise EngineTimeout(f"the feed did not {what} within {timeout_s:.0f} s: see what the engine's log says")
             if self._opened.done():
                 self._look(now_s, what)
         return future.result()

@@ -17,7 +17,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.kinds import AnyEngineConfig
 from rollover.errors import ConfigError, nearest
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
+from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, no_in_flight_update
 from rollover.settings import toml
 from rollover.settings.schema import ByKind, build
 
@@ -88,7 +88,23 @@ def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> H
                 f"{document.name}: {key} is {here[last]!r}, but {by} sets it to {value!r}: leave {key} out"
             )
         here[last] = value
+    _refuse_a_bound_without_use(data, given.get("rollout.max_staleness"), document.name)
     return build(HostedConfig, toml.Document(name=document.name, data=data, lines=document.lines))
+
+
+def _refuse_a_bound_without_use(data: Mapping[str, Any], bound: Given | None, source: str) -> None:
+    """Raise ``ConfigError`` where the host has set a bound that the strategy cannot use. The message names the host's
+    argument, and not a setting that the user never wrote."""
+    if bound is None or not bound.value:
+        return
+    asked = data["rollout"].get("strategy")
+    kind = asked.get("kind") if isinstance(asked, Mapping) else asked
+    strategy = STRATEGIES.get(kind) if isinstance(kind, str) else None
+    if strategy is not None and strategy.on_policy:
+        raise ConfigError(
+            f"{source}: strategy {kind!r} trains no sample of older weights, but {bound.by} is {bound.value}: choose a"
+            " strategy that carries work over, such as 'april'"
+        )
 
 
 def _document(asked: Asked, source: str) -> toml.Document:
@@ -112,11 +128,7 @@ def check_capabilities(config: HostedConfig, engine: Capabilities) -> None:
     """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     strategy = config.rollout.strategy
     if strategy.needs_in_flight_update and not engine.in_flight_update:
-        raise ConfigError(
-            f"rollout.strategy {strategy.kind!r} loads weights while samples are running, and this engine"
-            f" (engine.kind {config.engine.kind!r}) cannot do that: set engine.kv_on_update = 'keep', or choose another"
-            " strategy"
-        )
+        raise ConfigError(no_in_flight_update(strategy.kind, config.engine.kind))
     if engine.max_context_tokens <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"responses may have {config.rollout.max_new_tokens} tokens, but this engine has room for only"

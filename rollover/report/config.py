@@ -11,7 +11,8 @@ Mode = Literal["auto", "bars", "plain", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
-    """Section ``[logging]``. ``metrics.jsonl`` is always written: the report is drawn from it."""
+    """Section ``[logging]``: where metrics go besides ``metrics.jsonl``, which is always written, because the report is
+    drawn from it."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to ``RUN/tensorboard``."""

@@ -13,7 +13,7 @@ from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineConfig, EngineDemands
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.strategies import STRATEGIES
+from rollover.rollout.strategies import STRATEGIES, no_in_flight_update
 from rollover.rollout.strategies.config import NumRunning
 from rollover.rollout.strategy import OnFull
 from rollover.run.sections import EvalConfig, ModelConfig
@@ -87,18 +87,9 @@ def longest_tokens(config: Sections) -> int:
 def check_capabilities(config: Sections, capabilities: Capabilities) -> None:
     """Raise ``ConfigError`` when the engine lacks a capability that the strategy needs."""
     if config.rollout.strategy.needs_in_flight_update and not capabilities.in_flight_update:
-        raise ConfigError(_lacking(config))
+        raise ConfigError(no_in_flight_update(config.rollout.strategy.kind, config.engine.kind))
     if config.rollout.strategy.overlaps_training and capabilities.is_colocated:
         raise ConfigError(_asleep_in_training(config))
-
-
-def _lacking(config: Sections) -> str:
-    others = ", ".join(kind for kind, strategy in STRATEGIES.items() if not strategy.needs_in_flight_update)
-    return (
-        f"rollout.strategy {config.rollout.strategy.kind!r} loads weights under running samples, which this engine"
-        f" (engine.kind {config.engine.kind!r}) cannot: set engine.kv_on_update = 'keep', or choose a strategy that"
-        f" does not need this: {others}"
-    )
 
 
 def _asleep_in_training(config: Sections) -> str:
@@ -134,7 +125,7 @@ def contradictions(config: Sections) -> Iterator[str]:
             f" ({rollout.rollout_batch_size}): each mini-batch needs a group"
         )
     if rollout.strategy.needs_in_flight_update and not can.in_flight_update:
-        yield _lacking(config)
+        yield no_in_flight_update(rollout.strategy.kind, config.engine.kind)
     if rollout.strategy.overlaps_training and can.is_colocated:
         yield _asleep_in_training(config)
     if config.deterministic and rollout.strategy.overlaps_training:

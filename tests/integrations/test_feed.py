@@ -260,7 +260,7 @@ def test_sync_holds_tokens_of_the_current_weights_alone(hosts: Any) -> None:
 
 def test_weights_that_are_late_are_named(hosts: Any) -> None:
     host = hosts(deadlines=Deadlines(update_timeout_s=0.05))
-    with pytest.raises(EngineTimeout, match=r"did not take the weights of version 0 within 0 s \(update_timeout_s\)"):
+    with pytest.raises(EngineTimeout, match=r"did not take the weights of version 0 within 0 s: see what"):
         host.feed.publish(0, lambda: asyncio.sleep(3600))
     host.publish(0)
     assert host.feed.batch(0).step == 0
@@ -295,7 +295,7 @@ def test_parts_that_do_not_open_are_named(tmp_path: Path, monkeypatch: pytest.Mo
         yield
 
     try:
-        with pytest.raises(EngineTimeout, match=r"did not open the engine and its parts within 0 s \(open_timeout_s\)"):
+        with pytest.raises(EngineTimeout, match=r"did not open the engine and its parts within 0 s: see what"):
             Feed(
                 never,
                 RolloutConfig(),
@@ -342,7 +342,7 @@ def test_a_parts_close_that_hangs_is_named(tmp_path: Path) -> None:
 
     feed = Feed(opened, RolloutConfig(), journal=tmp_path / "journal.sqlite", deadlines=Deadlines(close_timeout_s=0.05))
     try:
-        with pytest.raises(EngineTimeout, match=r"did not close within 0 s \(close_timeout_s\)"):
+        with pytest.raises(EngineTimeout, match=r"did not close within 0 s: it waits"):
             feed.close()
     finally:
         let_go.set()

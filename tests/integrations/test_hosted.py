@@ -78,6 +78,17 @@ def test_what_cannot_work_is_refused(asked: object, message: str) -> None:
         config(asked)
 
 
+@pytest.mark.parametrize("asked", ["sync", {"rollout": {"strategy": {"kind": "sync"}}}])
+def test_a_bound_of_the_host_that_the_strategy_cannot_use_has_the_name_of_the_host(asked: object) -> None:
+    given = {**GIVEN, "rollout.max_staleness": Given(4, "AsyncGRPOConfig.max_staleness")}
+    with pytest.raises(
+        ConfigError, match=r"^rollover=: strategy 'sync' .*, but AsyncGRPOConfig.max_staleness is 4: choose"
+    ):
+        hosted_config(asked, given, source="rollover=")  # type: ignore[arg-type]
+    none = {**GIVEN, "rollout.max_staleness": Given(0, "--max-weight-staleness")}
+    assert hosted_config(asked, none, source="rollover=").rollout.staleness_bound == 0  # type: ignore[arg-type]
+
+
 def test_an_engine_that_lacks_what_the_strategy_needs_is_refused() -> None:
     needy = config({"rollout": {"strategy": "inflight"}})
     with pytest.raises(ConfigError, match="'inflight' loads weights while samples are running"):

@@ -80,7 +80,10 @@ class Host:
             if error.name is None or not path.startswith(error.name):
                 raise
             known = " and ".join(self.versions)
-            raise ConfigError(f"{error.name} does not exist; this was written for {self.name} {known}") from None
+            raise ConfigError(
+                f"{error.name} does not exist in the {self.name} that is installed: install {self.name} {known}, for"
+                " which this was written"
+            ) from None
 
     def code(self, args: Namespace) -> HostCode:
         """Import the parts that a rollout with these arguments uses."""

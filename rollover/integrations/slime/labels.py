@@ -53,7 +53,8 @@ def count(label: str) -> int:
     if not (label.isascii() and label.isdecimal()):
         raise EngineError(
             f"the servers call their weights {label!r}, where the trainer writes a number at each weight update: they"
-            " have had no update yet, or one from something else"
+            " have had no update yet, or one from something else; ask for rollouts after the trainer's first update,"
+            " and let no other program update the servers"
         )
     return int(label)
 

@@ -70,7 +70,10 @@ class SlimeProgress:
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
             if found["format"] != _FORMAT:
-                raise RunError(f"{file} has format {found['format']}, this version of Rollover reads {_FORMAT}")
+                raise RunError(
+                    f"{file} has format {found['format']}, and this version of Rollover reads {_FORMAT}: resume the run"
+                    " with the version that wrote it, or begin a new one elsewhere"
+                )
             cursors = {int(rollout_id): int(cursor) for rollout_id, cursor in found["cursors"].items()}
             return cls(first_rollout=int(found["first_rollout"]), cursors=cursors)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -160,7 +160,10 @@ def _router(args: Namespace) -> str:
 def _argument(args: Namespace, name: str) -> Any:
     if (value := getattr(args, name, None)) is None:
         known = " and ".join(f"{host.name} {version}" for host in (SLIME, MILES) for version in host.versions)
-        raise ConfigError(f"the argument {name} is not set, and a rollout needs it; this was written for {known}")
+        raise ConfigError(
+            f"the argument {name} is not set, and a rollout needs it: set it, or use a version for which this was"
+            f" written ({known})"
+        )
     return value
 
 
@@ -210,19 +213,27 @@ def _add_strategy(asked: dict[str, Any], args: Namespace) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("custom_generate_function_path", bool, "samples are decoded here, one response to one prompt"),
+    ("custom_generate_function_path", bool, "samples are decoded here, one response to one prompt: leave it out"),
     ("group_rm", bool, "responses are scored one by one, as each ends; give a reward for one sample"),
-    ("buffer_filter_path", bool, "unfinished groups are in Rollover's journal, not in the data source's buffer"),
-    ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out"),
-    ("use_rollout_routing_replay", bool, "routed experts are not recorded"),
-    ("use_rollout_indexer_replay", bool, "indexer choices are not recorded"),
-    ("recompute_logprobs_via_prefill", bool, "log-probs are those of the engine when it sampled"),
-    ("use_opd", bool, "log-probs of a teacher are not asked for"),
-    ("debug_rollout_only", bool, "its servers are given no weights, and so no label that tells their version"),
-    ("multi_lora", bool, "requests name no adapter"),
+    (
+        "buffer_filter_path",
+        bool,
+        "unfinished groups are in Rollover's journal, not in the data source's buffer: leave it out",
+    ),
+    ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out: leave it out"),
+    ("use_rollout_routing_replay", bool, "routed experts are not recorded: leave it out"),
+    ("use_rollout_indexer_replay", bool, "indexer choices are not recorded: leave it out"),
+    ("recompute_logprobs_via_prefill", bool, "log-probs are those of the engine when it sampled: leave it out"),
+    ("use_opd", bool, "log-probs of a teacher are not asked for: leave it out"),
+    (
+        "debug_rollout_only",
+        bool,
+        "its servers are given no weights, and so no label that tells their version: leave it out",
+    ),
+    ("multi_lora", bool, "requests name no adapter: leave it out"),
     ("rollout_top_p", lambda p: p is not None and p != 1, "SGLang's log-probs are those before top-p: use 1"),
     ("rollout_top_k", lambda k: k is not None and k > 0, "SGLang's log-probs are those before top-k: use -1"),
-    ("multimodal_keys", bool, "prompts can only be text"),
+    ("multimodal_keys", bool, "prompts can only be text: choose a dataset without images"),
     ("update_weights_interval", lambda n: n is not None and n != 1, "a version is one training step: use 1"),
 )
 """Arguments of slime that this rollout function would ignore, with the values concerned and the reason."""
@@ -247,7 +258,7 @@ def _refuse_what_has_no_effect(args: Namespace, host: Host) -> None:
     if chosen and chosen not in host.filters:
         raise ConfigError(
             "--dynamic-sampling-filter-path cannot be used with Rollover's rollout function, except for"
-            f" {' and '.join(host.filters)} (it is {chosen!r})"
+            f" {' and '.join(host.filters)} (it is {chosen!r}): choose one of these or leave it out"
         )
     for name, is_set, why in _REFUSED:
         if is_set(getattr(args, name, None)):
@@ -260,9 +271,10 @@ def _refuse_what_has_no_effect(args: Namespace, host: Host) -> None:
             if value := getattr(args, name, None):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} cannot be used with Rollover's rollout function, whose"
-                    " requests name no adapter: the base model would answer them"
+                    " requests name no adapter, so the base model would answer them: leave it out, or merge the adapter"
                 )
     if not getattr(args, "rollout_global_dataset", True):
         raise ConfigError(
-            "--disable-rollout-global-dataset cannot be used with Rollover's rollout function: it would have no prompts"
+            "--disable-rollout-global-dataset cannot be used with Rollover's rollout function, which would have no"
+            " prompts: leave it out"
         )

@@ -83,7 +83,10 @@ class SlimeSource:
     def _draw(self) -> list[Any]:
         groups = self._groups.get_samples(1)
         if len(groups) != 1:
-            raise DataError(f"the data source gave {len(groups)} groups where one was asked for: is it empty?")
+            raise DataError(
+                f"the data source gave {len(groups)} groups where one was asked for: check that --prompt-data names a"
+                " file with prompts"
+            )
         (group,) = groups
         if len(group) != self._group_size:
             raise DataError(

@@ -212,9 +212,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss = super().compute_loss(model, watched, *args, **kwargs)
         if _RATIO not in watched.looked_up:
             raise RunError(
-                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with, so tokens"
-                " of older weights would be trained as if the current ones had sampled them: use TRL's own GRPOTrainer,"
-                " and please report this"
+                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with, so"
+                " tokens of older weights would be trained as if the current ones had sampled them: use TRL's own"
+                " GRPOTrainer, and please report this"
             )
         return loss
 
@@ -228,7 +228,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         assert self._rollouts is not None
         if self.vllm_importance_sampling_correction and _RATIO not in output:
             raise RunError(
-                f"TRL {trl_version()} has not compared the log-probs of tokens with those they were sampled with"
+                f"TRL {trl_version()} has not compared the log-probs of tokens with those they were sampled with, so"
+                " tokens of older weights would be trained as if the current ones had sampled them: use TRL's own"
+                " GRPOTrainer, and please report this"
             )
         has_other_gradients = self.beta != 0.0 or getattr(self, "_entropy_bonus_enabled", False)
         found: Measured = measure(output, answers, advantages_alone=not has_other_gradients)

@@ -223,7 +223,7 @@ class RolloutWorker:
         if model_version != self._version + 1:
             raise RunError(
                 f"TRL counts version {model_version}, but has sent weights {self._version + 1} times: rollouts would be"
-                " labelled wrongly"
+                " labelled wrongly; call send_weights before each update_model_version, once, as AsyncGRPOTrainer does"
             )
 
     def check_health(self, stale_after_s: float) -> None:

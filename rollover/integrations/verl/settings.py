@@ -152,19 +152,25 @@ def _refuse(config: Any) -> None:
             context < longest,
             f"a prompt and a response of full length need {longest} tokens: raise it",
         ),
-        "actor_rollout_ref.rollout.ignore_eos": (bool(rollout.get("ignore_eos")), "responses end at the end token"),
+        "actor_rollout_ref.rollout.ignore_eos": (
+            bool(rollout.get("ignore_eos")),
+            "responses end at the end token: leave it out",
+        ),
         "actor_rollout_ref.rollout.calculate_log_probs=false": (
             not rollout.calculate_log_probs,
-            "stale tokens need the log-probs that they were sampled with",
+            "stale tokens need the log-probs that they were sampled with: set it to true",
         ),
         f"actor_rollout_ref.rollout.top_p={rollout.top_p}": (
             rollout.top_p != 1,
             "log-probs are those before top_p: use 1",
         ),
-        f"actor_rollout_ref.rollout.top_k={rollout.top_k}": (rollout.top_k > 0, "log-probs are those before top_k"),
+        f"actor_rollout_ref.rollout.top_k={rollout.top_k}": (
+            rollout.top_k > 0,
+            "log-probs are those before top_k: use -1",
+        ),
         "algorithm.filter_groups.enable": (
             bool((config.algorithm.get("filter_groups") or {}).get("enable")),
-            "groups are not filtered here",
+            "groups are not filtered here: set it to false",
         ),
         "trainer.v1.sampler.sync_refill_failed_groups": (
             bool(v1.sampler.get("sync_refill_failed_groups")),
@@ -172,7 +178,7 @@ def _refuse(config: Any) -> None:
         ),
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
             bool(rollout.get("enable_rollout_routing_replay")),
-            "routed experts are not recorded",
+            "routed experts are not recorded: set it to false",
         ),
     }
     for setting, (is_set, why) in refused.items():

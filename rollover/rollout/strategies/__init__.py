@@ -72,3 +72,14 @@ __all__ = [
     "TokenBudget",
     "TokenBudgetConfig",
 ]
+
+
+def no_in_flight_update(strategy: str, engine: str) -> str:
+    """Return the message that an engine of the kind ``engine`` cannot do what the strategy of the kind ``strategy``
+    needs: change weights under running samples."""
+    others = ", ".join(kind for kind, each in STRATEGIES.items() if not each.needs_in_flight_update)
+    return (
+        f"rollout.strategy {strategy!r} loads weights while samples are running, and this engine (engine.kind"
+        f" {engine!r}) cannot do that: set engine.kv_on_update = 'keep', or choose a strategy that does not need it:"
+        f" {others}"
+    )

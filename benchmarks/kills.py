@@ -37,7 +37,7 @@ from tests.kills import STEPS, Case, Record, cases, kill_and_resume  # noqa: E40
 
 
 def campaign(chosen: Sequence[Case], folder: Path, *, num_kills: int, seed: int, jobs: int) -> Iterable[Record]:
-    """The records as they come in; ``num_kills`` are dealt to the cases as evenly as can be."""
+    """The records as they come in; ``num_kills`` are divided among the cases as evenly as can be."""
     model = runs.save_model(folder / "model")
     shares = [num_kills // len(chosen) + (i < num_kills % len(chosen)) for i in range(len(chosen))]
     with ThreadPoolExecutor(jobs) as pool:

@@ -26,8 +26,8 @@ from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.entries import Tokens
 from rollover.rollout.events import CheckpointSaved
+from rollover.rollout.records import Tokens
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import RolloverConfig

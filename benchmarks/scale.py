@@ -1,4 +1,4 @@
-"""What it costs to shard the trainer, and what it gives: time and memory of a step, and how evenly batches are dealt.
+"""What it costs to shard the trainer, and what it gives: time and memory of a step, and how even the assignment is.
 
     python benchmarks/scale.py --out benchmarks/results/scale-DATE.json    # some ten minutes on two idle cores
     python benchmarks/scale.py --small                                     # to see that it works
@@ -8,8 +8,8 @@
   the bytes of weights, gradients and moments; *peak* is resident memory at its height beyond what there was before the
   trainer was opened.
 * **Dealing.** The batches of a real run of ``quickstart`` and of recorded lengths of responses (``lengths.json``),
-  dealt to 2, 4 and 8 ranks: the cost of the busiest rank over the mean, passes for nothing included, beside what
-  dealing families in turn makes of the same batches.
+  assigned to 2, 4 and 8 ranks: the cost of the busiest rank over the mean, passes for nothing included, beside what
+  assigning families in turn makes of the same batches.
 
 Publications have a script of their own, ``publication.py``.
 """
@@ -39,8 +39,8 @@ from engine import machine  # noqa: E402
 from memory import make_batch, memory_now  # noqa: E402
 
 from rollover.algorithms import AlgorithmConfig, resolve  # noqa: E402
+from rollover.trainer.balancing import Row, assign_rows, attention_share, family_cost  # noqa: E402
 from rollover.trainer.config import TrainerConfig  # noqa: E402
-from rollover.trainer.dealing import Row, attention_share, deal_rows, family_cost  # noqa: E402
 from rollover.trainer.packing import TrainingSample, families  # noqa: E402
 from rollover.trainer.world import ALONE, World  # noqa: E402
 from rollover.types import Batch  # noqa: E402
@@ -187,19 +187,19 @@ def step_times(load: Load, rounds: int, num: int) -> dict[str, Any]:
 
 
 def in_turn(samples: Sequence[TrainingSample], budget: int, num_ranks: int, quadratic: float) -> list[float]:
-    """Deal families to ranks one after the other, as they come, and return the cost of each rank's rows."""
+    """Assign families to ranks one after the other, as they come, and return the cost of each rank's rows."""
     parts = families(samples, range(len(samples)), budget)
     return [sum(family_cost(samples, part, quadratic) for part in parts[rank::num_ranks]) for rank in range(num_ranks)]
 
 
 def by_us(samples: Sequence[TrainingSample], budget: int, num_ranks: int, quadratic: float) -> list[float]:
-    """Return the cost of each rank's rows as the trainer deals them, with the passes that it makes for nothing."""
-    dealt = deal_rows(samples, range(len(samples)), budget=budget, num_ranks=num_ranks, quadratic=quadratic)
+    """Return the cost of each rank's rows as the trainer assigns them, with the passes that it makes for nothing."""
+    assigned = assign_rows(samples, range(len(samples)), budget=budget, num_ranks=num_ranks, quadratic=quadratic)
 
     def cost(row: Row) -> float:
         return sum(family_cost(samples, part, quadratic) for part in row)
 
-    return [sum(map(cost, d.rows)) + d.num_padding * cost(d.padding) for d in dealt]
+    return [sum(map(cost, d.rows)) + d.num_padding * cost(d.padding) for d in assigned]
 
 
 def recorded_batches() -> list[list[TrainingSample]]:
@@ -263,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each trainer in a round")
-    parser.add_argument("--run-steps", type=int, default=12, help="of the quickstart whose batches are dealt")
+    parser.add_argument("--run-steps", type=int, default=12, help="of the quickstart whose batches are assigned")
     parser.add_argument("--small", action="store_true", help="a tiny model, one round, and no run of the quickstart")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -272,10 +272,10 @@ def main() -> None:
     load = LOADS["small" if args.small else "whole"]
     result: dict[str, Any] = {"machine": machine(), "load": asdict(load)}
     result["step"] = step_times(load, args.rounds, args.steps)
-    print("dealing, recorded lengths (16 prompts x 8), rows of 8,192:")
+    print("assignment, recorded lengths (16 prompts x 8), rows of 8,192:")
     result["dealing_recorded"] = balance(recorded_batches(), 8192, 1024)
     if args.run_steps:
-        print("dealing, batches of quickstart, its own rows:")
+        print("assignment, batches of quickstart, its own rows:")
         result["dealing_quickstart"] = balance(run_batches(args.run_steps), 8192, 96)
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

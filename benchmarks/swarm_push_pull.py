@@ -56,7 +56,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """How calls are dealt to members."""
+    """How calls are assigned to members."""
 
     by_speed: bool = True
     """By the rule; else to the member with the least calls for its room."""

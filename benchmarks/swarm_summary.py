@@ -203,7 +203,7 @@ def forecast(
     run: Record, machines: Sequence[EdgeMachine], *, groups: int, group_size: int, max_new_tokens: int, staleness: int
 ) -> Record:
     """Seconds a step of both modes, from the lengths and the training time of a co-located run and the machines' speeds
-    alone. The simulator deals calls by load, not by speed, and knows no network."""
+    alone. The simulator assigns calls by load, not by speed, and knows no network."""
     prompts = [
         TracePrompt(prompt_id=str(i), prompt_tokens=run["prompt_tokens"], lengths=tuple(lengths))
         for i, lengths in enumerate(run["lengths"])

@@ -18,20 +18,6 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 
-from rollover.rollout.entries import (
-    FAILED,
-    FINISHED,
-    PARKED,
-    RUNNING,
-    SCORED,
-    SETTLED,
-    STARTABLE,
-    WAITING,
-    GroupEntry,
-    SampleEntry,
-    SampleState,
-    Tokens,
-)
 from rollover.rollout.events import (
     BatchConsumed,
     BatchSkipped,
@@ -46,6 +32,20 @@ from rollover.rollout.events import (
     SampleStarted,
     SegmentEnded,
     VersionPublished,
+)
+from rollover.rollout.records import (
+    FAILED,
+    FINISHED,
+    PARKED,
+    RUNNING,
+    SCORED,
+    SETTLED,
+    STARTABLE,
+    WAITING,
+    GroupRecord,
+    SampleRecord,
+    SampleState,
+    Tokens,
 )
 from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
@@ -82,10 +82,10 @@ class Ledger:
         self.next_group_id = 0
         """Number of groups opened, which is the id of the next one."""
         self.tokens = Tokens()
-        self.groups: dict[int, GroupEntry] = {}
+        self.groups: dict[int, GroupRecord] = {}
         """Open, ready and consumed-but-not-yet-checkpointed groups."""
-        self.open: dict[int, GroupEntry] = {}
-        self.ready: dict[int, GroupEntry] = {}
+        self.open: dict[int, GroupRecord] = {}
+        self.ready: dict[int, GroupRecord] = {}
         self.waiting: dict[SampleId, None] = {}
         self.running: dict[SampleId, None] = {}
         self.parked: dict[SampleId, None] = {}
@@ -124,7 +124,7 @@ class Ledger:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def sample(self, sample_id: SampleId) -> SampleEntry:
+    def sample(self, sample_id: SampleId) -> SampleRecord:
         return self.groups[sample_id.group].samples[sample_id.index]
 
     @property
@@ -145,7 +145,7 @@ class Ledger:
                 if sample.state in STARTABLE:
                     yield sample.sample_id
 
-    def unconsumed(self) -> Iterator[GroupEntry]:
+    def unconsumed(self) -> Iterator[GroupRecord]:
         """Return open and ready groups in order of opening."""
         return (self.groups[i] for i in sorted([*self.open, *self.ready]))
 
@@ -197,10 +197,10 @@ class Ledger:
             assert self.returned, "the source is read in order"
             returned = self.returned.popleft()
             assert returned.prompt_id == event.prompt.prompt_id, "and so are the prompts that came back"
-        entry = GroupEntry(
+        entry = GroupRecord(
             group_id=event.group_id,
             prompt=event.prompt,
-            samples=[SampleEntry(SampleId(event.group_id, i), event.prompt) for i in range(event.group_size)],
+            samples=[SampleRecord(SampleId(event.group_id, i), event.prompt) for i in range(event.group_size)],
             num_unsettled=event.group_size,
             num_startable=event.group_size,
         )
@@ -253,7 +253,7 @@ class Ledger:
         sample.reward = event.reward
         self._settle(sample_id, SCORED)
 
-    def _park(self, sample_id: SampleId, sample: SampleEntry) -> None:
+    def _park(self, sample_id: SampleId, sample: SampleRecord) -> None:
         """Park a stopped sample; one without a token has nothing to resume and waits again."""
         sample.state = PARKED if sample.num_tokens else WAITING
         self._places[sample.state][sample_id] = None
@@ -262,7 +262,7 @@ class Ledger:
         if group.num_startable == 1:
             insort(self._startable, sample_id.group)
 
-    def _leave(self, sample_id: SampleId, sample: SampleEntry) -> None:
+    def _leave(self, sample_id: SampleId, sample: SampleRecord) -> None:
         """Remove the sample from the collection of its state."""
         if sample.state in SETTLED:
             return

@@ -18,7 +18,6 @@ from typing import Protocol
 from rollover.errors import DataError, RunError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.entries import FAILED, SampleState
 from rollover.rollout.events import (
     BatchConsumed,
     Event,
@@ -30,6 +29,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.rollout.records import FAILED, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCause

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollover.rollout.entries import GroupEntry
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import GroupRecord
 
 
 def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
@@ -52,7 +52,7 @@ def least_start_version(ledger: Ledger, *, batch_size: int, max_staleness: int) 
 
 
 def choose_batch(
-    ledger: Ledger, *, batch_size: int, max_staleness: int, order: Callable[[GroupEntry], int]
+    ledger: Ledger, *, batch_size: int, max_staleness: int, order: Callable[[GroupRecord], int]
 ) -> tuple[int, ...] | None:
     """Return the ids of ``batch_size`` ready groups, lowest ``order`` first as far as *choice* leaves room; ``None``
     while too few are ready or a demanded one is not."""
@@ -98,6 +98,6 @@ def _demands(ledger: Ledger, batch_size: int, max_staleness: int) -> dict[int, i
     return demands
 
 
-def _start(group: GroupEntry) -> int:
+def _start(group: GroupRecord) -> int:
     assert group.start_version is not None, "a ready group has started"
     return group.start_version

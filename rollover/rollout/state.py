@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollover.rollout.entries import SCORED
 from rollover.rollout.events import Event
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import SCORED
 from rollover.rollout.statistics import Statistics
 from rollover.types import Batch, Group
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollover.rollout.entries import SCORED
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupDropped, GroupOpened, SampleScored
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import SCORED
 from rollover.rollout.reward_history import RewardHistory
 from rollover.types import Baseline
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from rollover.rollout import staleness
-from rollover.rollout.entries import GroupEntry
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.state import View
 from rollover.types import SampleId
 
@@ -92,7 +92,7 @@ class Strategy:
         one."""
         return ()
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         """Return the key by which ready groups are sorted for training, in ascending order."""
         return group.group_id
 

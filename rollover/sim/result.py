@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from rollover.rollout.entries import Tokens
 from rollover.rollout.metrics import LagSummary, token_lags
+from rollover.rollout.records import Tokens
 from rollover.sim.replica import Replica
 from rollover.types import Batch
 

@@ -1,4 +1,4 @@
-"""Computes the cost of a step and the age of its tokens in closed form. ``docs/theory.md`` derives it.
+"""Computes the cost of a step and the lag of its tokens in closed form. ``docs/theory.md`` derives it.
 
 A decode iteration over B samples takes ``c0 (1 + B / B0)``, and the batch sizes of a step's iterations add up to the
 tokens it decodes. In a steady state without waste those are the X tokens it trains, so that

@@ -28,16 +28,16 @@ from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
+from rollover.trainer.balancing import attention_share
 from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.context import open_context
-from rollover.trainer.dealing import attention_share
 from rollover.trainer.drift import measured_drift
 from rollover.trainer.gathering import gathered_distances, gathered_losses, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
-from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, deal, split
+from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split
 from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
@@ -164,7 +164,7 @@ class LocalTrainer:
         started_s = time.perf_counter()
         config, world = self._config, self._world
         with reporting_out_of_memory(config), deterministic_kernels(self._setup.deterministic):
-            groups = deal(batch.groups, config.mini_batches, seed=self._setup.seed, step=batch.step)
+            groups = shuffled(batch.groups, config.mini_batches, seed=self._setup.seed, step=batch.step)
             data = BatchTensors.of(groups, self._algorithm, step=batch.step, device=self._device)
             minis = split(
                 data,

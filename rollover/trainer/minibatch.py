@@ -1,7 +1,7 @@
-"""A batch of trajectories as tensors, dealt into the mini-batches of its optimizer steps.
+"""A batch of trajectories as tensors, split into the mini-batches of its optimizer steps.
 
-What it keeps true: samples and tokens have one order (that of the dealt groups) in every tensor of a batch, rows refer
-to it by index, and denominators count the whole mini-batch whatever its split into rows.
+What it keeps true: samples and tokens have one order (that of the shuffled groups) in every tensor of a batch, rows
+refer to it by index, and denominators count the whole mini-batch whatever its split into rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import ConfigError
+from rollover.trainer.balancing import assign_rows
 from rollover.trainer.context import ContextGroup
-from rollover.trainer.dealing import deal_rows
 from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of, shared
 from rollover.trainer.world import ALONE, World
 from rollover.types import Group, SampleId
@@ -141,7 +141,7 @@ class MiniBatch:
         )
 
 
-def deal(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Group, ...]:
+def shuffled(groups: Sequence[Group], num: int, *, seed: int, step: int) -> tuple[Group, ...]:
     """Return the groups in the order in which they go to ``num`` mini-batches: a permutation fixed by (seed, step),
     since the order of a batch follows completion and would put short responses into the first mini-batch."""
     if num > len(groups):
@@ -165,7 +165,7 @@ def split(
 ) -> tuple[MiniBatch, ...]:
     """Split a batch into ``num`` mini-batches of whole groups, as equal in groups as possible, packed into rows of
     ``budget`` tokens. Each rank of ``world`` gets its own rows, and the ranks of a ``context`` the same ones.
-    ``quadratic``: see ``dealing.family_cost``."""
+    ``quadratic``: see ``balancing.family_cost``."""
     sizes = np.array(data.samples_per_group)
     ends = np.cumsum(sizes)
     lengths_B = np.array([len(s.response_ids) for s in data.samples])
@@ -210,15 +210,15 @@ def rows_of_rank(
     quadratic: float,
     device: torch.device,
 ) -> tuple[tuple[PackedRow, ...], tuple[PackedRow, ...], int]:
-    """Return this rank's rows, its padding, and the input positions of all ranks (see ``dealing``). Ranks that share
+    """Return this rank's rows, its padding, and the input positions of all ranks (see ``balancing``). Ranks that share
     rows get the same ones."""
     if world.size == 1:
         rows = pack(samples, budget, members=members, device=device)
         return rows, (), sum(len(row.input_ids_N) for row in rows)
     number, each = (world.rank, 1) if context is None else (context.number, context.size)
-    dealt = deal_rows(samples, members, budget=budget, num_ranks=world.size // each, quadratic=quadratic)
-    own = dealt[number]
-    positions = sum(num_positions(samples, part) for rank in dealt for row in rank.rows for part in row)
+    assigned = assign_rows(samples, members, budget=budget, num_ranks=world.size // each, quadratic=quadratic)
+    own = assigned[number]
+    positions = sum(num_positions(samples, part) for rank in assigned for row in rank.rows for part in row)
     rows, padding = (
         tuple(shared(row, context) for row in rows_of(samples, chosen, device=device))
         for chosen in (own.rows, [own.padding])

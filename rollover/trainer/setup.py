@@ -31,7 +31,7 @@ class TrainingSetup:
     num_steps: int
     """Batches in the run, where the ``linear`` and ``cosine`` schedules end."""
     seed: int = 0
-    """Deals the groups of a batch to its mini-batches. (Dropout is off: nothing else is random.)"""
+    """Shuffles the groups of a batch over its mini-batches. (Dropout is off: nothing else is random.)"""
     deterministic: bool = False
     """Refuse kernels whose result varies between runs: on one machine with one thread count and one number of devices
     a step is then a function of (state, batch), bit for bit."""

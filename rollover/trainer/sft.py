@@ -18,10 +18,10 @@ from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
+from rollover.trainer.balancing import attention_share
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.context import open_context
-from rollover.trainer.dealing import attention_share
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.minibatch import rows_of_rank

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollover.hf.weights import INDEX_FILE, read_weight_infos, weight_files
-from rollover.trainer.dealing import by_longest_first
+from rollover.trainer.balancing import by_longest_first
 from rollover.trainer.world import World
 
 
@@ -28,8 +28,8 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
     Example: ``owners({"embedding": 8, "up": 4, "down": 4}, 2)`` gives the first to rank 0 and the others to rank 1.
     """
     names = list(sizes)
-    dealt = by_longest_first(list(sizes.values()), num_ranks)
-    return {names[i]: rank for rank, own in enumerate(dealt) for i in own}
+    assigned = by_longest_first(list(sizes.values()), num_ranks)
+    return {names[i]: rank for rank, own in enumerate(assigned) for i in own}
 
 
 def owners_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, int]:
@@ -97,7 +97,7 @@ def write_index(folder: Path) -> None:
 
 
 def local_rows(parameter: Tensor, world: World) -> slice:
-    """Return the rows of the whole tensor that this rank holds, as FSDP2 deals them: ``ceil(rows / size)`` for each,
+    """Return the rows of the whole tensor that this rank holds, as FSDP2 assigns them: ``ceil(rows / size)`` for each,
     and the remainder for the last.
 
     Example: with 5 rows on 3 ranks, ``slice(0, 2)``, ``slice(2, 4)`` and ``slice(4, 5)``.
@@ -130,7 +130,7 @@ def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, P
                 assert isinstance(target, DTensor), f"{name} is not sharded"
                 rows = local_rows(target, world)
                 local = target.to_local()
-                assert local.shape[0] == rows.stop - rows.start, f"{name} is dealt in another way"
+                assert local.shape[0] == rows.stop - rows.start, f"{name} is sharded in another way"
                 if rows.stop > rows.start:
                     with torch.no_grad():
                         local.copy_(opened.get_slice(own_name)[rows])

@@ -42,7 +42,7 @@ class Bucket:
 
 
 def buckets(specs: Iterable[TensorSpec], *, limit_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Deal tensors, in their order, into pieces of at most ``limit_bytes`` or of a single tensor. Within a piece those
+    """Split tensors, in their order, into pieces of at most ``limit_bytes`` or of a single tensor. Within a piece those
     with wider numbers come first, so that each begins at a multiple of the width of its numbers.
 
     Example: tensors of 6, 3 and 4 bytes with a limit of 8 are two buckets, of 6 and of 7 bytes.

@@ -320,8 +320,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def state_of(ledger: Ledger) -> dict[str, Any]:
-    """Everything a ledger knows, comparable; order counts where decisions depend on it."""
-    facts = {name: value for name, value in vars(ledger).items() if name not in ("open", "ready")}
+    """Everything a ledger knows, comparable; order counts where decisions depend on it. What ``check`` remembers of its
+    earlier proofs is not among it."""
+    facts = {name: value for name, value in vars(ledger).items() if name not in ("open", "ready", "_proved")}
     return {
         **{name: repr(value) for name, value in facts.items()},
         "open": [*ledger.open],

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.rollout.entries import GroupEntry
 from rollover.rollout.events import (
     BatchConsumed,
     GroupDropped,
@@ -20,6 +19,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.staleness import choose_batch, headroom, least_start_version
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 from tests.rollout.kit import assert_bounded, num_due
@@ -73,7 +73,7 @@ class World:
         allowed = headroom(self.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness)
         return allowed + self.surplus
 
-    def choose(self, chooser: Chooser, order: Callable[[GroupEntry], int]) -> tuple[int, ...] | None:
+    def choose(self, chooser: Chooser, order: Callable[[GroupRecord], int]) -> tuple[int, ...] | None:
         return chooser(self.ledger, batch_size=self.batch_size, max_staleness=self.max_staleness, order=order)
 
     def play(self, rng: random.Random, num_moves: int, chooser: Chooser = choose_batch) -> None:
@@ -86,7 +86,7 @@ class World:
         rank: dict[int, int] = {}
         reluctant = rng.random() < 0.5  # the trainer lags, or some groups hang on to the end
 
-        def order(group: GroupEntry) -> int:
+        def order(group: GroupRecord) -> int:
             return rank.setdefault(group.group_id, rng.randrange(1000))
 
         for _ in range(num_moves):
@@ -108,7 +108,7 @@ class World:
             assert_bounded(ledger, self.batch_size, self.max_staleness)
             self.assert_no_deadlock(chooser, order)
 
-    def assert_no_deadlock(self, chooser: Chooser, order: Callable[[GroupEntry], int]) -> None:
+    def assert_no_deadlock(self, chooser: Chooser, order: Callable[[GroupRecord], int]) -> None:
         """With every started group ready, there is a batch as soon as there are enough of them."""
         unready = [g for g in self.ledger.open.values() if g.start_version is not None]
         if not unready and len(self.ledger.ready) >= self.batch_size:

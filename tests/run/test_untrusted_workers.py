@@ -20,9 +20,9 @@ from rollover import cli
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.launch import free_port
 from rollover.errors import RolloverError
-from rollover.rollout.entries import FAILED, GroupEntry
 from rollover.rollout.events import GroupDropped
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import FAILED, GroupRecord
 from rollover.run.drift_windows import MIN_TOKENS
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.trust.credentials import Credentials
@@ -120,7 +120,7 @@ def sampled_by(batch: Any) -> set[str]:
     return {s.engine for t in batch.trajectories for s in t.segments if s.token_ids}
 
 
-def of_liar(group: GroupEntry) -> int:
+def of_liar(group: GroupRecord) -> int:
     """Return how many of a group's tokens the liar has sampled, but for samples that have failed."""
     samples = (sample for sample in group.samples if sample.state is not FAILED)
     return sum(len(s.token_ids) for sample in samples for s in sample.segments if s.engine == "liar")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from rollover.rollout.entries import GroupEntry
 from rollover.rollout.events import BatchConsumed, Event
 from rollover.rollout.ledger import Ledger
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.state import View
 from rollover.rollout.strategies import April, Concurrency
 from rollover.rollout.strategy import Strategy
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.parametrize("preset", PRESET_NAMES)
 class FirstToFinish(April):
     """The batch of the paper: the groups that become whole first."""
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         return 0
 
 

@@ -12,7 +12,7 @@ import rollover.trainer.local as trainer_module
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
-from rollover.trainer.minibatch import deal
+from rollover.trainer.minibatch import shuffled
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId
 from tests.trainer.builders import (
@@ -112,9 +112,9 @@ def test_proximal_logprobs_are_those_at_the_start_of_the_batch_for_every_mini_ba
     batch = make_batch(num_groups=5)
     trainer = make_trainer(folder, mini_batches=2, learning_rate=0.02, seed=3)
     metrics = trainer.step(batch).metrics
-    dealt = Batch(step=0, groups=deal(batch.groups, 2, seed=3, step=0))
+    reordered = Batch(step=0, groups=shuffled(batch.groups, 2, seed=3, step=0))
     with torch.no_grad():
-        start = separate_logprobs(make_model(), of_batch(dealt), 0.8)
+        start = separate_logprobs(make_model(), of_batch(reordered), 0.8)
     (first, _), (second, _) = seen
     assert torch.equal(first.proximal_logprobs_T, first.trainer_logprobs_T.detach())
     assert sorted(first.proximal_logprobs_T.tolist() + second.proximal_logprobs_T.tolist()) == pytest.approx(
@@ -137,11 +137,11 @@ def test_mini_batches_deal_each_group_once_with_denominators_of_their_own(folder
 
 def test_the_deal_depends_on_seed_and_step_alone(folder: Path) -> None:
     groups = make_batch(num_groups=8).groups
-    order = [g.group_id for g in deal(groups, 2, seed=0, step=1)]
-    assert order == [g.group_id for g in deal(groups, 2, seed=0, step=1)]
-    assert order != [g.group_id for g in deal(groups, 2, seed=0, step=2)]
+    order = [g.group_id for g in shuffled(groups, 2, seed=0, step=1)]
+    assert order == [g.group_id for g in shuffled(groups, 2, seed=0, step=1)]
+    assert order != [g.group_id for g in shuffled(groups, 2, seed=0, step=2)]
     assert sorted(order) == list(range(8))
-    assert deal(groups, 1, seed=0, step=1) == groups
+    assert shuffled(groups, 1, seed=0, step=1) == groups
 
 
 def test_reference_logprobs_stay_those_of_the_initial_policy(folder: Path, seen: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer sharded over ranks computes what one alone computes: every algorithm, any dealing, step after step."""
+"""A trainer sharded over ranks computes what one alone computes: every algorithm, any assignment, step after step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
 from rollover.errors import ModelError, RolloverError
-from rollover.trainer import dealing
-from rollover.trainer.dealing import by_longest_first
+from rollover.trainer import balancing
+from rollover.trainer.balancing import by_longest_first
 from rollover.trainer.local import LocalTrainer
-from rollover.trainer.minibatch import BatchTensors, deal, split
+from rollover.trainer.minibatch import BatchTensors, shuffled, split
 from rollover.trainer.models import load_policy
 from rollover.trainer.world import PeerLost, World
 from rollover.types import Batch
@@ -28,7 +28,7 @@ STEPS = 3
 BUDGET = 40
 """Input positions of a row: few enough that ranks have several, and not equally many."""
 UNLIKE = {"time/step_s", "tokens/per_s", "tokens/forward"}
-"""What the clock says, and the work: of a family that is dealt in pieces the prompt is computed more than once."""
+"""What the clock says, and the work: of a family that is assigned in pieces the prompt is computed more than once."""
 
 
 EPSILON = 1e-4
@@ -37,7 +37,7 @@ differs by more than 1e-6 between processors and ways of packing. A large one al
 Adam otherwise divides out."""
 
 
-Deal = Callable[[Sequence[float], int], tuple[tuple[int, ...], ...]]
+Assign = Callable[[Sequence[float], int], tuple[tuple[int, ...], ...]]
 
 
 class Trained(NamedTuple):
@@ -92,7 +92,7 @@ def assert_alike(ours: Trained, theirs: Trained, *, weights: float = 1e-6, metri
 
 def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int, budget: int = BUDGET) -> list[list[int]]:
     """Passes that each rank makes for nothing, in each mini-batch."""
-    groups = deal(batch.groups, minis, seed=0, step=batch.step)
+    groups = shuffled(batch.groups, minis, seed=0, step=batch.step)
     row = resolve(AlgorithmConfig(name=algorithm))
     data = BatchTensors.of(groups, row, step=batch.step, device=torch.device("cpu"))
     return [
@@ -189,37 +189,37 @@ def to_the_opposite(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, 
     return by_longest_first(costs, num_ranks)[::-1]
 
 
-def dealt(given: list[Batch], way: Deal, size: int) -> list[list[tuple[int, ...]]]:
+def assigned(given: list[Batch], way: Assign, size: int) -> list[list[tuple[int, ...]]]:
     """The samples that each rank trains of each batch, in its order."""
     found = []
     for batch in given:
         row = resolve(AlgorithmConfig(name="dapo"))
         data = BatchTensors.of(batch.groups, row, step=batch.step, device=torch.device("cpu"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dealing, "by_longest_first", way)
+            patch.setattr(balancing, "by_longest_first", way)
             ranks = [split(data, 1, budget=BUDGET, max_response_tokens=25, world=World(r, size)) for r in range(size)]
         found.append([tuple(i for mini in own for row in mini.rows for i in row.samples_B) for own in ranks])
     return found
 
 
-def train_dealt(world: World, *, way: Deal, **arguments: Any) -> Trained:
+def train_assigned(world: World, *, way: Assign, **arguments: Any) -> Trained:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "by_longest_first", way)
+        patch.setattr(balancing, "by_longest_first", way)
         return train(world, **arguments)
 
 
 @pytest.mark.parametrize("way", [in_turn, by_shortest_first, to_the_last, to_the_next, to_the_opposite])
 def test_neither_dealing_nor_the_order_of_ranks_changes_anything(
-    two: RankPool, three: RankPool, folders: dict[bool, Path], way: Deal
+    two: RankPool, three: RankPool, folders: dict[bool, Path], way: Assign
 ) -> None:
     given = batches()
     settings = {"folder": folders[False], "given": given, "algorithm": "dapo", "mini_batches": 2}
     settings["micro_batch_tokens"] = BUDGET
     alone = train(None, **settings)
     for size, pool in ((2, two), (3, three)):
-        pairs = zip(dealt(given, way, size), dealt(given, by_longest_first, size), strict=True)
+        pairs = zip(assigned(given, way, size), assigned(given, by_longest_first, size), strict=True)
         assert all(ours != theirs for ours, theirs in pairs), "the ranks have the samples that they always have"
-        for found in pool.call(train_dealt, way=way, **settings):
+        for found in pool.call(train_assigned, way=way, **settings):
             assert_alike(found, alone)
 
 

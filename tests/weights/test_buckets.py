@@ -1,4 +1,4 @@
-"""Weights are dealt into buckets, in the number formats in which they are served."""
+"""Weights are split into buckets, in the number formats in which they are served."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.entries import GroupEntry
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
@@ -37,7 +37,7 @@ class April(Oversample):
     on_full = OnFull.PARK
     """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         """Prefer the oldest group, or with ``drop_surplus`` the one that became ready first."""
         return 0 if self.drop_surplus else group.group_id
 

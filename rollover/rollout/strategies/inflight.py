@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.rollout.entries import GroupEntry
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.config import NumRunning
 
@@ -24,7 +24,7 @@ class InFlight(BoundedAsync):
     during weight updates.
     """
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         """Treat all groups alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
 

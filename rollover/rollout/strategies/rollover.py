@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.entries import GroupEntry
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.round import Round, best_round
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
@@ -71,7 +71,7 @@ class Rollover(Strategy):
             return None
         return Strategy.select_batch(self, view)
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         return -sum(s.num_tokens for s in group.samples)
 
     def round(self, view: View) -> Round:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.entries import SampleState
+from rollover.rollout.records import SampleState
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.state import View
 from rollover.rollout.strategies.concurrency import Concurrency

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.rollout.entries import SampleState
+from rollover.rollout.records import SampleState
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import StrategyConfig
 from rollover.rollout.strategies.sync import Sync

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollover.rollout.entries import GroupEntry
+from rollover.rollout.records import GroupRecord
 from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategies.oversample import Oversample
@@ -29,7 +29,7 @@ class Sorted(Oversample):
             return 0
         return Oversample.groups_to_open(self, view)
 
-    def preference(self, group: GroupEntry) -> int:
+    def preference(self, group: GroupRecord) -> int:
         """All alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
 

@@ -32,10 +32,10 @@ STARTABLE = (WAITING, PARKED)
 
 
 @dataclass(slots=True)
-class SampleEntry:
+class SampleRecord:
     """One sample's place in the ledger.
 
-    Example: ``SampleEntry(SampleId(0, 1), prompt)`` has ``state`` ``"waiting"`` and ``num_tokens`` 0.
+    Example: ``SampleRecord(SampleId(0, 1), prompt)`` has ``state`` ``"waiting"`` and ``num_tokens`` 0.
     """
 
     sample_id: SampleId
@@ -54,7 +54,7 @@ class SampleEntry:
 
 
 @dataclass(slots=True)
-class GroupEntry:
+class GroupRecord:
     """One group's place in the ledger.
 
     Example: a group of two samples that has just been opened has ``num_unsettled`` 2, ``num_startable`` 2 and no
@@ -63,7 +63,7 @@ class GroupEntry:
 
     group_id: int
     prompt: Prompt
-    samples: list[SampleEntry]
+    samples: list[SampleRecord]
     start_version: int | None = None
     """Weights in force when its first sample was sent out: no token of the group is older. ``None`` before."""
     num_unsettled: int = 0

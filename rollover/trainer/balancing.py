@@ -1,14 +1,14 @@
 """Decides which rank trains which part of a batch: the same work for each, and the same number of passes.
 
-A *family* is dealt as a whole: siblings that share a prompt, which a row of input positions holds once. The costliest
+A *family* is assigned whole: siblings that share a prompt, which a row of input positions holds once. The costliest
 goes first, each to the rank with the least load so far (longest processing time first, Graham 1969: at most 4/3 of the
 best possible load). Each rank packs its own into rows. All ranks then make the same number of passes, since every pass
 of a sharded model needs all of them: a rank with fewer rows repeats its cheapest, and discards the result.
 
-One family can cost more than a rank's fair share. So the deal is also tried with families above some limits cut into
-pieces, each of which computes the prompt again, and the deal whose busiest rank has the least to do is chosen.
+One family can cost more than a rank's fair share. So assignments are also tried in which families above some limits are
+cut into pieces, each of which computes the prompt again, and the one whose busiest rank has the least to do is chosen.
 
-Needs neither torch nor the other ranks: all compute the same deal from the same batch.
+Needs neither torch nor the other ranks: all compute the same assignment from the same batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Row = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DealtRows:
+class AssignedRows:
     """The rows of one rank, the costliest first, and the padding up to the number of passes of the others.
 
-    Example: when five rows are dealt to two ranks, one has three; the other has two and ``num_padding`` 1, and passes
-    ``padding`` once.
+    Example: when five rows are assigned to two ranks, one has three; the other has two and ``num_padding`` 1, and
+    passes ``padding`` once.
     """
 
     rows: tuple[Row, ...]
@@ -69,17 +69,17 @@ def attention_share(hidden_size: int) -> float:
 
 
 def by_longest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Deal items of these costs, and return for each rank the indices of its items, in the order in which it got them.
+    """Assign items of these costs. Returns for each rank the indices of its items, in the order in which it got them.
 
     Example: ``by_longest_first([5, 4, 3, 3, 3], 2)`` is ``((0, 3), (1, 2, 4))``, with loads of 8 and 10.
     """
     loads = [(0.0, rank) for rank in range(num_ranks)]
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    assigned: list[list[int]] = [[] for _ in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = heapq.heappop(loads)
-        dealt[rank].append(item)
+        assigned[rank].append(item)
         heapq.heappush(loads, (load + costs[item], rank))
-    return tuple(map(tuple, dealt))
+    return tuple(map(tuple, assigned))
 
 
 def pieces(
@@ -99,16 +99,16 @@ def pieces(
     return found
 
 
-def deal_rows(
+def assign_rows(
     samples: Sequence[TrainingSample],
     members: Sequence[int],
     *,
     budget: int,
     num_ranks: int,
     quadratic: float,
-) -> tuple[DealtRows, ...]:
-    """Deal ``members`` of a batch to ranks, packed into rows of at most ``budget`` input positions (a longer sample is
-    a row of its own). There must be at least one member.
+) -> tuple[AssignedRows, ...]:
+    """Assign ``members`` of a batch to ranks, packed into rows of at most ``budget`` input positions (a longer sample
+    is a row of its own). There must be at least one member.
 
     Args:
         quadratic: see ``family_cost``.
@@ -116,26 +116,28 @@ def deal_rows(
     whole = families(samples, members, budget)
     share = sum(family_cost(samples, family, quadratic) for family in whole) / num_ranks
     ways = [tuple(p for f in whole for p in pieces(samples, f, limit * share, quadratic)) for limit in _LIMITS]
-    deals = [_deal(samples, parts, budget, num_ranks, quadratic) for parts in dict.fromkeys(ways)]
-    return min(deals, key=lambda dealt: max(own.cost(samples, quadratic) for own in dealt))
+    assignments = [_assign(samples, parts, budget, num_ranks, quadratic) for parts in dict.fromkeys(ways)]
+    return min(assignments, key=lambda assigned: max(own.cost(samples, quadratic) for own in assigned))
 
 
-def _deal(
+def _assign(
     samples: Sequence[TrainingSample],
     parts: Sequence[tuple[int, ...]],
     budget: int,
     num_ranks: int,
     quadratic: float,
-) -> tuple[DealtRows, ...]:
+) -> tuple[AssignedRows, ...]:
     packed = []
-    for dealt in by_longest_first([family_cost(samples, part, quadratic) for part in parts], num_ranks):
-        own = families(samples, [i for part in dealt for i in parts[part]], budget)  # reunites pieces of one family
+    for assigned in by_longest_first([family_cost(samples, part, quadratic) for part in parts], num_ranks):
+        own = families(samples, [i for part in assigned for i in parts[part]], budget)  # reunites pieces of one family
         bins = first_fit_decreasing([num_positions(samples, part) for part in own], budget)
         rows = [tuple(own[i] for i in b) for b in bins]
         packed.append(sorted(rows, key=lambda row: -_row_cost(samples, row, quadratic)))
     num_passes = max(map(len, packed))
     cheapest = min((row for rows in packed for row in rows), key=lambda row: _row_cost(samples, row, quadratic))
-    return tuple(DealtRows(rows=tuple(rows), padding=cheapest, num_padding=num_passes - len(rows)) for rows in packed)
+    return tuple(
+        AssignedRows(rows=tuple(rows), padding=cheapest, num_padding=num_passes - len(rows)) for rows in packed
+    )
 
 
 def _row_cost(samples: Sequence[TrainingSample], row: Row, quadratic: float) -> float:

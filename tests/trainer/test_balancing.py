@@ -1,4 +1,4 @@
-"""Which rank trains what: laws of the deal that hold for any batch."""
+"""Which rank trains what: laws of the assignment that hold for any batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.trainer import dealing
-from rollover.trainer.dealing import DealtRows, attention_share, by_longest_first, deal_rows, family_cost, pieces
+from rollover.trainer import balancing
+from rollover.trainer.balancing import AssignedRows, assign_rows, attention_share, by_longest_first, family_cost, pieces
 from rollover.trainer.packing import TrainingSample, families, num_positions
 from rollover.trainer.shares import owners
 
@@ -30,9 +30,9 @@ SAMPLES = st.lists(
 
 @given(costs=st.lists(st.floats(0.5, 1e6), min_size=1, max_size=60), num_ranks=st.integers(1, 9))
 def test_each_item_is_dealt_once_and_no_rank_has_more_than_its_bound(costs: list[float], num_ranks: int) -> None:
-    dealt = by_longest_first(costs, num_ranks)
-    assert sorted(i for own in dealt for i in own) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in own) for own in dealt]
+    assigned = by_longest_first(costs, num_ranks)
+    assert sorted(i for own in assigned for i in own) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in own) for own in assigned]
     # Whoever got the last item of the largest load had the least before, and no more than the mean of the others.
     assert max(loads) <= sum(costs) / num_ranks + (1 - 1 / num_ranks) * max(costs) + 1e-6
 
@@ -45,19 +45,19 @@ def test_the_example_of_the_textbook() -> None:
 def test_all_ranks_make_the_same_number_of_passes_and_train_each_sample_once(
     samples: list[TrainingSample], num_ranks: int, budget: int
 ) -> None:
-    dealt = deal(samples, num_ranks, budget)
-    assert sorted(i for own in dealt for row in own.rows for part in row for i in part) == list(range(len(samples)))
-    assert len({own.num_passes for own in dealt}) == 1
-    assert any(not own.num_padding for own in dealt)
-    every = {row for own in dealt for row in own.rows}
-    assert all(own.padding in every for own in dealt)
+    assigned = assign(samples, num_ranks, budget)
+    assert sorted(i for own in assigned for row in own.rows for part in row for i in part) == list(range(len(samples)))
+    assert len({own.num_passes for own in assigned}) == 1
+    assert any(not own.num_padding for own in assigned)
+    every = {row for own in assigned for row in own.rows}
+    assert all(own.padding in every for own in assigned)
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
 def test_rows_keep_to_the_budget_and_the_costliest_come_first(
     samples: list[TrainingSample], num_ranks: int, budget: int
 ) -> None:
-    for own in deal(samples, num_ranks, budget):
+    for own in assign(samples, num_ranks, budget):
         costs = [sum(family_cost(samples, part, 0.01) for part in row) for row in own.rows]
         assert costs == sorted(costs, reverse=True)
         for row in own.rows:
@@ -87,23 +87,23 @@ def test_pieces_compute_their_prompt_again() -> None:
 
 def test_a_family_that_is_the_whole_batch_is_shared_by_all_ranks() -> None:
     samples = [TrainingSample(prompt_ids=(1,) * 5, response_ids=(2,) * 30) for _ in range(4)]
-    dealt = deal(samples, 2, 1000)
-    assert sorted(sorted(i for row in own.rows for part in row for i in part) for own in dealt) == [[0, 2], [1, 3]]
+    assigned = assign(samples, 2, 1000)
+    assert sorted(sorted(i for row in own.rows for part in row for i in part) for own in assigned) == [[0, 2], [1, 3]]
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
 def test_families_are_cut_only_where_the_busiest_rank_has_less_to_do_and_nobody_computes_a_prompt_twice_for_nothing(
     samples: list[TrainingSample], num_ranks: int, budget: int
 ) -> None:
-    def busiest(dealt: Sequence[DealtRows]) -> float:
-        return max(own.cost(samples, 0.01) for own in dealt)
+    def busiest(assigned: Sequence[AssignedRows]) -> float:
+        return max(own.cost(samples, 0.01) for own in assigned)
 
-    dealt = deal(samples, num_ranks, budget)
+    assigned = assign(samples, num_ranks, budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dealing, "_LIMITS", (math.inf,))
-        whole = deal(samples, num_ranks, budget)
-    assert busiest(dealt) < busiest(whole) or dealt == whole
-    for own in dealt:
+        patch.setattr(balancing, "_LIMITS", (math.inf,))
+        whole = assign(samples, num_ranks, budget)
+    assert busiest(assigned) < busiest(whole) or assigned == whole
+    for own in assigned:
         parts = [part for row in own.rows for part in row]
         for prompt in {samples[part[0]].prompt_ids for part in parts}:
             same = [part for part in parts if samples[part[0]].prompt_ids == prompt]
@@ -121,14 +121,14 @@ def test_of_recorded_lengths_no_rank_of_eight_has_much_more_to_do_than_the_other
             for length in siblings
         ]
         quadratic = attention_share(1024)
-        dealt = deal_rows(samples, range(len(samples)), budget=8192, num_ranks=8, quadratic=quadratic)
-        costs = [own.cost(samples, quadratic) for own in dealt]
+        assigned = assign_rows(samples, range(len(samples)), budget=8192, num_ranks=8, quadratic=quadratic)
+        costs = [own.cost(samples, quadratic) for own in assigned]
         ratios.append(max(costs) / statistics.mean(costs))
     assert statistics.mean(ratios) < 1.06 and max(ratios) < 1.15
 
 
-def deal(samples: list[TrainingSample], num_ranks: int, budget: int) -> tuple[DealtRows, ...]:
-    return deal_rows(samples, range(len(samples)), budget=budget, num_ranks=num_ranks, quadratic=0.01)
+def assign(samples: list[TrainingSample], num_ranks: int, budget: int) -> tuple[AssignedRows, ...]:
+    return assign_rows(samples, range(len(samples)), budget=budget, num_ranks=num_ranks, quadratic=0.01)
 
 
 def test_long_sequences_cost_more_than_their_positions() -> None:

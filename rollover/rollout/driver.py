@@ -295,7 +295,13 @@ class RolloutDriver:
     def _act_soon(self) -> None:
         if not self._will_act:
             self._will_act = True
-            asyncio.get_running_loop().call_soon(self._act)
+            asyncio.get_running_loop().call_soon(self._act_later)
+
+    def _act_later(self) -> None:
+        try:
+            self._act()
+        except Exception as e:
+            self._break(e)
 
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep, calls that have ended are closed and scored first."""

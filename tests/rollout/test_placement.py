@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -179,3 +180,36 @@ def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample() -> No
 def _sample_id(key: str) -> SampleId:
     group, index = key.removeprefix("g").removesuffix(".").split(".")
     return SampleId(int(group), int(index))
+
+
+class Breaks(Asked):
+    """Has no place until it breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_broken = False
+        self.changed: Callable[[], None] = lambda: None
+
+    def takes_one(
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
+    ) -> bool:
+        if self.has_broken:
+            raise KeyError("a bug")
+        return False
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        self.changed = listener
+
+
+def test_an_engine_that_breaks_while_no_call_is_open_ends_the_run() -> None:
+    async def law() -> None:
+        engine = Breaks()
+        training = asyncio.create_task(make_rig("bounded_async", placement=engine).train(1))
+        await asyncio.sleep(3)
+        engine.has_broken = True
+        engine.changed()
+        with pytest.raises(KeyError, match="a bug"):
+            await training
+        assert asyncio.get_running_loop().time() == 3
+
+    run(law())

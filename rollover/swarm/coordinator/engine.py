@@ -11,8 +11,7 @@ task                  waits for                 is unblocked by
 ====================  ========================  ==============================================================
 ``generate``          its next chunk            tokens; its member's lease ended; an abort
 ``abort``             the calls' ends           their last tokens; ``abort_timeout_s``, then they are cut off
-``_keep``             the next end of a lease   time
-``_watch_tokens``     the next look at them     time
+upkeep                the next turn             time
 gateway               connections, frames       workers
 ====================  ========================  ==============================================================
 
@@ -30,7 +29,7 @@ from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.reexecution import Dispute, Verdict
-from rollover.errors import CallDisplaced, EngineError, EngineMismatch, ResourceError
+from rollover.errors import CallDisplaced, EngineError, EngineMismatch, RolloverError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.connections import Connections
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -54,6 +53,7 @@ from rollover.swarm.coordinator.transports.base import Connection, Transport
 from rollover.swarm.coordinator.trust.checks import MemberChecks
 from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.coordinator.trust.reexecutions import Reexecutions
+from rollover.swarm.coordinator.upkeep import Upkeep
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
 
@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 _PROMISE_S = 60.0
 """Seconds for which a place is kept for an announced call."""
-_REVOCATION_S = 0.25
-"""Seconds within which the worker of a revoked token is sent away."""
 
 
 Publish = Callable[[int, WeightSource], Head]
@@ -103,7 +101,6 @@ class SwarmEngine:
         self.coordinator = coordinator
         self._config = config
         self._publish = publish
-        self._valid_names = valid_names
         self._weight_log = weight_log or WeightLog()
         self._board = board
         self._outcasts = outcasts
@@ -129,8 +126,20 @@ class SwarmEngine:
         )
         self._listeners: list[Callable[[], None]] = []
         self._distrust_listeners: list[Callable[[str], None]] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._upkeep = Upkeep(
+            coordinator,
+            clock,
+            perform=self._perform,
+            proceed=self._proceed,
+            write_status=self._write_status,
+            crashed=self._crashed,
+            valid_names=valid_names,
+            outcasts=outcasts,
+        )
+        self._is_started = False
         self._is_closed = False
+        self._failure: Exception | None = None
+        """A mistake in the code, after which leases might never end: everything raises it from then on."""
         self._has_ended = False
         """The run is over, not only this process of it."""
 
@@ -151,10 +160,12 @@ class SwarmEngine:
 
     async def start(self) -> None:
         """Let workers dial in, and end leases in time."""
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._watch_tokens())]
-            if self.gateway is not None:
-                await self.gateway.serve()
+        if self._is_started:
+            return
+        self._is_started = True
+        self._upkeep.start(self._config.lease_s)
+        if self.gateway is not None:
+            await self.gateway.serve()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -164,15 +175,16 @@ class SwarmEngine:
         self._perform(self.coordinator.cut(self._outlets.ids))
         await self._checks.close()
         await self.reexecutions.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._upkeep.close()
         if self.gateway is not None:
             stopped = Goodbye(reason="the run was stopped; it may be resumed later", is_final=False)
             ended = Goodbye(reason="the run has ended", is_final=True, has_ended=True)
             self._connections.say_goodbye(ended if self._has_ended else stopped)
             await self.gateway.close()
-            self._write_status()
+            try:
+                self._write_status()
+            except (RolloverError, OSError) as e:
+                logger.warning("the last status of the swarm could not be written: %s", e)
         if self.admin is not None:
             await self.admin.close()
 
@@ -219,8 +231,7 @@ class SwarmEngine:
 
     def _open_call(self, request: GenerateRequest, only: str | None) -> Outlet:
         call_id, limit = request.request_id, self.coordinator.run.max_context_tokens
-        if self._is_closed:
-            raise EngineError("the swarm is closed; generate came too late")
+        self._refuse_if_over("generate")
         if len(request.response_ids) >= request.params.max_new_tokens:
             raise EngineError(
                 f"{call_id} already has {len(request.response_ids)} tokens, of at most {request.params.max_new_tokens}"
@@ -258,15 +269,13 @@ class SwarmEngine:
     async def pause(self) -> None:
         """Stand still, as far as callers can see, in pull mode. In push-pull mode members decode on: that is the
         mode."""
-        if self._is_closed:
-            raise EngineError("the swarm is closed; pause came too late")
+        self._refuse_if_over("pause")
         if self._config.mode == "pull":
             self._outlets.hold()
 
     async def load(self, version: int, source: WeightSource) -> None:
         """Publish weights. Workers load them each in its own time; in pull mode they get no call before."""
-        if self._is_closed:
-            raise EngineError("the swarm is closed; load came too late")
+        self._refuse_if_over("load")
         if version < (current := self.coordinator.head.version):
             raise EngineError(f"the swarm: weights cannot go back from version {current} to {version}")
         source.manifest.require_full(version, self)
@@ -278,6 +287,12 @@ class SwarmEngine:
 
     async def resume(self) -> None:
         self._flow()
+
+    def _refuse_if_over(self, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._is_closed:
+            raise EngineError(f"the swarm is closed; {what} came too late")
 
     def _flow(self) -> None:
         for request in self._outlets.flow():
@@ -293,6 +308,8 @@ class SwarmEngine:
         self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
     ) -> bool:
         """See ``CallPlacement.takes_one``."""
+        if self._failure is not None:
+            raise self._failure
         if self._outlets.stands_still:
             return False
         return self.coordinator.takes_one(
@@ -364,31 +381,26 @@ class SwarmEngine:
         if self._board is not None:
             self._board.step_ended(step, metrics)
 
-    async def _watch_tokens(self) -> None:
-        """Send away those whose token was revoked, and have those back that were pardoned."""
-        while True:
-            valid = self._valid_names() if self._valid_names is not None else self.coordinator.members
-            for name, member in list(self.coordinator.members.items()):
-                if member.lease and name not in valid:
-                    self._perform(self.coordinator.revoked(name))
-            for name in self._outcasts.pardoned() if self._outcasts is not None else ():
-                self._perform(self.coordinator.pardoned(name))
-            await self._clock.sleep(_REVOCATION_S)
+    # -- upkeep -----------------------------------------------------------------------------------------------
+
+    def _proceed(self) -> None:
+        self._tell_listeners()  # time alone may change who should get a call
+        self.reexecutions.proceed()
 
     def _write_status(self) -> None:
         if self._board is not None:
             self._board.write(swarm_status(self.coordinator, self.url, self.reexecutions.counters.named()))
 
-    async def _keep(self) -> None:
-        """End leases in time, and say how things are."""
-        while True:
-            self._perform(self.coordinator.expire(self._clock.now_s()))
-            self._perform(self.coordinator.relieve(self._clock.now_s()))
-            for listener in self._listeners:  # time alone may change who should get a call
-                listener()
-            self.reexecutions.proceed()
-            self._write_status()
-            await self._clock.sleep(min(2.0, self._config.lease_s / 4))
+    def _crashed(self, error: Exception) -> None:
+        """End all calls and refuse new ones with a mistake in the code, so that the run ends with it."""
+        self._failure = error
+        for call_id in self._outlets.ids:
+            self._outlets.fail(call_id, error)
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
 
     # -- which members sample what they say -------------------------------------------------------------------
 
@@ -410,7 +422,7 @@ class SwarmEngine:
         effects = self.coordinator.distrust(name, reason)
         for effect in effects:
             if isinstance(effect, SentAway):
-                self._write_down(effect)
+                self._remember(effect)
             else:
                 self._perform([effect])
         members = self.coordinator.members.values()
@@ -418,14 +430,10 @@ class SwarmEngine:
             reasons = "; ".join(f"{member.name}: {member.distrust}" for member in members)
             raise EngineMismatch(f"no worker is left whose log-probs can be trusted: {reasons}")
 
-    def _write_down(self, sent_away: SentAway) -> None:
+    def _remember(self, sent_away: SentAway) -> None:
         """Remember beyond the end of this process who was sent away."""
-        if self._outcasts is None:
-            return
-        try:
-            self._outcasts.add(sent_away.member, sent_away.reason)
-        except (ResourceError, OSError) as e:
-            logger.warning("%s may join again when the run is restarted: %s", sent_away.member, e)
+        if self._outcasts is not None:
+            self._outcasts.remember(sent_away.member, sent_away.reason)
 
     def disputes(self, version: int) -> Sequence[Dispute]:
         """See ``DisputedMembers.disputes``."""
@@ -455,7 +463,7 @@ class SwarmEngine:
                     self._checks.begin(name, version)
                 case SentAway(name, reason):
                     logger.warning("%s is sent away: %s", name, reason)
-                    self._write_down(effect)
+                    self._remember(effect)
                     for tell in self._distrust_listeners:
                         tell(name)
                 case ServesAnew(name, serving):
@@ -464,5 +472,4 @@ class SwarmEngine:
                     logger.info("%s", what)
                     changed = True
         if changed:
-            for listener in self._listeners:
-                listener()
+            self._tell_listeners()

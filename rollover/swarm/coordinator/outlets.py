@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.used_ids import UsedIds
-from rollover.errors import EngineError
 from rollover.swarm.coordinator.machine.effects import Deliver
 from rollover.types import FinishReason
 
@@ -20,16 +19,16 @@ from rollover.types import FinishReason
 class Outlet:
     """The chunks that a caller has yet to take of its call.
 
-    Example: ``async for chunk in outlet`` ends behind the chunk that has a finish reason, and raises an ``EngineError``
-    that was put in.
+    Example: ``async for chunk in outlet`` ends behind the chunk that has a finish reason, and raises an exception that
+    was put in.
     """
 
     def __init__(self, came_out: Callable[[Chunk], None]) -> None:
-        self._items: deque[Chunk | EngineError] = deque()
+        self._items: deque[Chunk | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
         """Done when something has come for a caller that had nothing to take."""
         self._came_out = came_out
-        self._held: list[Chunk | EngineError] | None = None
+        self._held: list[Chunk | Exception] | None = None
         self._is_taken = False
         self.ended = asyncio.Event()
         """The end has come out, though the caller may not have taken it yet."""
@@ -44,13 +43,13 @@ class Outlet:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         item = self._items.popleft()
-        if isinstance(item, EngineError):
+        if isinstance(item, Exception):
             raise item
         self._is_taken = item.finish_reason is not None
         return item
 
-    def put(self, item: Chunk | EngineError) -> None:
-        if isinstance(item, EngineError) or item.finish_reason is FinishReason.ABORT:
+    def put(self, item: Chunk | Exception) -> None:
+        if isinstance(item, Exception) or item.finish_reason is FinishReason.ABORT:
             self.flow()
         if self._held is not None:
             self._held.append(item)
@@ -60,7 +59,7 @@ class Outlet:
             self._waiter.set_result(None)
         if isinstance(item, Chunk):
             self._came_out(item)
-        if isinstance(item, EngineError) or item.finish_reason is not None:
+        if isinstance(item, Exception) or item.finish_reason is not None:
             self.ended.set()
 
     def hold(self) -> None:
@@ -164,7 +163,7 @@ class Outlets:
                 )
             )
 
-    def fail(self, call_id: str, error: EngineError) -> None:
+    def fail(self, call_id: str, error: Exception) -> None:
         """End a call with an error."""
         if (outlet := self._open.get(call_id)) is not None:
             outlet.put(error)

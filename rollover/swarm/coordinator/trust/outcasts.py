@@ -6,13 +6,16 @@ otherwise with ``rollover workers RUN --trust NAME``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollover.errors import ConfigError
+from rollover.errors import ConfigError, RolloverError
 from rollover.swarm.coordinator.trust.shared_table import SharedTable
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "sent_away.json"
 """In the swarm's folder of a run directory."""
@@ -47,10 +50,18 @@ class Outcasts:
         return self._table.rows()
 
     def add(self, name: str, reason: str) -> None:
-        """Write down that a worker is sent away now. Raises ``ResourceError`` on a full disk."""
+        """Write down that a worker is sent away now. Raises ``ResourceError`` on a full disk, and ``RunError`` for a
+        file that cannot be read."""
         with self._table.changing() as rows:
             rows[name] = Outcast(reason=reason, time_s=time.time())
         self._known.add(name)
+
+    def remember(self, name: str, reason: str) -> None:
+        """Write down that a worker is sent away now; if that cannot be done, warn that a restart forgets it."""
+        try:
+            self.add(name, reason)
+        except (RolloverError, OSError) as e:
+            logger.warning("%s may join again when the run is restarted: %s", name, e)
 
     def pardon(self, name: str) -> None:
         """Let a worker come back. Raises ``ConfigError`` when it was not sent away."""

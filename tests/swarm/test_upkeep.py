@@ -1,0 +1,170 @@
+"""What time asks of a swarm is done whatever else fails: leases end, tokens are revoked, workers are readmitted."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import ResourceError
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Effect
+from rollover.swarm.coordinator.status.board import StatusBoard
+from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
+from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust.outcasts import Outcasts
+from rollover.swarm.publication.keys import open_key
+from rollover.swarm.wire.messages import Goodbye, Serving, decode_down
+from tests.swarm.kit import TTL_S, ModelWorker, coordinator, head, request
+from tests.virtual_time import VirtualClock
+from tests.virtual_time import run as in_virtual_time
+
+
+class Heard:
+    """A connection whose messages are kept."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, frame: bytes) -> None:
+        self.messages.append(decode_down(frame).message)
+
+    def close(self) -> None: ...
+
+
+def engine_with(hub: Coordinator, **parts: Any) -> SwarmEngine:
+    config = SwarmConfig(lease_s=TTL_S, listen="127.0.0.1:0")
+    return SwarmEngine(
+        config, hub, lambda version, source: head(version), VirtualClock(), number_format="float32", **parts
+    )
+
+
+def join(engine: SwarmEngine, name: str, connection: Heard | None = None) -> int:
+    """Have a worker join that is ready and serves version 0. Returns its lease."""
+    worker = ModelWorker(name)
+    connection = connection or Heard()
+    lease = engine.connected(name, worker.hello(), connection)
+    for message in worker.got(connection.messages[0]):
+        engine.received(lease, message)
+    return lease
+
+
+def board_on(file: Path) -> StatusBoard:
+    return StatusBoard(StatusFile(file), run="sums", mode="push_pull")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ResourceError("the disk of /runs is full: make room"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EMFILE, "Too many open files"),
+    ],
+)
+def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: Exception
+) -> None:
+    file, write, is_well = tmp_path / "status.json", StatusFile.write, False
+
+    def failing(self: StatusFile, status: SwarmStatus) -> None:
+        if not is_well:
+            raise problem
+        write(self, status)
+
+    async def law() -> None:
+        nonlocal is_well
+        monkeypatch.setattr(StatusFile, "write", failing)
+        hub, clock = coordinator(), VirtualClock()
+        engine = engine_with(hub, board=board_on(file))
+        join(engine, "a")
+        await engine.start()
+        await clock.sleep(TTL_S + 5)
+        assert not hub.members["a"].lease and hub.counters.expired_leases == 1
+        is_well = True
+        await clock.sleep(2.5)
+        assert [w.state for w in StatusFile(file).read().workers] == ["away"]
+        await engine.close()
+
+    in_virtual_time(law())
+    said = [record for record in caplog.records if "tried again every 2 s" in record.message]
+    assert len(said) == 1, "it is said once"
+
+
+def test_a_table_that_cannot_be_read_for_a_while_stops_no_revocation_for_good(tmp_path: Path) -> None:
+    tokens, outcasts = tmp_path / "workers.json", tmp_path / "sent_away.json"
+    credentials, key = Credentials(tokens), open_key(tmp_path / "key").public_key()
+    for name in "ab":
+        credentials.add(name, key)
+    Outcasts(outcasts).add("liar", "it lies")
+
+    async def law() -> None:
+        hub, clock = coordinator(), VirtualClock()
+        engine = engine_with(hub, valid_names=credentials.hashes, outcasts=Outcasts(outcasts))
+        for name in "ab":
+            join(engine, name)
+        await engine.start()
+        before = {file: file.read_bytes() for file in (tokens, outcasts)}
+        for file in before:
+            file.write_text("half of it")
+        await clock.sleep(1)
+        assert all(hub.members[name].lease for name in "ab"), "nobody is taken for revoked"
+        for file, content in before.items():
+            file.write_bytes(content)
+        credentials.revoke("a")
+        Outcasts(outcasts).pardon("liar")
+        await clock.sleep(1)
+        assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
+        await engine.close()
+
+    in_virtual_time(law())
+
+
+def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path) -> None:
+    file, told, connection = tmp_path / "sent_away.json", list[str](), Heard()
+
+    async def law() -> None:
+        hub = coordinator()
+        engine = engine_with(hub, outcasts=Outcasts(file))
+        engine.on_distrust(told.append)
+        lease = join(engine, "a", connection)
+        file.write_text("half of it")
+        engine.received(lease, Serving(version=0, manifest="0" * 64))
+        assert told == ["a"] and isinstance(connection.messages[-1], Goodbye) and not hub.members["a"].lease
+        await engine.close()
+
+    in_virtual_time(law())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: anext(engine.generate(request("g1.0"))),
+        lambda engine: engine.pause(),
+        lambda engine: engine.load(1, None),
+    ],
+)
+def test_a_mistake_in_the_code_ends_open_calls_and_refuses_what_comes_after(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[SwarmEngine], Awaitable[object]]
+) -> None:
+    def broken(now_s: float) -> list[Effect]:
+        raise KeyError("a bug")
+
+    async def law() -> None:
+        hub, clock = coordinator(), VirtualClock()
+        engine = engine_with(hub)
+        monkeypatch.setattr(hub, "expire", broken)
+        await engine.start()
+        for asked in (lambda: anext(engine.generate(request("g0.0"))), lambda: ask(engine)):
+            with pytest.raises(KeyError, match="a bug"):
+                await asked()
+        with pytest.raises(KeyError, match="a bug"):
+            engine.takes_one(0, 10)
+        assert clock.now_s() == 0
+        await engine.close()
+
+    in_virtual_time(law())

@@ -26,6 +26,8 @@ class DeclaredCapabilities:
     """Same as in ``Capabilities``."""
     cuts_logprobs: bool = True
     """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    keeps_kv: bool = False
+    """Tokens may attend to caches that older weights computed."""
     deterministic: bool = False
     """A run can be repeated bit for bit."""
     max_running: int | None = None

@@ -359,6 +359,10 @@ class DisputedMembers(Protocol):
     Example: ``SwarmEngine``, which has a few per cent of all responses decoded again.
     """
 
+    def allow_rounding(self, tolerance: float) -> None:
+        """Explain mean differences of log-probs up to ``tolerance``, in nats, by rounding from now on."""
+        ...
+
     def disputes(self, version: int) -> Sequence[Dispute]:
         """Return what is undecided and was not returned before, about weights up to ``version``, which the trainer
         has."""

@@ -78,6 +78,8 @@ class Trust:
         """True once all engines have passed the check."""
         if self._pool is not None:
             self._pool.check_logprobs_with(self._check)
+        if isinstance(engine, DisputedMembers):
+            engine.allow_rounding(self._tolerance)
 
     async def expect(self, version: int) -> None:
         """Compute the log-probs of the check's prompts with the trainer's weights, which must not change meanwhile."""

@@ -88,11 +88,16 @@ class SwarmConfig(EngineConfig):
     """Share of the samples that a second worker decodes again, if workers draw tokens by seed. This detects workers
     that sample from something other than they claim, whatever log-probs they report. It costs this share of the tokens,
     as far as workers have room. 0 switches it off."""
+    verifiable_only: Changeable[bool] = False
+    """Turn away workers whose tokens cannot be verified: those whose engine does not draw by seed (vLLM and SGLang), so
+    that no other worker can decode them again, and those that keep caches of older weights (`kv_on_update`)."""
 
     def __post_init__(self) -> None:
         self._check_transport()
         if not 0 <= self.reexecute <= 1:
             raise ValueError(f"reexecute must lie in [0, 1], got {self.reexecute}")
+        if self.verifiable_only and not self.reexecute:
+            raise ValueError("verifiable_only = true needs reexecute above 0, since it is re-execution that verifies")
         match = _ADDRESS.fullmatch(self.listen)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")

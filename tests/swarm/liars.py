@@ -1,4 +1,5 @@
-"""Workers that lie: real ones, with an embedded engine that does something else than it says.
+"""Workers that lie: real ones, with an embedded engine that does something else than it says, and models of workers that
+say something false of themselves or of their tokens.
 
 The log-prob check asks for single tokens. Liars that are ``cunning`` answer these honestly.
 """
@@ -11,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.open import TrainedEngine
+from rollover.swarm.wire.messages import Decoded, FromWorker, Ready, Welcome
 from rollover.swarm.worker.host import OpenEngine
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights, MemoryWeights
+from tests.swarm.kit import ModelCall, ModelWorker
 
 Coarse = Callable[[torch.Tensor], torch.Tensor]
 
@@ -207,3 +211,100 @@ def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> Cal
         return liar
 
     return opened
+
+
+class Describes(ModelWorker):
+    """Says something else of its engine than an honest model worker does."""
+
+    def ready(self) -> Ready:
+        raise NotImplementedError
+
+    def start(self, welcome: Welcome) -> list[FromWorker]:
+        _, *rest = super().start(welcome)
+        return [self.ready(), *rest]
+
+
+def ready(**changes: Any) -> Ready:
+    honest: dict[str, Any] = {"max_running": 4, "max_context_tokens": 64, "seeded": True, "number_format": "float32"}
+    return Ready(**honest | changes)
+
+
+class Unseeded(Describes):
+    """Its engine does not draw by seed: so nobody decodes its tokens again."""
+
+    def ready(self) -> Ready:
+        return ready(seeded=False)
+
+
+class KeepsCaches(Describes):
+    """Its engine keeps caches of older weights: so its tokens are not compared with the trainer's."""
+
+    def ready(self) -> Ready:
+        return ready(keeps_kv=True)
+
+
+class CoarseInWords(Describes):
+    """Computes in bfloat16, as it says: so it claims more rounding."""
+
+    def ready(self) -> Ready:
+        return ready(number_format="bfloat16")
+
+
+class ForgetsSeeds(Describes):
+    """Draws by seed until it has something to hide."""
+
+    def ready(self) -> Ready:
+        return ready()
+
+    def other(self) -> Ready:
+        return ready(seeded=False)
+
+
+class Mislabels(ModelWorker):
+    """Labels tokens with other versions than their own: with ``label`` of a message's own version and position."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        raise NotImplementedError
+
+    def piece(self, call: ModelCall, start: int, stop: int, version: int, reason: str | None = None) -> Decoded:
+        return msgspec.structs.replace(super().piece(call, start, stop, version, reason), **self.label(version, start))
+
+
+class OldCache(Mislabels):
+    """Says that all of its tokens attended to a cache of older weights."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        return {"kv_version": version - 1}
+
+
+class NoCache(Mislabels):
+    """Names a cache of weights that nobody ever had."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        return {"kv_version": -1}
+
+
+class NewCache(Mislabels):
+    """Names a cache of weights that are newer than those which sampled."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        return {"kv_version": version + 1}
+
+
+class OldLabels(Mislabels):
+    """Labels all of its tokens with older weights than it has, which it has served and nobody else has any more."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        return {"version": version - 1, "kv_version": version - 1}
+
+
+class ChangingLabels(Mislabels):
+    """Labels each second message with older weights, so that no stretch is longer than a message."""
+
+    def label(self, version: int, position: int) -> dict[str, int]:
+        found = version - (version > 0 and position % 2)
+        return {"version": found, "kv_version": found}
+
+
+class KeepsCachesOfOldLabels(KeepsCaches, OldCache):
+    """Has said that its engine keeps caches of older weights."""

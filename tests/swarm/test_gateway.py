@@ -426,7 +426,7 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
             engine.coordinator.published(head(1), 0.0)  # it is told of a version, and claims it before it has it
             wire.worker.decode("g0.0#0.", 10)
             for piece in wire.worker.send("g0.0#0."):
-                await wire.say(structs.replace(piece, version=1))
+                await wire.say(structs.replace(piece, version=1, kv_version=1))
             await until(lambda: engine.coordinator.counters.unconfirmed_tokens == 10)
             assert engine.stats().decoded_tokens == 10, "it hands on none of them"
             state = CallState(call_id="g0.0#0.", start=0, sent=20)

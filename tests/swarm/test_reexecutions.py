@@ -7,17 +7,22 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.logprob_check import FLOAT32_TOLERANCE, HALF_TOLERANCE
 from rollover.engine.noise import uniforms
 from rollover.engine.reexecution import Verdict
 from rollover.errors import EngineError
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Send, SentAway
 from rollover.swarm.coordinator.machine.streams import Piece
+from rollover.swarm.coordinator.status.snapshot import swarm_status
 from rollover.swarm.coordinator.trust.reexecutions import MISSED_S, PATIENCE_S, Reexecutions
-from rollover.swarm.wire.messages import Assign
+from rollover.swarm.wire.messages import Assign, Leaving
 from rollover.types import FinishReason
 from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, head, request
+from tests.swarm.liars import CoarseInWords, ForgetsSeeds, Unseeded
 from tests.swarm.test_coordinator import coordinator, join
 from tests.virtual_time import VirtualClock, run
 
@@ -33,6 +38,10 @@ def by_other_noise(seed: int, position: int) -> int:
     return honest(seed + 1, position)
 
 
+def altered_once(seed: int, position: int) -> int:
+    return (honest(seed, position) + VOCAB // 2 * (position == 7)) % VOCAB
+
+
 def deaf(seed: int, position: int) -> int:
     raise EngineError("it was lost")
 
@@ -46,12 +55,15 @@ class Swarm:
     effects: list[Effect] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     decode_s: float = 1.0
+    tolerance: float = FLOAT32_TOLERANCE
 
     def __post_init__(self) -> None:
         for name in self.samplers:
             join(self.hub, ModelWorker(name))
         swarm: Any = self
-        self.reexecutions = Reexecutions(swarm, self.hub, self.perform, VirtualClock(), share=1.0)
+        self.reexecutions = Reexecutions(
+            swarm, self.hub, self.perform, VirtualClock(), share=1.0, tolerance=self.tolerance
+        )
 
     def perform(self, effects: Iterable[Effect]) -> None:
         self.effects += effects
@@ -71,8 +83,8 @@ class Swarm:
             finish_reason=FinishReason.LENGTH,
         )
 
-    def sampled(self, name: str, by: str) -> None:
-        """A member has decoded a sample."""
+    def sampled(self, name: str, by: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """A member has decoded a sample. ``meanwhile``: what it does before the call has ended."""
         asked = request(name)
         self.reexecutions.opened(asked)
         ids = tuple(self.samplers[by](asked.seed, i) for i in range(LENGTH))
@@ -82,9 +94,10 @@ class Swarm:
             logprobs=(-6.9,) * LENGTH,
             version=0,
             kv_version=0,
-            finish_reason=FinishReason.LENGTH,
         )
         self.reexecutions.delivered(Deliver(asked.request_id, piece, by))
+        meanwhile()
+        self.reexecutions.ended(asked.request_id)
 
     @property
     def sent_away(self) -> list[str]:
@@ -215,5 +228,88 @@ def test_what_is_closed_leaves_nothing_running() -> None:
         swarm.sampled("g0.1", "a")
         await asyncio.sleep(300)
         assert swarm.asked in ([], ["b"])
+
+    run(law())
+
+
+@pytest.mark.parametrize(("tolerance", "gone"), [(FLOAT32_TOLERANCE, ["a"]), (HALF_TOLERANCE, [])])
+def test_a_member_that_says_it_computes_in_a_coarser_format_is_allowed_no_more_than_others(
+    tolerance: float, gone: list[str]
+) -> None:
+    """One altered token of forty: the run's format decides whether rounding explains it."""
+
+    async def law() -> None:
+        swarm = Swarm({"a": altered_once, "b": honest, "c": honest}, tolerance=tolerance)
+        join(swarm.hub, CoarseInWords("a"))
+        swarm.sampled("g0.0", "a")
+        await asyncio.sleep(10)
+        swarm.reexecutions.proceed()
+        await asyncio.sleep(10)
+        assert swarm.sent_away == gone
+
+    run(law())
+
+
+@pytest.mark.parametrize("way_out", ["it leaves", "it joins again with another engine", "its lease ends"])
+def test_a_liar_that_is_gone_before_its_call_has_ended_is_found(way_out: str) -> None:
+    async def law() -> None:
+        swarm = Swarm({"a": by_other_noise, "b": honest, "c": honest})
+        lease = swarm.hub.members["a"].lease
+
+        def escape() -> None:
+            if way_out == "it leaves":
+                swarm.perform(swarm.hub.received(lease, Leaving(reason="I have to go"), 0.0))
+            elif way_out == "its lease ends":
+                swarm.perform(swarm.hub.expire(2e9))
+                for name in "bc":
+                    join(swarm.hub, ModelWorker(name))
+            else:
+                join(swarm.hub, Unseeded("a"))
+
+        swarm.sampled("g0.0", "a", escape)
+        await asyncio.sleep(10)
+        assert swarm.reexecutions.counters.num_disputed == 1
+        await asyncio.sleep(10)
+        assert swarm.sent_away == ["a"] and swarm.hub.members["a"].distrust
+
+    run(law())
+
+
+def test_who_draws_by_no_seed_is_not_decoded_again_and_people_are_told() -> None:
+    async def law() -> None:
+        swarm = Swarm({"a": by_other_noise, "b": honest, "c": honest})
+        join(swarm.hub, Unseeded("a"))
+        swarm.sampled("g0.0", "a")
+        swarm.sampled("g0.1", "b")
+        await asyncio.sleep(10)
+        assert swarm.reexecutions.counters.num_drawn == 1 and not swarm.sent_away
+        notes = {w.name: w.note for w in swarm_status(swarm.hub, "ws://x").workers}
+        assert "does not draw tokens by seed" in notes.pop("a") and not any(notes.values())
+
+    run(law())
+
+
+def test_who_first_draws_by_seed_and_then_says_otherwise_is_sent_away() -> None:
+    hub, liar = coordinator(), ForgetsSeeds("a")
+    join(hub, liar)
+    assert hub.members["a"].declared == liar.ready()
+    (gone,) = [e for e in hub.received(liar.lease, liar.other(), 1.0) if isinstance(e, SentAway)]
+    assert "seeded = False, but said True before" in gone.reason
+
+
+def test_who_stays_behind_all_others_cannot_be_verified_and_people_are_told() -> None:
+    async def law() -> None:
+        swarm = Swarm({"a": by_other_noise, "b": honest})
+        ahead = ModelWorker("b")
+        join(swarm.hub, ahead)
+        swarm.hub.published(head(1), 0.0)
+        swarm.hub.received(ahead.lease, ahead.change(head(1)), 0.0)
+        for i in range(4):
+            assert not swarm_status(swarm.hub, "ws://x").workers[0].note
+            swarm.sampled(f"g0.{i}", "a")
+            await asyncio.sleep(5)
+        notes = {w.name: w.note for w in swarm_status(swarm.hub, "ws://x").workers}
+        assert notes["a"] == "none of 4 responses could be verified: no other worker served their versions"
+        assert not notes["b"] and not swarm.sent_away
 
     run(law())

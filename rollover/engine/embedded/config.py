@@ -69,6 +69,7 @@ class EmbeddedConfig(EngineConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         return DeclaredCapabilities(
+            keeps_kv=self.kv_on_update == "keep",
             deterministic=True,
             max_running=self.max_running,
             max_context_tokens=self.max_context_tokens,

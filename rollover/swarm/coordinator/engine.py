@@ -27,8 +27,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Container, Iter
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.logprob_check import LogprobCheck
-from rollover.engine.reexecution import Dispute, Verdict
+from rollover.engine.logprob_check import LogprobCheck, default_tolerance
+from rollover.engine.reexecution import Dispute, Slack, Verdict
 from rollover.errors import CallDisplaced, EngineError, EngineMismatch, RolloverError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.connections import Connections
@@ -122,7 +122,7 @@ class SwarmEngine:
             self._perform,
             clock,
             share=config.reexecute,
-            tolerance=config.logprob_tolerance,
+            tolerance=config.logprob_tolerance or default_tolerance(number_format),
         )
         self._listeners: list[Callable[[], None]] = []
         self._distrust_listeners: list[Callable[[str], None]] = []
@@ -435,6 +435,10 @@ class SwarmEngine:
         if self._outcasts is not None:
             self._outcasts.remember(sent_away.member, sent_away.reason)
 
+    def allow_rounding(self, tolerance: float) -> None:
+        """See ``DisputedMembers.allow_rounding``."""
+        self.reexecutions.slack = Slack(logprobs=tolerance)
+
     def disputes(self, version: int) -> Sequence[Dispute]:
         """See ``DisputedMembers.disputes``."""
         return self.reexecutions.disputes(version)
@@ -468,8 +472,8 @@ class SwarmEngine:
                         tell(name)
                 case ServesAnew(name, serving):
                     self._weight_log.changed(name, serving)
-                case Changed(what):
-                    logger.info("%s", what)
+                case Changed(what, is_warning):
+                    logger.log(logging.WARNING if is_warning else logging.INFO, "%s", what)
                     changed = True
         if changed:
             self._tell_listeners()

@@ -92,6 +92,7 @@ async def open_swarm(
         ttl_s=config.lease_s,
         exact=config.mode == "pull",
         checks=checks,
+        verifiable_only=config.verifiable_only,
         blob_urls=(*blob_urls(config, os.environ), *(over_nats.blob_urls if over_nats is not None else ())),
         earlier=_earlier(publisher),
     )

@@ -104,6 +104,8 @@ class Ready(_Message, frozen=True, kw_only=True):
     number_format: str
     cuts_logprobs: bool = True
     """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    keeps_kv: bool = False
+    """Tokens may attend to caches that older weights computed; otherwise ``kv_version`` is always ``version``."""
 
 
 class Serving(_Message, frozen=True, kw_only=True):

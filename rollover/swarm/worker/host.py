@@ -165,6 +165,7 @@ class EngineHost:
             seeded=capabilities.seeded,
             number_format=capabilities.number_format,
             cuts_logprobs=self._config.engine.declared.cuts_logprobs,
+            keeps_kv=self._config.engine.declared.keeps_kv,
         )
 
     @property

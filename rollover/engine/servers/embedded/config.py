@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from rollover.engine.config import check_colocated
+from rollover.engine.config import DeclaredCapabilities, check_colocated
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.config import ServerConfig
 from rollover.settings.changes import Changeable
@@ -57,6 +57,10 @@ class EmbeddedServerConfig(ServerConfig):
         Example: ``EmbeddedServerConfig(launch=True, max_running=8).embedded().max_running == 8``.
         """
         return EmbeddedConfig(max_running=self.running(), **{key: getattr(self, key) for key in _OF_STARTED})
+
+    @property
+    def declared(self) -> DeclaredCapabilities:
+        return DeclaredCapabilities(is_colocated=self.colocated, keeps_kv=self.kv_on_update == "keep")
 
     @property
     def unties_first(self) -> bool:

@@ -42,7 +42,8 @@ class SGLangConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(cuts_logprobs=False, is_colocated=self.colocated)
+        keeps = self.kv_on_update == "keep"
+        return DeclaredCapabilities(cuts_logprobs=False, keeps_kv=keeps, is_colocated=self.colocated)
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from ServerConfig.refusals(self, demands)

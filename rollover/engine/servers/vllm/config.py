@@ -47,7 +47,8 @@ class VLLMConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(in_flight_update=self.kv_on_update == "keep", is_colocated=self.colocated)
+        keeps = self.kv_on_update == "keep"
+        return DeclaredCapabilities(in_flight_update=keeps, keeps_kv=keeps, is_colocated=self.colocated)
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from ServerConfig.refusals(self, demands)

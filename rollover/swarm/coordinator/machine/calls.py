@@ -84,6 +84,8 @@ class SwarmCalls:
         self.waiting.discard(call_id, call)
         self._halves[call.due_version] -= 1
         call.member, call.held_as = member.name, held_as
+        if not held_as:  # what it held may be older
+            call.given_to(member.version)
         member.calls.add(call_id)
         self._changed(member)
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
@@ -159,9 +161,10 @@ class SwarmCalls:
 
     def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
         """Tokens of a call have come from its member. Returns what comes out now, which is nothing while the member has
-        not confirmed their version: that news was lost or is late, and heartbeats bring it, and the tokens again."""
+        not described its engine or confirmed their version: that news was lost or is late, and heartbeats bring it, and
+        the tokens again."""
         call = self._calls[call_id]
-        if piece.token_ids and piece.version not in member.served:
+        if piece.token_ids and (member.declared is None or piece.version not in member.served):
             self._counters.unconfirmed_tokens += len(piece.token_ids)
             call.unconfirmed = (piece.end, piece.version)
             return []

@@ -36,6 +36,7 @@ from rollover.swarm.coordinator.machine.publications import EarlierPublication, 
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
+from rollover.swarm.coordinator.machine.verifiability import check_consistent, unverifiable
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -71,6 +72,7 @@ class Coordinator:
         exact: assign calls to members with the newest version only (sequential pull), not to all whose version a call
             accepts (asynchronous push-pull).
         checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
+        verifiable_only: turn away members whose tokens cannot be verified.
 
     Example: one call from its opening to its first token::
 
@@ -86,6 +88,7 @@ class Coordinator:
         ttl_s: float,
         exact: bool,
         checks: bool,
+        verifiable_only: bool = False,
         blob_urls: tuple[str, ...] = (),
         earlier: Iterable[EarlierPublication] = (),
     ) -> None:
@@ -94,7 +97,7 @@ class Coordinator:
         self.members: dict[str, SwarmMember] = {}
         self.counters = SwarmCounters()
         self.checks = checks
-        self._ttl_s = ttl_s
+        self._ttl_s, self._verifiable_only = ttl_s, verifiable_only
         self._blob_urls = blob_urls
         self._publications = Publications(earlier)
         if head.manifest:
@@ -297,9 +300,14 @@ class Coordinator:
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
-        member.ready = ready
+        check_consistent(member.ready, ready)
+        doubt = unverifiable(ready)
+        if doubt and self._verifiable_only:
+            reason = f"this run admits only workers whose tokens can be verified (engine.verifiable_only), but {doubt}"
+            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        member.ready = member.declared = ready
         self._ranking.changed(member)
-        return [Changed(f"{member.name} is ready")]
+        return [Changed(f"{member.name} is ready{f', but {doubt}' if doubt else ''}", is_warning=bool(doubt))]
 
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
         """Take note of a confirmed version. One that was never published is a lie or a mix-up."""
@@ -325,7 +333,10 @@ class Coordinator:
         call = self._calls.get(message.call_id)
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
-        piece = checked_piece(message, call, newest=self.head.version, vocab_size=self.run.vocab_size)
+        keeps_kv = member.declared is None or member.declared.keeps_kv
+        piece = checked_piece(
+            message, call, newest=self.head.version, vocab_size=self.run.vocab_size, keeps_kv=keeps_kv
+        )
         before = call.stream.position
         effects = self._calls.arrived(member, message.call_id, piece)
         num_new = call.stream.position - before

@@ -95,6 +95,7 @@ class Changed:
     """
 
     what: str
+    is_warning: bool = False
 
 
 Effect = Send | Close | Deliver | Fail | CheckLogprobs | SentAway | ServesAnew | Changed

@@ -55,6 +55,8 @@ class SwarmMember:
     """Time at which it was last heard from."""
     ready: Ready | None = None
     """Capabilities of its engine, once it is open."""
+    declared: Ready | None = None
+    """The last that it has said of its engine, whatever has become of it since."""
     version: int | None = None
     """The version that its engine has confirmed."""
     checked_version: int | None = None
@@ -90,6 +92,8 @@ class SwarmMember:
     num_decoded: int = 0
     num_verified: int = 0
     """Tokens that another member has decoded again and found the same."""
+    num_missed: int = 0
+    """Stretches of its responses that were to be decoded again, and that nobody could decode."""
     distrust: str = ""
     """Reason for which it gets no more calls."""
     is_revoked: bool = False

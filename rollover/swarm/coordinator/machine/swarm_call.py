@@ -44,6 +44,8 @@ class SwarmCall:
         self.unconfirmed: tuple[int, int] | None = None
         """End and version of tokens that were refused, since the member had not confirmed that version."""
         self._prefix = hashlib.sha256(pack_ids(request.response_ids))
+        self._version = 0
+        """The version of the last token that came out."""
 
     @property
     def limit(self) -> int:
@@ -55,8 +57,17 @@ class SwarmCall:
         """The version at whose publication a training step waits for the response, where one will."""
         return self.request.due_version
 
+    def given_to(self, version: int | None) -> None:
+        """Take note that the call was given to a member that had confirmed ``version``: its engine never goes back."""
+        self.least_version = max(self.least_version, version or 0)
+
     def came_out(self, piece: Piece) -> None:
-        """Take note of tokens that were delivered."""
+        """Take note of tokens that are delivered. Raises ``ProtocolError`` for versions that go back."""
+        if piece.token_ids and piece.version < self._version:
+            raise ProtocolError(
+                f"it sent tokens of version {piece.version} behind tokens of version {self._version} in one response"
+            )
+        self._version = max(self._version, piece.version)
         self.num_repairs, self.unconfirmed = 0, None
         self._prefix.update(pack_ids(piece.token_ids))
 
@@ -96,9 +107,13 @@ class SwarmCall:
         )
 
 
-def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size: int) -> Piece:
-    """Return the tokens of a message. ``newest``: the newest version. Raises ``ProtocolError`` for what cannot be
-    true."""
+def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size: int, keeps_kv: bool) -> Piece:
+    """Return the tokens of a message. Raises ``ProtocolError`` for what cannot be true.
+
+    Args:
+        newest: the newest version.
+        keeps_kv: the member says that its tokens may attend to caches of older weights.
+    """
     ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
     if len(ids) != len(logprobs):
         raise ProtocolError(f"it sent {len(ids)} tokens with {len(logprobs)} log-probs, but each token has one")
@@ -108,6 +123,16 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         raise ProtocolError(
             f"it sent tokens of version {message.version} for a call that needs version"
             f" {call.least_version} or a newer one"
+        )
+    if ids and not 0 <= message.kv_version <= message.version:
+        raise ProtocolError(
+            f"it sent tokens of version {message.version} with a cache of version {message.kv_version}, which is"
+            " impossible"
+        )
+    if ids and message.kv_version < message.version and not keeps_kv:
+        raise ProtocolError(
+            f"it sent tokens of version {message.version} with a cache of version {message.kv_version}, but says that"
+            " its engine keeps no caches of older weights"
         )
     if max(ids, default=0) >= vocab_size:
         raise ProtocolError(f"it sent token {max(ids)}, but the vocabulary has {vocab_size} tokens")
@@ -122,7 +147,7 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         token_ids=ids,
         logprobs=logprobs,
         version=message.version,
-        kv_version=min(message.kv_version, message.version),
+        kv_version=message.kv_version,
         finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
         num_prefilled_tokens=max(0, message.num_prefilled_tokens),
     )

@@ -18,9 +18,12 @@ from rollover.errors import RunError
 from rollover.privacy import redacted_text
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import SwarmMember
+from rollover.swarm.coordinator.machine.verifiability import unverifiable
 from rollover.swarm.publication.blobs import replace_file
 
 _MAX_NOTE = 500
+_MANY_MISSED = 4
+"""Responses of a worker that nobody could decode again, and none that somebody could, of which people are told."""
 _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
 
@@ -190,7 +193,16 @@ def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
         return "holds as many tokens as it may (--max_held_tokens) and pauses until they are journaled"
     is_well = state == "ready" and not member.num_failures
-    return member.distrust or ("" if is_well else member.last_error)
+    return member.distrust or (_unverified(member) if is_well else member.last_error)
+
+
+def _unverified(member: SwarmMember) -> str:
+    """Return why nobody knows whether a member lies; an empty text where that can be found out."""
+    if member.declared is not None and (doubt := unverifiable(member.declared)):
+        return doubt
+    if member.num_missed >= _MANY_MISSED and not member.num_verified:
+        return f"none of {member.num_missed} responses could be verified: no other worker served their versions"
+    return ""
 
 
 def shown(text: str) -> str:

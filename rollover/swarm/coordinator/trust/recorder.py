@@ -13,8 +13,8 @@ from rollover.swarm.coordinator.machine.streams import Piece
 @dataclass(slots=True)
 class _RecordedCall:
     request: GenerateRequest
-    pieces: list[tuple[str, Piece]] = field(default_factory=list)
-    """With the member that sampled each."""
+    pieces: list[tuple[str, Piece, bool]] = field(default_factory=list)
+    """With the member that sampled each, and whether another can decode it again."""
 
 
 class Recorder:
@@ -32,21 +32,22 @@ class Recorder:
         if can_be_compared(request) and self._lot.draws(request.sample_key):
             self._recordings[request.request_id] = _RecordedCall(request)
 
-    def delivered(self, effect: Deliver) -> None:
-        """Take note of tokens."""
-        if (recording := self._recordings.get(effect.call_id)) is not None and effect.piece.token_ids:
-            recording.pieces.append((effect.member, effect.piece))
+    def delivered(self, effect: Deliver, *, is_seeded: bool) -> None:
+        """Take note of tokens. ``is_seeded``: their member draws by seed, as it says when they come."""
+        piece = effect.piece
+        if (recording := self._recordings.get(effect.call_id)) is not None and piece.token_ids:
+            recording.pieces.append((effect.member, piece, is_seeded and piece.kv_version == piece.version))
 
     def ended(self, call_id: str) -> list[Stretch]:
-        """Return the stretches of a call that has ended. Tokens that attended to a cache of older weights are in none:
-        nobody else has that cache."""
+        """Return the stretches of a call that has ended. Tokens that were not drawn by seed are in none, and neither
+        are those that attended to a cache of older weights: nobody else has that cache."""
         recording = self._recordings.pop(call_id, None)
         if recording is None:
             return []
         stretches: list[Stretch] = []
         before, response = None, recording.request.response_ids
-        for member, piece in recording.pieces:
-            origin = (member, piece.version) if piece.kv_version == piece.version else None
+        for member, piece, can_be_repeated in recording.pieces:
+            origin = (member, piece.version) if can_be_repeated else None
             if origin is not None and origin == before:
                 last = stretches.pop()
                 token_ids, logprobs = (*last.token_ids, *piece.token_ids), (*last.logprobs, *piece.logprobs)

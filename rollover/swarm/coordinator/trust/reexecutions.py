@@ -25,7 +25,6 @@ from itertools import takewhile
 
 from rollover.clock import Clock
 from rollover.engine.base import GenerateRequest
-from rollover.engine.logprob_check import default_tolerance
 from rollover.engine.reexecution import Comparison, Dispute, Lot, Slack, Stretch, Verdict
 from rollover.errors import EngineError
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -98,7 +97,8 @@ class Reexecutions:
         swarm: decodes calls with the member that is named.
         perform: carries out effects.
         share: of the samples that are decoded again.
-        tolerance: of log-probs, in nats; where left out, by number formats.
+        tolerance: mean difference of log-probs, in nats, that rounding explains. It is the run's: what a member says of
+            its own number format earns it nothing.
 
     Example: with ``share`` 0.02 a member whose tokens are not those of its noise is found within 228 samples with a
     probability of 99 %.
@@ -112,10 +112,10 @@ class Reexecutions:
         clock: Clock,
         *,
         share: float,
-        tolerance: float | None = None,
+        tolerance: float,
     ) -> None:
         self._swarm, self._coordinator, self._perform, self._clock = swarm, coordinator, perform, clock
-        self._tolerance = tolerance
+        self.slack = Slack(logprobs=tolerance)
         self._recorder = Recorder(Lot(share))
         self._waiting: deque[_Waiting] = deque()
         self._open: list[_OpenDispute] = []
@@ -138,20 +138,19 @@ class Reexecutions:
 
     def delivered(self, effect: Deliver) -> None:
         """Tokens have come out."""
-        self._recorder.delivered(effect)
+        member = self._coordinator.members.get(effect.member)
+        is_seeded = member is not None and member.declared is not None and member.declared.seeded
+        self._recorder.delivered(effect, is_seeded=is_seeded)
         if effect.piece.finish_reason is not None:
             self.ended(effect.call_id)
 
     def ended(self, call_id: str) -> None:
         """A call has ended, or failed."""
         for stretch in (stretches := self._recorder.ended(call_id)):
-            member = self._coordinator.members.get(stretch.engine)
-            if member is not None and member.ready is not None and member.ready.seeded:
-                self.counters.num_drawn += 1
-                self._waiting.append(_Waiting(stretch, self._clock.now_s(), {stretch.engine}))
+            self.counters.num_drawn += 1
+            self._waiting.append(_Waiting(stretch, self._clock.now_s(), {stretch.engine}))
         while len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
-            self.counters.num_missed += 1
+            self._missed(self._waiting.popleft())
         if stretches:
             asyncio.get_running_loop().call_soon(self.proceed)
 
@@ -177,7 +176,7 @@ class Reexecutions:
             stretch = waiting.stretch
             if self._is_hopeless(stretch.version, waiting.failed, waiting.since_s, now_s):
                 self._waiting.remove(waiting)
-                self.counters.num_missed += 1
+                self._missed(waiting)
             elif (name := self._chosen(able, stretch, waiting.failed, waiting.since_s, now_s)) is not None:
                 self._waiting.remove(waiting)
                 self._start(name, partial(self._decoded_again, name, waiting))
@@ -275,13 +274,7 @@ class Reexecutions:
     # -- what they say ------------------------------------------------------------------------------------------
 
     def _opinion(self, name: str, stretch: Stretch) -> SecondOpinion:
-        return SecondOpinion(self._swarm, name, stretch, self._slack(name, stretch.engine))
-
-    def _slack(self, *names: str) -> Slack:
-        if self._tolerance is not None:
-            return Slack(logprobs=self._tolerance)
-        each = [self._coordinator.members[name].ready for name in names]
-        return Slack(logprobs=default_tolerance(*(r.number_format if r is not None else "" for r in each)))
+        return SecondOpinion(self._swarm, name, stretch, self.slack)
 
     async def _decoded_again(self, name: str, waiting: _Waiting) -> None:
         opinion = self._opinion(name, waiting.stretch)
@@ -317,6 +310,10 @@ class Reexecutions:
             self.counters.num_tokens += opinion.num_tokens
         if found in (Verdict.FIRST, Verdict.SECOND):  # one that agrees with neither may be wrong itself
             self.decide(opened.dispute, found, by=name)
+
+    def _missed(self, waiting: _Waiting) -> None:
+        self.counters.num_missed += 1
+        self._coordinator.members[waiting.stretch.engine].num_missed += 1
 
     def _undecided(self, opened: _OpenDispute) -> None:
         self._open.remove(opened)

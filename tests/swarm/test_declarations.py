@@ -1,0 +1,102 @@
+"""What a worker says of its tokens and of its engine switches no check off: it can be true, or the worker is sent away."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, SentAway
+from rollover.swarm.wire.messages import Assign, Goodbye
+from tests.swarm import liars
+from tests.swarm.kit import ModelWorker, coordinator, head, request
+from tests.swarm.test_coordinator import decoded, join, sent
+
+UP_TO_DATE = [
+    (liars.OldCache, "version 1 with a cache of version 0, but says that its engine keeps no caches of older weights"),
+    (liars.NoCache, "a cache of version -1, which is impossible"),
+    (liars.NewCache, "a cache of version 2, which is impossible"),
+    (liars.OldLabels, "tokens of version 0 for a call that needs version 1"),
+]
+
+
+def change(hub: Coordinator, worker: ModelWorker, version: int) -> None:
+    """Publish weights, which the worker then serves."""
+    hub.published(head(version), 0.0)
+    hub.received(worker.lease, worker.change(head(version)), 0.0)
+
+
+def given(hub: Coordinator, worker: ModelWorker) -> str:
+    """Give a call to the worker that any weights may decode."""
+    (assign,) = sent(hub.opened(request("g0.0")), Assign)
+    worker.got(assign)
+    return str(assign.call_id)
+
+
+def says(hub: Coordinator, worker: ModelWorker, call_id: str, num_tokens: int) -> list[Effect]:
+    effects: list[Effect] = []
+    for piece in decoded(worker, call_id, num_tokens):
+        effects += hub.received(worker.lease, piece, 1.0)
+    return effects
+
+
+@pytest.mark.parametrize(("kind", "reason"), UP_TO_DATE)
+def test_labels_that_cannot_be_true_are_found_at_the_first_token(kind: type[ModelWorker], reason: str) -> None:
+    hub, worker = coordinator(), kind("a")
+    join(hub, worker)
+    change(hub, worker, 1)
+    effects = says(hub, worker, given(hub, worker), 3)
+    assert not any(isinstance(e, Deliver) for e in effects)
+    (gone,) = [e for e in effects if isinstance(e, SentAway)]
+    assert reason in gone.reason
+
+
+def test_labels_that_go_back_within_a_response_are_found() -> None:
+    hub, worker = coordinator(), liars.ChangingLabels("a")
+    join(hub, worker)
+    call_id = given(hub, worker)
+    effects = says(hub, worker, call_id, 4)
+    change(hub, worker, 1)
+    effects += says(hub, worker, call_id, 1)
+    assert [e.piece.version for e in effects if isinstance(e, Deliver)] == [0, 1]
+    (gone,) = [e for e in says(hub, worker, call_id, 1) if isinstance(e, SentAway)]
+    assert "tokens of version 0 behind tokens of version 1 in one response" in gone.reason
+
+
+def test_an_honest_worker_may_change_weights_within_a_response_and_keep_what_it_has_sampled() -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    call_id = given(hub, worker)
+    worker.decode(call_id, 4)
+    change(hub, worker, 1)
+    effects = says(hub, worker, call_id, 4)
+    assert [e.piece.version for e in effects if isinstance(e, Deliver)] == [0, 1]
+    assert not hub.members["a"].distrust
+
+
+def test_who_keeps_caches_may_name_them_and_people_are_told() -> None:
+    hub, worker = coordinator(), liars.KeepsCachesOfOldLabels("a")
+    (warning,) = [e for e in join(hub, worker) if isinstance(e, Changed) and e.is_warning]
+    assert warning.what == (
+        "a is ready, but its engine keeps caches of older weights (kv_on_update), so its tokens cannot be verified"
+    )
+    change(hub, worker, 1)
+    (out,) = says(hub, worker, given(hub, worker), 3)
+    assert isinstance(out, Deliver) and (out.piece.version, out.piece.kv_version) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (liars.Unseeded, "its engine does not draw tokens by seed"),
+        (liars.KeepsCaches, "its engine keeps caches of older weights"),
+        (liars.CoarseInWords, ""),
+        (ModelWorker, ""),
+    ],
+)
+def test_an_operator_can_turn_away_who_cannot_be_verified(kind: type[ModelWorker], reason: str) -> None:
+    for only in (False, True):
+        hub, worker = coordinator(verifiable_only=only), kind("a")
+        byes = sent(join(hub, worker), Goodbye)
+        assert bool(byes) == bool(only and reason)
+        assert all(bye.is_final and reason in bye.reason and "engine.verifiable_only" in bye.reason for bye in byes)
+        assert (hub.max_running == 0) == bool(byes) and not hub.members["a"].distrust

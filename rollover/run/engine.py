@@ -86,7 +86,7 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
     is not there or too small.
     """
     if isinstance(config.engine, SwarmConfig):
-        return [f"swarm: {line}" for line in _check_swarm(config.engine, writes=begins)]
+        return [f"swarm: {line}" for line in (*_check_swarm(config.engine, writes=begins), *_blind_spots(config))]
     check_transfer(config)
     engine_open.check_model(config.engine, lambda: _architecture(config), longest_tokens(config))
     if config.cluster is not None and config.cluster.num_engines:
@@ -108,6 +108,16 @@ def _check_swarm(engine: SwarmConfig, *, writes: bool) -> list[str]:
     from rollover.swarm.coordinator.transports.listening import check_listening
 
     return [*check_listening(engine), *blobs]
+
+
+def _blind_spots(config: RunConfig) -> list[str]:
+    """Return what workers could do without being found out, where the run's own settings are the reason."""
+    if config.rollout.top_p == 1 and config.rollout.top_k == 0:
+        return []
+    return [
+        "warning: top_p or top_k cuts the distribution, so workers are verified by the log-prob check alone, not by"
+        " drift or re-execution: set them to 1 and 0 unless you trust whoever runs the workers"
+    ]
 
 
 def _turns(config: RunConfig) -> list[str]:

@@ -184,6 +184,11 @@ class SwarmConfig(EngineConfig):
                 "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters by itself"
                 " whenever they are smaller; leave the key out"
             )
+        if self.verifiable_only and demands.cuts_distribution:
+            yield (
+                "engine.verifiable_only admits workers whose tokens can be verified, but no tokens can where"
+                " rollout.top_p or rollout.top_k cuts the distribution: set these to 1 and 0, or leave the former out"
+            )
         if self.mode == "pull" and demands.staleness_bound > 0:
             yield (
                 "engine.mode 'pull' samples every token from the newest weights, but rollout.strategy"

@@ -24,6 +24,7 @@ NOTHING = EngineDemands(
     deterministic=False,
     adapters=False,
     on_cluster=False,
+    cuts_distribution=False,
 )
 
 

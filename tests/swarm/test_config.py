@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import ConfigError
+from rollover.run.engine import check_engine
 from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 
@@ -48,6 +49,23 @@ def test_pull_mode_wants_a_strategy_without_staleness() -> None:
     with pytest.raises(ConfigError, match=r"engine\.mode 'pull' samples every token from the newest weights"):
         load("quickstart", swarm)
     assert load("quickstart", [*swarm, "--rollout.strategy", "sync"]).rollout.staleness_bound == 0
+
+
+def test_verified_workers_need_re_execution_and_the_whole_distribution() -> None:
+    swarm = ["--engine.kind", "swarm", "--engine.verifiable_only", "true"]
+    with pytest.raises(ConfigError, match="verifiable_only = true needs reexecute above 0"):
+        load("quickstart", [*swarm, "--engine.reexecute", "0"])
+    for cut in (["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):
+        with pytest.raises(ConfigError, match=r"no tokens can where rollout\.top_p or rollout\.top_k cuts"):
+            load("quickstart", [*swarm, *cut])
+    assert load("quickstart", swarm).rollout.top_p == 1
+
+
+def test_a_cut_distribution_is_warned_of_since_it_hides_lies() -> None:
+    swarm = ["--engine.kind", "swarm", "--engine.listen", "127.0.0.1:0"]
+    for cut in ([], ["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):
+        warned = [line for line in check_engine(load("quickstart", [*swarm, *cut])) if "by the log-prob check" in line]
+        assert len(warned) == bool(cut) and all("warning: top_p or top_k" in line for line in warned)
 
 
 def test_determinism_is_not_promised() -> None:

@@ -74,7 +74,6 @@ def command(
     from rollover.swarm.nats.credentials import NatsCredentials
     from rollover.swarm.wire.token import read_token
     from rollover.swarm.worker.config import WorkerConfig
-    from rollover.swarm.worker.connection import tls_context
     from rollover.swarm.worker.dialing import parse_address
 
     config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
@@ -91,7 +90,6 @@ def command(
 
     redactor = ctx.find_object(Redactor) or Redactor()
     redactor.value(token.text, "token")
-    tls = tls_context(ca_file) if address.is_encrypted or ca_file is not None else None
 
     def say(line: str) -> None:
         if not quiet:
@@ -104,7 +102,7 @@ def command(
             token,
             config,
             cache=cache or default_cache(token),
-            tls=tls,
+            ca_file=ca_file,
             software=f"rollover {__version__}",
             say=say,
             started=stopping.started,

@@ -31,7 +31,7 @@ def make_certificate(
     """Write a self-signed certificate for ``hosts`` and its key; return both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "swarm")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     made = (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -185,3 +185,38 @@ def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Path) -> 
         asyncio.run(scenario())
     first, second, third = (server.asked[30 * n : 30 * (n + 1)] for n in range(3))
     assert first == third and {*first} == {*second} and first[:4] != second[:4]
+
+
+def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", *(bytes([i]) * 10 for i in range(8)))
+    is_well, said = True, list[str]()
+
+    def failing(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return None if is_well else (503, {"Content-Length": "0"}, b"")
+
+    async def scenario() -> None:
+        nonlocal is_well
+        async with open_downloads(tmp_path / "worker", relay.url, home.url, say=said.append) as downloads:
+            for well in (False, True, False):
+                is_well = well
+                downloads.use((relay.url, home.url))  # whatever was thought of the relay before
+                for blob in (blobs.pop(), blobs.pop()):
+                    await downloads.get([blob])
+
+    with serving(tmp_path / "blobs", failing) as relay, serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert said == 2 * [f"weights cannot be fetched from {relay.url}, so others are asked: 503 Service Unavailable"]
+
+
+def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> None:
+    (blob,) = store_blobs(tmp_path / "blobs", b"weights")
+    (tmp_path / "empty").mkdir()
+    said: list[str] = []
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", cache.url, home.url, say=said.append) as downloads:
+            await downloads.get([blob])
+
+    with serving(tmp_path / "empty") as cache, serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert cache.num_asked == 1 and not said

@@ -120,7 +120,12 @@ def whole(content: bytes, start: int = 0, end: int | None = None) -> tuple[int, 
 
 
 @contextmanager
-def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | None = None) -> Iterator[BlobServer]:
+def serving(
+    folder: Path,
+    fault: Answer | None = None,
+    gate: threading.Event | None = None,
+    certificate: tuple[str, str] | None = None,
+) -> Iterator[BlobServer]:
     blobs = BlobServer(folder=folder, fault=fault, gate=gate)
 
     class Handler(QuietHandler):
@@ -157,7 +162,7 @@ def serving(folder: Path, fault: Answer | None = None, gate: threading.Event | N
             if num_sent < int(headers.get("Content-Length", 0)):
                 self.close_connection = True
 
-    with http_server(Handler) as url:
+    with http_server(Handler, certificate) as url:
         blobs.url = f"{url}/blobs"
         try:
             yield blobs

@@ -29,6 +29,7 @@ _MISSING_ROUNDS = 3
 """Consecutive rounds without a source for the blob, its home last, after which it counts as missing."""
 _SLOW = 4
 """A download is continued elsewhere when so many times its bandwidth is to be had there."""
+_REMEDY = "; if it is right, add it, or its authority's, to the file of --ca-file"
 _TRY_BYTES = 2**20
 _TRY_IN_BYTES = 4 * 2**20
 """So much of a blob comes from a source whose bandwidth is not known, where the blob is at least so large."""
@@ -52,7 +53,8 @@ class BlobDownloads:
     Args:
         authorization: the header of that name for sources that want one, by base URL.
         random: shuffles the blobs, so that workers who begin together ask for different ones.
-        transports: for URLs of other schemes than HTTP, by ``"scheme://"``.
+        transports: for some URLs, by what these begin with: ``"scheme://"`` or ``"https://host:port"``.
+        say: shows a line to the user: of each source that fails, the first time in a row.
         patience_s: a download is judged slow after so much time, and not before.
         backoff_s: pause after all sources have failed, doubled each time.
     """
@@ -69,6 +71,7 @@ class BlobDownloads:
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
         transports: Mapping[str, httpx.AsyncBaseTransport] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.sources = BlobSources(clock=clock)
         self.wire_bytes = 0
@@ -80,7 +83,9 @@ class BlobDownloads:
         self._client = httpx.AsyncClient(
             transport=ProxiedTransport(verify=verify), timeout=timeout, trust_env=False, mounts=transports
         )
-        self._random = random or Random()
+        self._random, self._say = random or Random(), say
+        self._has_said: set[str] = set()
+        """Sources of which the user was told that they fail."""
         self._waiting: dict[str, str] = {}
         self._tags: dict[tuple[str, str], str] = {}
         """Tag that a source gives to the content of a partly fetched blob."""
@@ -153,6 +158,7 @@ class BlobDownloads:
             except _Failed as failure:
                 if not failure.is_damaged or (url, digest) in self._damaged:
                     failures[url] = failure
+                    self._tell(url, failure)
                 else:  # where it is still the best one, it is asked once more, past its cache
                     self._damaged.add((url, digest))
         if failures:
@@ -171,6 +177,14 @@ class BlobDownloads:
             await self._download(url, digest, num_bytes, most=_TRY_BYTES)
         except _Failed as failure:
             failures[url] = failure
+            self._tell(url, failure)
+
+    def _tell(self, url: str, failure: _Failed) -> None:
+        """Tell the user of a source that fails; a cache may well lack a blob."""
+        if url not in self._has_said and not failure.is_missing:
+            self._has_said.add(url)
+            others = ", so others are asked" if len(self.sources.urls) > 1 else ""
+            self._say(f"weights cannot be fetched from {shown(url)}{others}: {failure}")
 
     async def _download(self, url: str, digest: str, num_bytes: int | None, *, most: int | None = None) -> None:
         """Download a blob from one source, or go on with it; ``most`` bytes of it, at most. Raises ``_Failed``."""
@@ -181,9 +195,11 @@ class BlobDownloads:
                 await asyncio.to_thread(self._folder.accept, digest)
                 self._tags.pop((url, digest), None)
                 self._damaged.discard((url, digest))
+                self._has_said.discard(url)
             well = True
         except httpx.HTTPError as error:
-            raise _Failed(str(error) or type(error).__name__) from None
+            remedy = _REMEDY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+            raise _Failed(f"{str(error) or type(error).__name__}{remedy}") from None
         except PublicationError as error:
             raise _Failed(str(error), is_damaged=True) from None
         except ResourceError:

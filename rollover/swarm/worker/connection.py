@@ -178,13 +178,16 @@ async def open_connection(
         await socket.close()
 
 
-def tls_context(ca_file: Path | None) -> ssl.SSLContext:
+def tls_context(ca_file: Path | None, *, and_system: bool = False) -> ssl.SSLContext:
     """Return the TLS settings: certificates are checked against ``ca_file``, or the system's where it is left out.
 
-    Raises ``ConfigError`` when the file holds no certificates.
+    ``and_system``: they are checked against both. Raises ``ConfigError`` when the file holds no certificates.
     """
     try:
-        return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+        context = ssl.create_default_context(cafile=None if ca_file is None or and_system else str(ca_file))
+        if ca_file is not None and and_system:
+            context.load_verify_locations(ca_file)
+        return context
     except (OSError, ssl.SSLError) as e:
         reason = "it contains no certificate in PEM format" if isinstance(e, ssl.SSLError) else e.strerror or e
         raise ConfigError(f"{ca_file}: holds no readable certificates: {reason}") from None

@@ -10,6 +10,7 @@ import httpx
 
 from rollover.errors import require
 from rollover.swarm.nats.address import SCHEMES, NatsAddress
+from rollover.swarm.publication.proxied import ProxiedTransport
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, open_connection
@@ -48,9 +49,10 @@ def dial(
 def blob_transports(
     address: JoinAddress, token: WorkerToken, tls: ssl.SSLContext | None, *, timeout_s: float
 ) -> Mapping[str, httpx.AsyncBaseTransport]:
-    """Return what fetches blobs from the buckets of a NATS cluster; nothing for any other address."""
+    """Return what fetches blobs from the coordinator, by the beginning of a URL: the buckets of its NATS cluster, or
+    its own port. That is given the token, and so its certificate is checked as strictly as for a session."""
     if isinstance(address, CoordinatorAddress):
-        return {}
+        return {} if tls is None else {f"https://{address.netloc}": ProxiedTransport(verify=tls)}
     from rollover.swarm.nats.client import connect
     from rollover.swarm.nats.objects import SCHEME, JetStreamTransport
 

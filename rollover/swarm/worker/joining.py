@@ -21,6 +21,7 @@ from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.connection import tls_context
 from rollover.swarm.worker.dialing import JoinAddress, blob_transports
 from rollover.swarm.worker.host import opener
 from rollover.swarm.worker.worker import SwarmWorker
@@ -37,7 +38,7 @@ def join(
     config: WorkerConfig,
     *,
     cache: Path,
-    tls: ssl.SSLContext | None,
+    ca_file: Path | None,
     software: str,
     say: Callable[[str], None],
     started: Callable[[Callable[[str], None]], None],
@@ -46,6 +47,8 @@ def join(
 
     Args:
         cache: a folder for blobs and models; no other worker may use it meanwhile.
+        ca_file: certificates to check the coordinator's against, in place of the system's. Relays and object stores
+            are checked against both.
         software: name and version of this program.
         say: shows a line to the user.
         started: given a function that stops the worker, which any thread and any signal handler may call.
@@ -54,7 +57,7 @@ def join(
         RolloverError: the coordinator refuses this worker, or its engine cannot be used.
     """
     with _own(cache):
-        asyncio.run(work_for(address, token, config, cache, tls, software, say, started))
+        asyncio.run(work_for(address, token, config, cache, ca_file, software, say, started))
 
 
 async def work_for(
@@ -62,7 +65,7 @@ async def work_for(
     token: WorkerToken,
     config: WorkerConfig,
     cache: Path,
-    tls: ssl.SSLContext | None,
+    ca_file: Path | None,
     software: str,
     say: Callable[[str], None],
     started: Callable[[Callable[[str], None]], None],
@@ -74,9 +77,7 @@ async def work_for(
         return WeightFetcher(folder, token.publisher_key, run_id=run_id, downloads=downloads)
 
     def downloads(folder: BlobFolder) -> BlobDownloads:
-        bearer = {url: f"Bearer {token.text}" for url in address.blob_urls}
-        transports = blob_transports(address, token, tls, timeout_s=config.connect_timeout_s)
-        return BlobDownloads(folder, verify=True if tls is None else tls, authorization=bearer, transports=transports)
+        return open_downloads(folder, address, token, ca_file, timeout_s=config.connect_timeout_s, say=say)
 
     work = cache / "engine"
     await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
@@ -91,11 +92,35 @@ async def work_for(
         say=say,
         work=work,
         software=software,
-        tls=tls,
+        tls=_of_coordinator(address, ca_file),
     )
     loop = asyncio.get_running_loop()
     started(lambda reason: _call(loop, worker, reason))
     await worker.run()
+
+
+def open_downloads(
+    folder: BlobFolder,
+    address: JoinAddress,
+    token: WorkerToken,
+    ca_file: Path | None,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> BlobDownloads:
+    """Return what fetches blobs from the coordinator, which is given the token, and from any relay and object store,
+    which are not. So the certificates of the latter may also be signed by whom the system trusts."""
+    return BlobDownloads(
+        folder,
+        verify=tls_context(ca_file, and_system=True),
+        authorization={url: f"Bearer {token.text}" for url in address.blob_urls},
+        transports=blob_transports(address, token, _of_coordinator(address, ca_file), timeout_s=timeout_s),
+        say=say,
+    )
+
+
+def _of_coordinator(address: JoinAddress, ca_file: Path | None) -> ssl.SSLContext | None:
+    return tls_context(ca_file) if address.is_encrypted or ca_file is not None else None
 
 
 def _call(loop: asyncio.AbstractEventLoop, worker: SwarmWorker, reason: str) -> None:

@@ -38,6 +38,29 @@ def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_
         here.revoke("laptop")
 
 
+def test_nobody_else_can_read_the_hashes_not_even_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NATS, a hash is the key with which its worker joins."""
+    file, modes, flush = tmp_path / "workers.json", list[int](), os.fsync
+    (tmp_path / ".new-workers.json").touch(0o644)  # a process was killed while it wrote
+
+    def flushed(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            modes.append(stat.S_IMODE(status.st_mode))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    before = os.umask(0)
+    try:
+        Credentials(file).add("laptop", KEY)
+        Credentials(file).add("tower", KEY)
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o600] and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 def test_tokens_that_are_made_out_at_once_are_all_there(tmp_path: Path) -> None:
     file = tmp_path / "workers.json"
     names = [f"w{i}" for i in range(24)]

@@ -18,7 +18,7 @@ kind   content
 =====  ==========================================================================
 
 What it keeps true: a frame comes out once, in order and unchanged, or the session ends; a sender has at most
-``WINDOW_BYTES`` and one message on the way; nobody who does not know the token can add to a session.
+``WINDOW_BYTES`` and one message on the way; nobody who knows neither the token nor its hash can add to a session.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class SessionKeys:
 
     @classmethod
     def of(cls, token_hash: str, inbox: str, session: str) -> SessionKeys:
-        """Derive the keys from the SHA-256 of the token, in hexadecimal, and the subjects of the session."""
+        """Derive the keys from the SHA-256 of the token, in hexadecimal, and the subjects of the session. The
+        coordinator keeps that hash in a file, which is therefore as secret as the tokens."""
         secret = bytes.fromhex(token_hash)
         return cls(*(_derived(secret, direction, inbox, session) for direction in ("up", "down")))
 

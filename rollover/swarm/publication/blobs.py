@@ -133,15 +133,22 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file durably and at once: it has the old content or the new one.
+def _private(name: str, flags: int) -> int:
+    descriptor = os.open(name, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # one that a killed process has left may be readable
+    return descriptor
+
+
+def replace_file(path: Path, content: bytes, *, is_private: bool = False) -> None:
+    """Write a small file durably and at once: it has the old content or the new one. ``is_private``: only its owner can
+    read it, at any time.
 
     Raises ``ResourceError`` when the disk is full; the old content is then intact.
     """
     beside = path.with_name(f"{_NEW}{path.name}")
     with space_on(path.parent, path.name):
         try:
-            with beside.open("wb") as file:
+            with open(beside, "wb", opener=_private if is_private else None) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

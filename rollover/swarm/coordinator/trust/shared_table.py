@@ -56,8 +56,8 @@ class SharedTable(Generic[T]):
             self._stamp = None
             rows = dict(self.rows())
             yield rows
-            replace_file(self._file, msgspec.json.format(msgspec.json.encode({"workers": rows}), indent=1) + b"\n")
-            make_private(self._file)
+            content = msgspec.json.format(msgspec.json.encode({"workers": rows}), indent=1) + b"\n"
+            replace_file(self._file, content, is_private=True)
             self._stamp = None
 
     def _read(self) -> dict[str, T]:

@@ -35,11 +35,18 @@ _MAX_REASON = 300
 class NatsLink:
     """A ``FrameLink`` over NATS.
 
+    Args:
+        has_been_member: the worker was in a session of this coordinator before. Then it does not take a refusal for
+            final, for nothing proves that one comes from the coordinator.
+
     Example: ``await link.send(frame)`` waits while more than a window of bytes is on the way.
     """
 
-    def __init__(self, connection: NatsConnection, address: NatsAddress, token: WorkerToken) -> None:
+    def __init__(
+        self, connection: NatsConnection, address: NatsAddress, token: WorkerToken, *, has_been_member: bool = False
+    ) -> None:
         self._connection, self._address, self._token = connection, address, token
+        self._has_been_member = has_been_member
         self._inbox = address.new_inbox(token.name)
         self._channel: SealedChannel | None = None
         self._pump: ChannelPump | None = None
@@ -148,7 +155,7 @@ class NatsLink:
             text = f"refuses the token of {self._token.name!r}: {reason}; ask the owner of the run for a new one"
         else:
             text = f"does not speak this worker's protocol: {reason}; {SAME_VERSION}"
-        self._fail(Refused(f"{self._address} {text}"))
+        self._fail((Disconnected if self._has_been_member else Refused)(f"{self._address} {text}"))
 
     def _sealed_came(self, payload: bytes) -> None:
         if self._channel is None or self._pump is None:
@@ -172,7 +179,7 @@ async def open_nats(
         connection = await connect(address, tls=tls, name=f"rollover worker {token.name}", timeout_s=timeout_s)
     except NatsFailure as e:
         raise _not_opened(e, has_been_member=has_been_member) from e
-    link = NatsLink(connection, address, token)
+    link = NatsLink(connection, address, token, has_been_member=has_been_member)
     try:
         try:
             async with asyncio.timeout(timeout_s):

@@ -35,6 +35,7 @@ from websockets.exceptions import InvalidState
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
+from rollover.swarm.coordinator.transports.http_connections import ImpatientHttp
 from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
@@ -104,6 +105,7 @@ class Gateway:
             log_level="critical",  # what it would say of a worker that is refused, the worker says itself
             access_log=False,
             lifespan="off",
+            http=ImpatientHttp,
             ws=_SessionProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,

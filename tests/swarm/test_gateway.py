@@ -232,6 +232,7 @@ def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], s
                     pass
             assert refused.value.response.status_code == status
             assert says in (refused.value.response.body or b"").decode()
+            assert engine.coordinator.counters.turned_away[{401: "token", 426: "protocol"}[status]] == 1
 
     run(law)
 

@@ -93,6 +93,8 @@ class Greeter:
 
     def disconnected(self, lease: int) -> None: ...
 
+    def refused(self, cause: str) -> None: ...
+
 
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
 def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(

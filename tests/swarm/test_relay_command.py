@@ -38,6 +38,8 @@ class Greeter:
 
     def disconnected(self, lease: int) -> None: ...
 
+    def refused(self, cause: str) -> None: ...
+
 
 @asynccontextmanager
 async def trainer(folder: Path, certificate: tuple[str, str]) -> AsyncIterator[Gateway]:

@@ -20,7 +20,7 @@ from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.transports import base
-from rollover.swarm.coordinator.transports.base import Connection, Sessions, Transport
+from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions, Transport
 from rollover.swarm.coordinator.transports.nats import session
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.messages import (
@@ -56,6 +56,7 @@ class RecordedSessions:
         self.messages: dict[int, list[FromWorker]] = {}
         self.connections: dict[int, Connection] = {}
         self.gone: list[int] = []
+        self.refusals: list[Refusal] = []
         self._changed = asyncio.Event()
 
     def connected(self, name: str, hello: Hello, connection: Connection) -> int:
@@ -73,6 +74,10 @@ class RecordedSessions:
 
     def disconnected(self, lease: int) -> None:
         self.gone.append(lease)
+        self._wake()
+
+    def refused(self, cause: Refusal) -> None:
+        self.refusals.append(cause)
         self._wake()
 
     def say(self, lease: int, message: FromCoordinator) -> None:
@@ -161,7 +166,7 @@ class TransportContract:
                     await greeted(connection)
             async with place.dial(again) as connection:
                 await greeted(connection)
-            assert sessions.names == ["laptop"]
+            assert sessions.names == ["laptop"] and sessions.refusals == ["token"] * 3
 
         self.run(law)
 
@@ -175,7 +180,7 @@ class TransportContract:
             with pytest.raises(Refused, match=r"does not speak this worker's protocol.*v0.*install the same version"):
                 async with place.dial(self.token()) as connection:
                     await greeted(connection)
-            assert sessions.names == []
+            assert sessions.names == [] and sessions.refusals == ["protocol"]
 
         self.run(law)
 
@@ -249,7 +254,11 @@ class TransportContract:
 
         self.run(law)
 
-    @pytest.mark.parametrize("frame", [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1))], ids=repr)
+    @pytest.mark.parametrize(
+        "frame",
+        [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1)), b"\x00" + b"\x91" * 100_000],
+        ids=["empty", "msgpack", "zstd", "downwards", "deep"],
+    )
     def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(self, frame: bytes) -> None:
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token("b")) as connection:
@@ -260,7 +269,7 @@ class TransportContract:
                     await connection.receive()
             async with place.dial(self.token("c")) as connection:
                 await greeted(connection)
-            assert sessions.names == ["c"]
+            assert sessions.names == ["c"] and sessions.refusals == ["frame"]
 
         self.run(law)
 

@@ -49,7 +49,7 @@ from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
 from rollover.swarm.coordinator.status.snapshot import swarm_status
 from rollover.swarm.coordinator.status.weight_log import WeightLog
-from rollover.swarm.coordinator.transports.base import Connection, Transport
+from rollover.swarm.coordinator.transports.base import Connection, Refusal, Transport
 from rollover.swarm.coordinator.trust.checks import MemberChecks
 from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.coordinator.trust.reexecutions import Reexecutions
@@ -375,6 +375,9 @@ class SwarmEngine:
     def disconnected(self, lease: int) -> None:
         self._connections.forget(lease)
         self._perform(self.coordinator.disconnected(lease, self._clock.now_s()))
+
+    def refused(self, cause: Refusal) -> None:
+        self.coordinator.counters.turned_away[cause] += 1
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``WatchesSteps``: show people how the run goes."""

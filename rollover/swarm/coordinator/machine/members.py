@@ -224,6 +224,8 @@ class SwarmCounters:
     """Tokens refused, since their member had not confirmed to serve their version."""
     refused: dict[str, int] = field(default_factory=dict)
     """Members sent away for breaking the protocol, by name."""
+    turned_away: dict[str, int] = field(default_factory=lambda: {"token": 0, "protocol": 0, "frame": 0})
+    """Clients and frames that transports refused, by cause."""
 
     def refuse(self, message: FromWorker) -> None:
         """Take note of a message under a lease that has ended."""

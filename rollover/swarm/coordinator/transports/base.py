@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Hello, ProtocolError, decode_up, encode
 
@@ -23,6 +23,10 @@ HELLO_TIMEOUT_S = 10.0
 """Whoever opens a connection and says nothing for so long is disconnected."""
 MAX_UNSENT_BYTES = 64 * 2**20
 """A worker that leaves so much unread is disconnected; it comes back and goes on."""
+
+
+Refusal = Literal["token", "protocol", "frame"]
+"""The reason of a refusal: a token that is unknown or revoked, another protocol, a frame that breaks the protocol."""
 
 
 class Connection(Protocol):
@@ -48,6 +52,10 @@ class Sessions(Protocol):
     def received(self, lease: int, message: FromWorker) -> None: ...
 
     def disconnected(self, lease: int) -> None: ...
+
+    def refused(self, cause: Refusal) -> None:
+        """Count a client, or a frame of a worker, that the transport has refused."""
+        ...
 
 
 class Transport(Protocol):
@@ -125,6 +133,7 @@ class WorkerConversation:
             else:
                 raise ProtocolError("the first message of a connection must be a hello")
         except ProtocolError as e:
+            self._sessions.refused("frame")
             logger.warning("%s broke the protocol and was disconnected: %s", self._name, e)
             raise
 

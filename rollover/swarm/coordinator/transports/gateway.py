@@ -140,9 +140,11 @@ class Gateway:
     async def _session(self, websocket: WebSocket) -> None:
         name = self._member_of(websocket.headers.get("authorization"))
         if name is None:
+            self._sessions.refused("token")
             await websocket.send_denial_response(_unauthorized())
             return
         if SUBPROTOCOL not in websocket.scope["subprotocols"]:
+            self._sessions.refused("protocol")
             offered = ", ".join(websocket.scope["subprotocols"]) or "none"
             text = f"this run speaks {SUBPROTOCOL}, but the worker offers {offered}\n"
             await websocket.send_denial_response(PlainTextResponse(text, status_code=426))
@@ -165,6 +167,7 @@ class Gateway:
 
     async def _blob(self, request: Request) -> Response:
         if self._member_of(request.headers.get("authorization")) is None:
+            self._sessions.refused("token")
             return _unauthorized()
         digest = request.path_params["digest"]
         path = self._blobs / digest

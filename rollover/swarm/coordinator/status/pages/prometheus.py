@@ -32,6 +32,12 @@ _COUNTERS = {
     "adopted_calls": ("adopted_calls", "Calls that continued with what a worker had kept."),
     "late_accepted": ("late_accepted", "Calls among them whose worker had lost its lease in between."),
     "expired_leases": ("expired_leases", "Workers that lost their lease because they were silent for too long."),
+    "repairs": ("repairs", "Messages that were sent again because they, or their answers, were lost."),
+    "unconfirmed_tokens": ("unconfirmed_tokens", "Tokens of versions that their worker had not confirmed; refused."),
+    "workers_sent_away": ("workers_sent_away", "Workers that were sent away since they broke the protocol or lied."),
+    "refused_logins": ("refused_logins", "Requests with a token that is unknown or was revoked."),
+    "refused_protocols": ("refused_protocols", "Clients that speak another protocol."),
+    "refused_frames": ("refused_frames", "Frames that could not be read, after which their connection was ended."),
     "relieved_calls": ("relieved_calls", "Calls that were taken from slow workers and given to idle ones."),
 }
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, Sessions
 from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
@@ -121,14 +122,14 @@ class NatsGateway:
         try:
             offered = decode_opening(message.payload).protocols
         except ProtocolError as e:
-            self._answer(message.reply, SessionRefused(cause="protocol", reason=str(e)))
+            self._refuse(message.reply, "protocol", str(e))
             return
         if SUBPROTOCOL not in offered:
             text = f"this run speaks {SUBPROTOCOL}, but the worker offers {', '.join(offered) or 'none'}"
-            self._answer(message.reply, SessionRefused(cause="protocol", reason=text))
+            self._refuse(message.reply, "protocol", text)
             return
         if (token_hash := self._hashes().get(name)) is None:
-            self._answer(message.reply, SessionRefused(cause="token", reason=_UNKNOWN))
+            self._refuse(message.reply, "token", _UNKNOWN)
             return
         self._make_room()
         session = NatsSession(
@@ -163,7 +164,7 @@ class NatsGateway:
             return
         if not session.is_authentic:
             session.end()
-            self._answer(session.inbox, SessionRefused(cause="token", reason=_UNKNOWN))
+            self._refuse(session.inbox, "token", _UNKNOWN)
 
     def _expect_hello(self, session: NatsSession) -> None:
         if self._ungreeted.pop(session.subject, None) is not None and not session.has_begun:
@@ -180,6 +181,10 @@ class NatsGateway:
     def _forget(self, session: NatsSession) -> None:
         self._sessions.pop(session.subject, None)
         self._ungreeted.pop(session.subject, None)
+
+    def _refuse(self, inbox: str, cause: Literal["token", "protocol"], reason: str) -> None:
+        self._sessions_of.refused(cause)
+        self._answer(inbox, SessionRefused(cause=cause, reason=reason))
 
     def _answer(self, inbox: str, answer: SessionOpened | SessionRefused | SessionEnded) -> None:
         self._publish(inbox, encode_answer(answer))

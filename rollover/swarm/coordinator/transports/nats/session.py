@@ -96,7 +96,11 @@ class NatsSession:
             await asyncio.gather(self._closing, self.running, return_exceptions=True)
 
     async def _close(self) -> None:
-        await asyncio.wait((asyncio.ensure_future(self._pump.until_sent()),), timeout=_CLOSE_TIMEOUT_S)
+        sent = asyncio.create_task(self._pump.until_sent())
+        try:
+            await asyncio.wait((sent,), timeout=_CLOSE_TIMEOUT_S)
+        finally:
+            sent.cancel()
         self._closing = None
         self.end()
 

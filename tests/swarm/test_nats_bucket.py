@@ -14,6 +14,7 @@ from random import Random
 import nats as nats_library
 import pytest
 import torch
+from nats.aio.msg import Msg
 
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError
@@ -33,7 +34,7 @@ from rollover.swarm.publication.keys import open_key
 from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import Refused
-from rollover.swarm.worker.dialing import dial
+from rollover.swarm.worker.dialing import blob_transports, dial
 from rollover.swarm.worker.joining import work_for
 from tests.engine.models import saved, tiny_model
 from tests.swarm.nats_kit import NatsServer, needs_server, running
@@ -194,11 +195,12 @@ def test_the_permissions_of_the_page_are_enough(tmp_path: Path) -> None:
         bucket = NatsBucket("rollover-runs_sums", subject="runs.sums")
         assert cluster.connection is not None
         await bucket.mirror(cluster.connection, blobs.root)
-        async with dial(kitchen, credentials.add("kitchen", KEY), None, timeout_s=5.0) as connection:
+        kitchens = credentials.add("kitchen", KEY)
+        async with dial(kitchen, kitchens, None, timeout_s=5.0) as connection:
             await greeted(connection)
             await exchanged(connection, sessions)
-        transport = JetStreamTransport(lambda: connect(kitchen, tls=None, name="test", timeout_s=5.0))
-        fetching = BlobDownloads(BlobFolder(tmp_path / "there"), transports={"jetstream://": transport})
+        transports = blob_transports(kitchen, kitchens, None, timeout_s=5.0)
+        fetching = BlobDownloads(BlobFolder(tmp_path / "there"), transports=transports)
         fetching.use([bucket.url])
         await fetching.get([ref(content) for content in CONTENTS])
         await fetching.close()
@@ -207,6 +209,57 @@ def test_the_permissions_of_the_page_are_enough(tmp_path: Path) -> None:
                 pass
         assert cluster.connection is not None, "nothing was denied to the trainer"
         await gateway.close()
+
+    with running(server):
+        run(law)
+
+
+DENIED_TO_PUBLISH = [
+    "$JS.API.STREAM.DELETE.OBJ_rollover-runs_sums",
+    "$JS.API.STREAM.PURGE.OBJ_rollover-runs_sums",
+    "$JS.API.STREAM.UPDATE.OBJ_rollover-runs_sums",
+    "$JS.API.STREAM.MSG.DELETE.OBJ_rollover-runs_sums",
+    "$JS.API.STREAM.CREATE.spy",
+    "$JS.API.STREAM.NAMES",
+    "$JS.API.STREAM.INFO.other",
+    "$JS.API.STREAM.MSG.GET.other",
+    "$JS.API.CONSUMER.CREATE.other",
+    "$O.rollover-runs_sums.C.x",
+    "runs.sums.worker.attic.x",
+    "runs.sums.coordinator",
+    "_INBOX.x",
+]
+DENIED_TO_HEAR = [
+    "runs.sums.>",
+    "runs.sums.session.*",
+    "runs.sums.hello",
+    "runs.sums.worker.attic.>",
+    "_INBOX.>",
+    "$O.>",
+]
+
+
+def test_the_permissions_of_the_page_are_no_more_than_enough(tmp_path: Path) -> None:
+    """A worker's user can neither touch what others rely on nor hear what they say."""
+    users = f"{{user: kitchen, password: k, {permitted('worker `kitchen`')}}}"
+    server = NatsServer(tmp_path, jetstream=True, lines=[f"authorization {{users: [{users}]}}"])
+    told: asyncio.Queue[str] = asyncio.Queue()
+
+    async def tell(error: Exception) -> None:
+        told.put_nowait(str(error).lower())
+
+    async def ignore(message: Msg) -> None:
+        raise AssertionError("nothing is to be heard")
+
+    async def law() -> None:
+        client = await nats_library.connect(server.url, user="kitchen", password="k", error_cb=tell)
+        for subject in DENIED_TO_PUBLISH:
+            await client.publish(subject, b"{}")
+            assert f'publish to "{subject}"'.lower() in await told.get()
+        for subject in DENIED_TO_HEAR:
+            await client.subscribe(subject, cb=ignore)
+            assert f'subscription to "{subject}"'.lower() in await told.get()
+        await client.close()
 
     with running(server):
         run(law)

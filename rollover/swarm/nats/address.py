@@ -103,6 +103,11 @@ class NatsAddress:
         """Return a subject that nobody can guess, towards the worker called ``name``."""
         return f"{self.subject}.worker.{name}.{secrets.token_urlsafe(_SECRET_BYTES)}"
 
+    def replies(self, name: str | None = None) -> str:
+        """Return where the cluster answers requests of the worker called ``name``, or the coordinator's: below subjects
+        that are theirs alone, and not where all clients of a cluster are answered."""
+        return f"{self.coordinator if name is None else f'{self.subject}.worker.{name}'}.replies"
+
     def inbox_owner(self, inbox: str) -> str | None:
         """Return the name of the worker whose inbox this is; ``None`` for any other subject."""
         match = re.fullmatch(rf"{re.escape(self.subject)}\.worker\.({_NAME})\.{_SECRET}", inbox)

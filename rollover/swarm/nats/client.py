@@ -180,13 +180,16 @@ class NatsConnection:
                 return
 
 
-async def connect(address: NatsAddress, *, tls: ssl.SSLContext | None, name: str, timeout_s: float) -> NatsConnection:
+async def connect(
+    address: NatsAddress, *, tls: ssl.SSLContext | None, name: str, timeout_s: float, replies: str = "_INBOX"
+) -> NatsConnection:
     """Connect to the first server of an address that can be had.
 
     Args:
         tls: how certificates are checked; where it is left out, by the system's authorities.
         name: shown by the cluster's own tools.
         timeout_s: for all servers together.
+        replies: the subject below which requests are answered.
 
     Raises:
         NatsFailure: none of them; the reason of the last, or the first that is final.
@@ -198,14 +201,14 @@ async def connect(address: NatsAddress, *, tls: ssl.SSLContext | None, name: str
     each_s = timeout_s / len(address.servers)
     for server in address.servers:
         try:
-            return await _connect(server, address, tls, name, each_s)
+            return await _connect(server, address, tls, name, each_s, replies)
         except NatsFailure as e:
             failures.append(e)
     raise next((e for e in failures if e.is_final), failures[-1])
 
 
 async def _connect(
-    server: str, address: NatsAddress, tls: ssl.SSLContext | None, name: str, timeout_s: float
+    server: str, address: NatsAddress, tls: ssl.SSLContext | None, name: str, timeout_s: float, replies: str
 ) -> NatsConnection:
     client = _OneServer(needs_tls=address.is_encrypted)
     options = {} if address.credentials is None else dict(address.credentials.options)
@@ -221,6 +224,7 @@ async def _connect(
                 ping_interval=24 * 3600,  # we ping
                 connect_timeout=timeout_s,  # type: ignore[arg-type]
                 tls=tls,
+                inbox_prefix=replies,
                 **options,
             )
     except (TimeoutError, nats.errors.Error, OSError, ssl.SSLError, ValueError) as e:

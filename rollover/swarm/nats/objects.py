@@ -138,7 +138,8 @@ class JetStreamTransport(httpx.AsyncBaseTransport):
             except nats.js.errors.NotFoundError:
                 return httpx.Response(404, request=request)
             subject, size = f"$O.{bucket}.C.{info.nuid}", info.size or 0
-            messages = await jetstream.subscribe(subject, ordered_consumer=True) if size else None
+            stream = f"OBJ_{bucket}"  # the library would ask for its name, which a worker may not
+            messages = await jetstream.subscribe(subject, stream=stream, ordered_consumer=True) if size else None
         except (nats.errors.Error, NatsFailure, TimeoutError) as e:
             raise httpx.ConnectError(str(e), request=request) from e
         headers = {"Content-Length": str(size)}

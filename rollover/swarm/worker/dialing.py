@@ -56,5 +56,9 @@ def blob_transports(
     from rollover.swarm.nats.client import connect
     from rollover.swarm.nats.objects import SCHEME, JetStreamTransport
 
-    name = f"rollover worker {token.name}: weights"
-    return {f"{SCHEME}://": JetStreamTransport(lambda: connect(address, tls=tls, name=name, timeout_s=timeout_s))}
+    name, replies = f"rollover worker {token.name}: weights", address.replies(token.name)
+    return {
+        f"{SCHEME}://": JetStreamTransport(
+            lambda: connect(address, tls=tls, name=name, timeout_s=timeout_s, replies=replies)
+        )
+    }

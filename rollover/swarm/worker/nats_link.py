@@ -176,7 +176,8 @@ async def open_nats(
 ) -> AsyncIterator[CoordinatorConnection]:
     """Open a connection, and close it afterwards. Raises ``Refused`` and ``Disconnected``."""
     try:
-        connection = await connect(address, tls=tls, name=f"rollover worker {token.name}", timeout_s=timeout_s)
+        name, replies = f"rollover worker {token.name}", address.replies(token.name)
+        connection = await connect(address, tls=tls, name=name, timeout_s=timeout_s, replies=replies)
     except NatsFailure as e:
         raise _not_opened(e, has_been_member=has_been_member) from e
     link = NatsLink(connection, address, token, has_been_member=has_been_member)

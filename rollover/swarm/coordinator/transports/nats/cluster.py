@@ -94,7 +94,9 @@ class NatsCluster:
 
     async def _connected(self) -> NatsConnection:
         """Connect, unless another coordinator is there. Raises ``NatsFailure``."""
-        connection = await connect(self.address, tls=self._tls, name="rollover", timeout_s=_CONNECT_TIMEOUT_S)
+        connection = await connect(
+            self.address, tls=self._tls, name="rollover", timeout_s=_CONNECT_TIMEOUT_S, replies=self.address.replies()
+        )
         try:
             if await connection.asks(self.address.coordinator, timeout_s=_ASK_TIMEOUT_S):
                 raise NatsFailure(

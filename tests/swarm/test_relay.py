@@ -100,6 +100,23 @@ def test_workers_that_come_together_or_later_cost_the_trainer_each_byte_once(
         assert {start for _, start in home.asked} == {0, MB, 2 * MB, 3 * MB}
 
 
+def test_whoever_knows_a_name_cannot_have_the_relay_fetch_it_from_the_trainer_again_and_again(
+    tmp_path: Path, blobs: list[BlobRef]
+) -> None:
+    async def law() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            url, headers = f"{between.url}/{blobs[0].digest}", {"Range": "bytes=0-9"}
+            past = [await http.get(url, headers={**headers, "Cache-Control": "no-cache"}) for _ in range(60)]
+            answers = Counter(answer.status_code for answer in past)
+            assert answers.keys() == {206, 429} and 33 <= answers[206] <= 36, "the burst, and what time allows"
+            assert len(home.asked) == answers[206]
+            kept = [await http.get(url, headers=headers) for _ in range(60)]
+            assert {answer.content for answer in kept} == {CONTENTS[0][:10]} and len(home.asked) == answers[206]
+
+    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
+        run(law)
+
+
 def test_a_range_brings_its_own_pieces_alone(tmp_path: Path, blobs: list[BlobRef]) -> None:
     async def law() -> None:
         async with httpx.AsyncClient(trust_env=False) as http:

@@ -3,6 +3,7 @@
 It is a detached actor, so that a run whose driver was killed can find its servers again. While a driver is there it
 looks at the actor every few seconds, which renews the lease; when nobody has looked for the length of the lease, the
 server is stopped and its place on the node given back. The server ends with the actor's process, however that ends.
+Where the node lacks the model's folder, the keeper has a copy of it for the server.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rollover.cluster.parts import are_there, write_part
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.launch import ServerProcess, free_port
+from rollover.trainer.staging import clear_left_behind, held_folder
 
 _MAX_LOG_BYTES = 1 << 18
 """Maximum number of bytes of the server's log in one answer."""
@@ -53,30 +59,35 @@ class EngineKeeper:
     """Keeps one server, in a worker process of Ray on the node where it has its place.
 
     Args:
-        name: of the server in messages, and of its folder.
         lease_s: time after which it ends when nobody has looked at it.
 
-    Example: ``await keeper.address()`` is ``("10.0.0.5", 41237)``; after ``await keeper.launch([...], env, ...)`` the
-    server comes up there.
+    Example: ``await keeper.where()`` is ``("5f1c", "10.0.0.5")`` and ``await keeper.port()`` is 41237; after ``await
+    keeper.launch([...], env, ...)`` the server comes up there.
     """
 
-    def __init__(self, name: str, *, lease_s: float, stop_timeout_s: float) -> None:
-        self._name = name
+    def __init__(self, *, lease_s: float, stop_timeout_s: float) -> None:
         self._lease_s = lease_s
         self._config = ServerConfig(launch=True, stop_timeout_s=stop_timeout_s)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        root = Path(tempfile.gettempdir())
+        clear_left_behind(root)
+        self._folder, self._lock = held_folder(root)
         self._log = self._folder / "server.log"
         self._process: ServerProcess | None = None
         self._launched = ("", "", "")
         self._looked_s = time.monotonic()
         threading.Thread(target=self._end_with_lease, daemon=True).start()
 
-    async def address(self) -> tuple[str, int]:
-        """Return the node's address within the cluster, and a port of it that is free."""
+    async def where(self) -> tuple[str, str]:
+        """Return the node's id, and its address within the cluster."""
         import ray
 
-        host: str = ray.util.get_node_ip_address()
-        return host, free_port(host)
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    async def port(self) -> int:
+        """Return a port of that address that is free."""
+        import ray
+
+        return free_port(ray.util.get_node_ip_address())
 
     async def place(self) -> Any:
         """Return the placement group that it is in."""
@@ -111,12 +122,27 @@ class EngineKeeper:
         story = process.story() if process is not None and exited else ""
         return Look(fingerprint=fingerprint, url=url, key=key, exited=exited, story=story, log=log)
 
-    async def sees(self, file: str, content: bytes) -> bool:
-        """Tell whether a file has this content here."""
+    async def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
+        """Tell whether the node has the same files in a folder, by samples of each."""
+        return are_there(folder, digests)
+
+    async def write(self, folder: str, file: str, size: int, offset: int, part: NDArray[np.uint8]) -> Path:
+        """Write a part of a file of ``size`` bytes into a folder of this keeper; return the folder's path."""
+        path = self._folder / folder
+        write_part(path / file, size, offset, part)
+        return path
+
+    async def link(self, copy: Path, files: Sequence[str]) -> Path | None:
+        """Share the copy of a folder that another keeper on this node has; ``None`` when it is no longer there."""
+        path = self._folder / copy.name
         try:
-            return Path(file).read_bytes() == content
+            for file in files:
+                (path / file).parent.mkdir(parents=True, exist_ok=True)
+                os.link(copy / file, path / file)
         except OSError:
-            return False
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+        return path
 
     async def stop(self) -> bytes:
         """Stop the server; return the end of its log."""

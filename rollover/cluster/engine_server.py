@@ -19,20 +19,21 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollover.cluster.engine_actor import EngineKeeper, Look
+from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.fitting import Resources
 from rollover.cluster.nodes import written
+from rollover.cluster.parts import sampled_digest
 from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.client import HTTPClient, api_key
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.places import ServerProgram
-from rollover.errors import ConfigError, EngineError, EngineTimeout
+from rollover.errors import ConfigError, EngineError, EngineTimeout, is_full
 from rollover.privacy import make_private
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class EngineTerms:
     """Hold what is the same for all engine servers of a run.
 
     Example: ``EngineTerms(prefix="rollover-r1", lease_s=600.0, placement_timeout_s=60.0, logs=Path("logs"),
-    must_see={"/runs/r1/weights/probe": b"1f"}, remedy="put engine.weights_dir on a folder that all nodes share")``.
+    model=EngineModel(folder), probe=Path("/runs/r1/weights/probe"), remedy="set engine.weights_dir")``.
     """
 
     prefix: str
@@ -59,10 +60,12 @@ class EngineTerms:
     lease_s: float
     placement_timeout_s: float
     logs: Path
-    must_see: Mapping[str, bytes]
-    """Files, by path, that every server's node must see with this content."""
+    model: EngineModel
+    probe: Path | None
+    """A file, just written, that the node of every server must see at the same path; ``None`` if no folder has to be
+    shared."""
     remedy: str
-    """Advice for the user if a node does not see one."""
+    """Advice for the user if a node does not see it."""
 
 
 class ClusterServer:
@@ -155,7 +158,7 @@ class ClusterServer:
             "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._place),
         }
         keeper = ray.remote(EngineKeeper).options(**options)
-        self._keeper = keeper.remote(name, lease_s=self._terms.lease_s, stop_timeout_s=self._config.stop_timeout_s)
+        self._keeper = keeper.remote(lease_s=self._terms.lease_s, stop_timeout_s=self._config.stop_timeout_s)
 
     async def _until_placed(self) -> None:
         import ray
@@ -172,10 +175,16 @@ class ClusterServer:
                 )
 
     async def _launch(self) -> None:
-        host, port = await self._ask(self._keeper.address.remote(), _PROCESS_S, "say its address")
-        for file, content in self._terms.must_see.items():
-            if not await self._ask(self._keeper.sees.remote(file, content), _ANSWER_S, "look for a file"):
-                raise ConfigError(f"node {host}, the place of {self._name}, does not see {file}: {self._terms.remedy}")
+        node, host = await self._ask(self._keeper.where.remote(), _PROCESS_S, "say its address")
+        if (probe := self._terms.probe) is not None:
+            seen = self._keeper.sees.remote(probe.parent, {probe.name: sampled_digest(probe)})
+            if not await self._ask_briefly(seen, "look for a file"):
+                raise ConfigError(f"node {host}, the place of {self._name}, does not see {probe}: {self._terms.remedy}")
+        model = self._terms.model
+        self._tasks.start(self._look_on())  # which renews the lease, however long it takes to send the model
+        there = await model.on_node(node, self._keeper, self._ask_briefly)
+        await self._tasks.cancel()
+        port = await self._ask_briefly(self._keeper.port.remote(), "find a port")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         program, key = self._program, None
         env = {**program.env, **self._config.launch_env}
@@ -185,7 +194,7 @@ class ClusterServer:
         self.client.move(url, key)
         self._log_at = 0
         launching = self._keeper.launch.remote(
-            program.command_at(host, port),
+            [str(there) if part == str(model.folder) else part for part in program.command_at(host, port)],
             env,
             url=url,
             key=key or "",
@@ -287,9 +296,13 @@ class ClusterServer:
         if place is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
 
+    async def _ask_briefly(self, answer: Any, what: str) -> Any:
+        """Wait for the answer to a small task of the keeper. Raises as ``_ask`` does."""
+        return await self._ask(answer, _ANSWER_S, what)
+
     async def _ask(self, answer: Any, limit_s: float, what: str) -> Any:
-        """Wait for an answer of the keeper. Raises ``EngineError`` when it is lost, ``EngineTimeout`` when it is
-        late."""
+        """Wait for an answer of the keeper. Raises ``EngineError`` when it is lost or its disk is full,
+        ``EngineTimeout`` when it is late."""
         import ray
 
         future = asyncio.wrap_future(answer.future())
@@ -299,5 +312,10 @@ class ClusterServer:
         except TimeoutError:
             raise EngineTimeout(f"{self._name} on the cluster did not {what} within {limit_s:g} s") from None
         except ray.exceptions.RayError as e:
+            if isinstance(cause := getattr(e, "cause", None), Exception) and is_full(cause):
+                raise EngineError(
+                    f"{self._name} on the cluster could not {what}: the disk of its node is full; free its temporary"
+                    " folder, or set TMPDIR for ray start"
+                ) from None
             first = str(e).strip().splitlines() or [type(e).__name__]
             raise EngineError(f"{self._name} on the cluster is lost: {first[0]}") from None

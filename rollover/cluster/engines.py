@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.engine_forms import C, EngineForm, engine_forms
+from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engine_server import ClusterServer, EngineTerms
 from rollover.cluster.fitting import Wanted, refusal
 from rollover.cluster.nodes import alive_nodes, written
@@ -38,13 +39,16 @@ class ClusterEngines:
         *,
         run: str,
         logs: Path,
-        must_see: Mapping[str, bytes],
+        model: Path,
+        probe: Path | None,
         remedy: str,
     ) -> ClusterEngines:
         """Find the servers that an earlier driver of ``run`` has left; end those that this one has no use for.
 
         Args:
-            must_see: files by path that the nodes of all servers must see, with this content.
+            model: the folder of the model that servers start with; nodes that lack it are sent it.
+            probe: a file, just written, that the nodes of all servers must see at the same path, where weights reach
+                them through a folder.
             remedy: what to change when one of them does not.
 
         Raises ``ConfigError`` when the cluster's nodes can never hold all servers.
@@ -55,7 +59,8 @@ class ClusterEngines:
             lease_s=cluster.engine_lease_s,
             placement_timeout_s=cluster.placement_timeout_s,
             logs=logs,
-            must_see=must_see,
+            model=EngineModel(model),
+            probe=probe,
             remedy=remedy,
         )
         places = cls(cluster, forms, device, terms)

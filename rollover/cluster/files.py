@@ -14,27 +14,8 @@ from typing import Any
 import numpy as np
 
 from rollover.cluster.calls import HostCalls
-from rollover.cluster.host import HostFacts, sampled_digest
-
-PART_BYTES = 16 * 2**20
-"""Size of a part; small, so that a small object store holds the parts in transit."""
-_AHEAD = 4
-"""Maximum number of parts in transit."""
-_OTHER_FORMATS = frozenset((".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".tflite"))
-"""File name endings of weights that the trainer does not read."""
-
-
-def listed(folder: Path) -> list[str]:
-    """Return the names of the files in a model folder or checkpoint that a rank may read."""
-    top = (path for path in folder.iterdir() if path.is_file())
-    state = (folder / "trainer").glob("*")
-    found = sorted(path for path in (*top, *state) if path.is_file() and path.suffix not in _OTHER_FORMATS)
-    return [str(path.relative_to(folder)) for path in found]
-
-
-def num_bytes(folder: Path) -> int:
-    """Return the size of the files that a rank may read."""
-    return sum((folder / name).stat().st_size for name in listed(folder))
+from rollover.cluster.host import HostFacts
+from rollover.cluster.parts import AHEAD, PART_BYTES, digests_of
 
 
 def placed(
@@ -53,7 +34,7 @@ def placed(
 
 
 def _placed(calls: HostCalls, hosts: Sequence[HostFacts], folder: Path, sent: Path, doing: str) -> dict[str, Path]:
-    digests = {name: sampled_digest(folder / name) for name in listed(folder)}
+    digests = digests_of(folder)
     first = {host.node_id: rank for rank, host in reversed([*enumerate(hosts)])}
     own = folder.resolve()
     seen = dict(zip(first, _seen(calls, [*first.values()], own, digests, doing), strict=True))
@@ -62,7 +43,7 @@ def _placed(calls: HostCalls, hosts: Sequence[HostFacts], folder: Path, sent: Pa
     if lacking:
         for name in digests:
             sending = _sending(calls, [(rank, there[hosts[rank].node_id] / name) for rank in lacking], own / name)
-            for _ in calls.ordered(doing, sending, ahead=_AHEAD):
+            for _ in calls.ordered(doing, sending, ahead=AHEAD):
                 pass
     return there
 
@@ -100,7 +81,7 @@ def brought(calls: HostCalls, folders: Mapping[int, Path], target: Path, doing: 
         (rank, calls.actors[rank].read.remote(folders[rank] / name, offset, PART_BYTES)) for rank, name, offset in parts
     )
     total = 0
-    for (_, name, offset), part in zip(parts, calls.ordered(doing, reading, ahead=_AHEAD), strict=True):
+    for (_, name, offset), part in zip(parts, calls.ordered(doing, reading, ahead=AHEAD), strict=True):
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if offset else "wb") as file:

@@ -7,8 +7,6 @@ computes, hangs or is stopped, and can say how it ended. It does not import PyTo
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -23,12 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollover.cluster.parts import are_there, write_part
 from rollover.trainer.rank_process import END_S, PROGRESS, exit_of, is_stopped, listening, start_rank
 from rollover.trainer.staging import Staging
-
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
-"""Size of each of the ``_SAMPLES`` samples of a file that are compared between two machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +97,11 @@ class RankHost:
 
     def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
         """Say whether the node has the same files at the same place, by samples of each."""
-        return all(sampled_digest(folder / name) == digest for name, digest in digests.items())
+        return are_there(folder, digests)
 
     def write(self, path: Path, size: int, offset: int, chunk: NDArray[np.uint8]) -> None:
         """Write a part of a file of ``size`` bytes; parts may come in any order."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            file.truncate(size)  # a longer file that was there before leaves no tail
-            file.seek(offset)
-            file.write(chunk.data)
+        write_part(path, size, offset, chunk)
 
     def start(self, rank: int, task: bytes) -> int:
         """Start the rank, send it its pickled task, and return the number of its process. What it prints goes where
@@ -178,21 +169,3 @@ class RankHost:
                 self._popen.wait(END_S)
         if self._staging is not None:
             self._staging.close()
-
-
-def sampled_digest(path: Path) -> str:
-    """Return a digest of the size of a file and of samples of it; "" where there is none. Small files are read whole.
-
-    Example: two checkpoints of one model differ in it, as their weights differ nearly everywhere.
-    """
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(str(size).encode())
-            for offset in sorted({size * i // _SAMPLES for i in range(_SAMPLES)} | {max(0, size - _SAMPLE_BYTES)}):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-    except OSError:
-        return ""
-    return digest.hexdigest()

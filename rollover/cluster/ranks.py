@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from rollover.cluster.calls import HostCalls, lost
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
-from rollover.cluster.files import brought, num_bytes, placed
+from rollover.cluster.files import brought, placed
 from rollover.cluster.host import HostFacts, HostReport, RankHost
 from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, room_for
+from rollover.cluster.parts import num_bytes
 from rollover.cluster.placement import place, remove
 from rollover.errors import ConfigError
 from rollover.trainer.config import TrainerConfig

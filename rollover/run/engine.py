@@ -39,7 +39,15 @@ async def open_engine(
         if config.cluster is not None and config.cluster.num_engines:
             from rollover.run.placed_engines import open_places
 
-            places = await open_places(config.cluster, config.engine, run, folder, root, notify)
+            places = await open_places(
+                config.cluster,
+                config.engine,
+                run,
+                folder,
+                root,
+                notify,
+                sends_adapters=config.published_adapters is not None,
+            )
     setup = EngineSetup(
         folder=folder,
         run=run.identity(),

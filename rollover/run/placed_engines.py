@@ -31,7 +31,8 @@ def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerC
     ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
     forms, device = checked_forms(cluster, engine, ranks)
     lines = [f"server {line}" for line in described(forms, device)]
-    return [*lines, _way_of_weights(engine)]
+    lora = trainer.lora
+    return [*lines, _way_of_weights(_by_folder(engine, sends_adapters=lora is not None and lora.publish == "adapter"))]
 
 
 async def open_places(
@@ -41,43 +42,47 @@ async def open_places(
     folder: Path,
     root: Path,
     notify: Callable[[str], None],
+    *,
+    sends_adapters: bool,
 ) -> ClusterEngines:
     """Return the places on the cluster for servers of the model in ``folder``.
 
     Args:
         root: the folder through which weights reach the servers.
+        sends_adapters: they are given adapters alone.
     """
     assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     connect(cluster)
-    must_see = {str(file): file.read_bytes() for file in [(folder / "config.json").resolve()]}
-    if _by_folder(engine):
+    probe, by_folder = None, _by_folder(engine, sends_adapters=sends_adapters)
+    if by_folder:
         root.mkdir(parents=True, exist_ok=True)
-        probe, content = root / _PROBE, secrets.token_hex(16)
-        probe.write_text(content)
-        must_see[str(probe)] = content.encode()
-    notify(_way_of_weights(engine))
+        probe = root / _PROBE
+        probe.write_text(secrets.token_hex(16))
+    notify(_way_of_weights(by_folder))
     return await ClusterEngines.open(
         cluster,
         engine,
         run=run.identity(),
         logs=run.path / "logs",
-        must_see=must_see,
-        remedy="put the model, and engine.weights_dir or the run directory, in a folder with the same path on all"
-        " nodes",
+        model=folder,
+        probe=probe,
+        remedy="set engine.weights_dir to a folder with the same path on all nodes, or send weights through a process"
+        " group (engine.weight_transfer)",
     )
 
 
-def _by_folder(engine: ServerConfig) -> bool:
-    return getattr(engine, "weight_transfer", "folder") == "folder"
+def _by_folder(engine: ServerConfig, *, sends_adapters: bool) -> bool:
+    """Say whether weights reach the servers through a folder, as adapters always do."""
+    return sends_adapters or getattr(engine, "weight_transfer", "folder") == "folder"
 
 
-def _way_of_weights(engine: ServerConfig) -> str:
-    if _by_folder(engine):
+def _way_of_weights(by_folder: bool) -> str:
+    if by_folder:
         return (
             "weights reach the servers through a folder (engine.weights_dir, or weights in the run directory), which"
-            " the nodes of all servers must see under the same path"
+            " the nodes of all servers must see under the same path; nodes that lack the model are sent it"
         )
     return (
-        "weights are sent to the servers through a process group; the model that they start with is a folder, which the"
-        " nodes of all servers must see under the same path"
+        "weights are sent to the servers through a process group, and the model that they start with to nodes that lack"
+        " it: no folder has to be shared"
     )

@@ -39,8 +39,8 @@ class Staging:
         if not root.is_dir() or not os.access(root, os.W_OK) or shutil.disk_usage(root).free < needed_bytes:
             root = fallback
             root.mkdir(parents=True, exist_ok=True)
-        _clear_left_behind(root)
-        self.path, self._lock = _held_folder(root)
+        clear_left_behind(root)
+        self.path, self._lock = held_folder(root)
         self._published: dict[int, Path] = {}
         self._num_folders = 0
 
@@ -84,7 +84,7 @@ def lay_down(path: Path, value: Any) -> Path:
     return path
 
 
-def _held_folder(root: Path) -> tuple[Path, int | None]:
+def held_folder(root: Path) -> tuple[Path, int | None]:
     """Create a folder and lock it. Returns it with the descriptor of its lock; ``None`` if the file system has no
     locks, in which case no trainer deletes anything there."""
     while True:
@@ -100,8 +100,8 @@ def _held_folder(root: Path) -> tuple[Path, int | None]:
         os.close(lock)
 
 
-def _clear_left_behind(root: Path) -> None:
-    """Delete the folders that no process holds."""
+def clear_left_behind(root: Path) -> None:
+    """Delete the folders below ``root`` that no process holds."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is in use, or another user's
             lock = _locked(folder)

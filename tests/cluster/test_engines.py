@@ -19,16 +19,20 @@ import pytest
 
 from rollover import cli
 from rollover.clock import SystemClock
+from rollover.cluster import engine_model, engine_server
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.connect import connect
+from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engines import ClusterEngines
+from rollover.cluster.parts import listed
 from rollover.engine.base import Chunk
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import ConfigError
 from rollover.run.placed_engines import check_places
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.weights.sources import FolderWeights
 from tests.cluster.conftest import add_node
 from tests.engine.contract import collect, request
@@ -37,6 +41,7 @@ from tests.engine.servers.vllm.kit import model_folder
 
 DEADLINE_S = 60.0
 NUMBERS = itertools.count()
+TRAINER = TrainerConfig(num_devices=2, device="cpu")
 ENGINE = VLLMConfig(
     launch=True,
     launch_command=(sys.executable, "-m", "tests.cluster.vllm_program", "serve"),
@@ -70,16 +75,15 @@ async def open_pool(
     *,
     run: str = "run",
     engine: VLLMConfig = ENGINE,
-    must_see: dict[str, bytes] | None = None,
+    probe: Path | None = None,
 ) -> EnginePool:
     notes = folder.parent / "notes"
     notes.mkdir(exist_ok=True)
     env = {"PROGRAM_NOTES": str(notes), "PYTHONPATH": str(Path(__file__).parents[2])}
     config = replace(config, address=cluster.address)
     connect(config)
-    seen = {str(folder / "config.json"): (folder / "config.json").read_bytes()} if must_see is None else must_see
     logs = folder.parent / "logs"
-    places = await ClusterEngines.open(config, engine, run=run, logs=logs, must_see=seen, remedy="share it")
+    places = await ClusterEngines.open(config, engine, run=run, logs=logs, model=folder, probe=probe, remedy="share it")
     return await open_vllm(replace(engine, launch_env=env), folder, run=run, places=places, clock=SystemClock())
 
 
@@ -133,6 +137,55 @@ def test_servers_of_uneven_groups_are_placed_by_their_resources_and_none_is_left
 def log(folder: Path, number: int) -> str:
     file = folder.parent / "logs" / f"engine-{number}.log"
     return file.read_text() if file.exists() else ""
+
+
+def test_a_node_that_lacks_the_model_is_sent_it_once_for_all_of_its_servers(
+    cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes of this machine see the folder; the driver is told that they do not."""
+    monkeypatch.setattr(EngineModel, "_is_there", is_not_there)
+    monkeypatch.setattr(engine_model, "PART_BYTES", 1000)
+    sent: list[str] = []
+    monkeypatch.setattr(EngineModel, "_put", recording(sent))
+    groups = (EngineGroup(count=2, resources={"one": 1.0}), EngineGroup(count=1, resources={"two": 1.0}))
+
+    async def main() -> None:
+        async with opened(cluster, folder, ClusterConfig(engines=groups)) as pool:
+            assert {chunk.engine for chunk in await decoded(pool)} == {"engine-0", "engine-1", "engine-2"}
+            copies = copies_of_servers(folder)
+            assert len(copies) == 3 and folder not in copies
+            for name in listed(folder):
+                assert {(copy / name).read_bytes() for copy in copies} == {(folder / name).read_bytes()}
+                assert len({(copy / name).stat().st_ino for copy in copies}) == 2, "one for each node"
+            assert sorted(sent) == sorted(2 * [name for name, _, _ in EngineModel(folder)._parts()])
+            kill_a_server(folder)
+            await until(lambda: pool.capabilities.max_running == 16)
+            await until(lambda: pool.capabilities.max_running == 24)
+            assert len(copies_of_servers(folder)) == 4
+        await until(lambda: not any(copy.exists() for copy in copies_of_servers(folder)))
+
+    asyncio.run(main())
+
+
+async def is_not_there(model: EngineModel, keeper: Any, ask: Any) -> bool:
+    return False
+
+
+def recording(sent: list[str]) -> Any:
+    """``EngineModel._put``, which also notes the file of each part."""
+    put = EngineModel._put
+
+    def note(model: EngineModel, name: str, offset: int) -> Any:
+        sent.append(name)
+        return put(model, name, offset)
+
+    return note
+
+
+def copies_of_servers(folder: Path) -> set[Path]:
+    """Folders of the model with which servers were started."""
+    notes = (folder.parent / "notes").glob("*.arguments")
+    return {Path(note.read_text().split("serve ")[1].split()[0]) for note in notes}
 
 
 def test_a_server_that_dies_is_placed_again_and_given_current_weights(cluster: Any, folder: Path) -> None:
@@ -216,11 +269,16 @@ def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
     config = ClusterConfig(
         address=cluster.address, engines=3, engine_resources={"one": 1.0}, trainer_resources={"one": 1.0}
     )
-    lines = check_places(replace(config, engines=2), ENGINE, TrainerConfig(num_devices=2, device="cpu"))
+    lines = check_places(replace(config, engines=2), ENGINE, TRAINER)
     assert lines[0] == "server engine-0 to engine-1: each CPU 1, one 1 of a node, up to 8 samples at a time"
     assert "the nodes of all servers must see under the same path" in lines[1]
+    sent = check_places(replace(config, engines=2), EmbeddedServerConfig(launch=True, weight_transfer="gloo"), TRAINER)
+    assert sent[-1].endswith("to nodes that lack it: no folder has to be shared")
+    adapters = replace(TRAINER, lora=LoraConfig(publish="adapter"))
+    sent = check_places(replace(config, engines=2), EmbeddedServerConfig(launch=True, weight_transfer="gloo"), adapters)
+    assert sent[-1].startswith("weights reach the servers through a folder")
     with pytest.raises(ConfigError, match=r"no room for .* beside the others, 5 in all"):
-        check_places(config, ENGINE, TrainerConfig(num_devices=2, device="cpu"))
+        check_places(config, ENGINE, TRAINER)
 
 
 def test_a_run_is_refused_before_it_begins_when_its_servers_can_never_be_placed(
@@ -237,12 +295,16 @@ def test_a_run_is_refused_before_it_begins_when_its_servers_can_never_be_placed(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(cluster: Any, folder: Path) -> None:
+def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
+    cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server, "sampled_digest", lambda path: "other than there")
+    probe = folder / "probe"
+    probe.write_bytes(b"there")
+
     async def main() -> None:
-        probe = {str(folder / "probe"): b"other than there"}
-        (folder / "probe").write_bytes(b"there")
         with pytest.raises(ConfigError, match=r"node [\d.]+, the place of engine-0, does not see .*/probe: share it"):
-            await open_pool(cluster, folder, ClusterConfig(engines=1), must_see=probe)
+            await open_pool(cluster, folder, ClusterConfig(engines=1), probe=probe)
         await until(lambda: leftovers("run") == [])
 
     asyncio.run(main())

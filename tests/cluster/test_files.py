@@ -15,9 +15,10 @@ import torch
 from rollover.cluster import files, ranks
 from rollover.cluster.calls import HostCalls, lost
 from rollover.cluster.config import ClusterConfig
-from rollover.cluster.files import brought, listed, placed
-from rollover.cluster.host import HostFacts, RankHost, sampled_digest
+from rollover.cluster.files import brought, placed
+from rollover.cluster.host import HostFacts, RankHost
 from rollover.cluster.nodes import ClusterNode
+from rollover.cluster.parts import listed, sampled_digest
 from rollover.cluster.ranks import described_ranks, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig

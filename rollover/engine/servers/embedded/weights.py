@@ -49,11 +49,18 @@ class EmbeddedServerWeights:
         if is_full and self._config.weight_transfer != "folder":
             await send_folder(source, await self.receiver(label, keeps_kv=keeps_kv), self._config)
         else:
-            base = None if is_full else str(self._base.resolve())
+            base = None if is_full else await self._base_there()
             body = {"folder": str(source.resolve()), "base": base, "label": label, "keeps_kv": keeps_kv}
             await self._post("/load_weights", body)
         if is_full:
             await self._confirmation.of(source)
+
+    async def _base_there(self) -> str:
+        """Return where the server's machine has the run's model: one that we have started began with it, maybe with a
+        copy."""
+        if self._config.launch:
+            return (await self._client.ask(ServerInfo, "GET", "/info")).model_path
+        return str(self._base.resolve())
 
     async def label(self) -> str:
         return (await self._client.ask(ServerInfo, "GET", "/info")).label

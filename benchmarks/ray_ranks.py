@@ -49,7 +49,8 @@ def ray_share(load: Load, num_steps: int) -> dict[str, Any]:
             for _ in range(2):
                 cluster.add_node(**node, resources={"rank": 1})
             where = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
-            launcher = RayLauncher(where, on_two(load), notify=print)
+            config = on_two(load)
+            launcher = RayLauncher(where, config, timeout_s=config.rank_timeout_s, notify=print)
             found["ranks on a Ray cluster"] = measured(load, model, launcher, num_steps)
         finally:
             import ray

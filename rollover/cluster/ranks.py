@@ -28,7 +28,7 @@ from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_p
 from rollover.cluster.parts import num_bytes
 from rollover.cluster.placement import place, remove
 from rollover.errors import ConfigError
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
 from rollover.trainer.messages import Done, Failed, NetworkMeeting, RankTask
 
@@ -43,7 +43,7 @@ _VALUES_OF_STATE = 5
 """Float32 values per parameter that a rank writes: a checkpoint's weights and two moments, and up to two versions."""
 
 
-def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
+def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
     """Return what the ranks need: each a GPU where the cluster has them, or else one CPU, and ``trainer_resources``.
 
     Raises ``ConfigError`` for a device that ranks cannot have, and for GPUs that this build of PyTorch cannot use; all
@@ -51,29 +51,27 @@ def rank_demand(cluster: ClusterConfig, trainer: TrainerConfig, nodes: Sequence[
 
     Example: ``NodeDemand(what="the trainer", keys=..., bundle={"GPU": 1.0, "h100": 1.0}, count=8)``
     """
-    keys = "trainer.num_devices, cluster.trainer_resources"
-    kind = trainer.device
+    kind, key = config.device, f"{config.section}.device"
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(
-            f"trainer.device {kind!r} cannot be used on a cluster: set 'auto', 'cuda' or 'cpu' (Ray says which GPU a"
-            " rank has)"
+            f"{key} {kind!r} cannot be used on a cluster: set 'auto', 'cuda' or 'cpu' (Ray says which GPU a rank has)"
         )
     needs = {
         device: NodeDemand(
-            what="the trainer",
-            keys=keys,
+            what=f"the {config.role}",
+            keys=f"{config.section}.num_devices, cluster.trainer_resources",
             bundle={resource: 1.0, **cluster.trainer_resources},
-            count=trainer.num_devices,
+            count=config.num_devices,
         )
         for device, resource in (("cuda", "GPU"), ("cpu", "CPU"))
     }
     has_gpus = room_for(needs["cuda"], nodes) > 0
     if kind == "auto":
         kind = "cuda" if has_gpus else "cpu"
-    if kind == "cuda" and has_gpus and not _can_use_gpus(trainer.num_devices):
+    if kind == "cuda" and has_gpus and not _can_use_gpus(config.num_devices):
         raise ConfigError(
-            f"trainer.device {trainer.device!r} takes GPUs of the Ray cluster, but PyTorch {torch.__version__} was"
-            " built without CUDA or without NCCL: install one with both on every node, or set trainer.device = 'cpu'"
+            f"{key} {config.device!r} takes GPUs of the Ray cluster, but PyTorch {torch.__version__} was built without"
+            f" CUDA or without NCCL: install one with both on every node, or set {key} = 'cpu'"
         )
     return needs[kind]
 
@@ -88,26 +86,32 @@ class RayLauncher:
     """Starts ranks on a Ray cluster. Implements ``RankLauncher``.
 
     Args:
+        timeout_s: ranks that do nothing for so long are given up.
         notify: tells the user where the ranks are and which files are sent to them, once.
 
     Raises ``ConfigError`` when there is no cluster, or one that could never take the ranks.
 
-    Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2)).devices`` is ``("cuda:0", "cuda:0")`` on a
-    cluster with GPUs: each rank sees its own alone.
+    Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0",
+    "cuda:0")`` on a cluster with GPUs: each rank sees its own alone.
     """
 
     def __init__(
-        self, cluster: ClusterConfig, trainer: TrainerConfig, *, notify: Callable[[str], None] = lambda message: None
+        self,
+        cluster: ClusterConfig,
+        config: TrainerConfig | SFTConfig,
+        *,
+        timeout_s: float,
+        notify: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._ray = connect(cluster)
         self._cluster = cluster
-        self._timeout_s = trainer.rank_timeout_s
+        self._timeout_s = timeout_s
         self._notify = notify
         nodes = alive_nodes(self._ray)
-        self._demand = rank_demand(cluster, trainer, nodes)
+        self._demand = rank_demand(cluster, config, nodes)
         check_placeable(self._demand, nodes)
         on_gpu = "GPU" in self._demand.bundle
-        self.devices = ("cuda:0" if on_gpu else "cpu",) * trainer.num_devices
+        self.devices = ("cuda:0" if on_gpu else "cpu",) * config.num_devices
         self.num_threads = max(1, int(self._demand.bundle.get("CPU", 1)))
         self._has_told = False
 
@@ -236,7 +240,7 @@ class ClusterRanks(LedRanks):
         limit_s = max(_ACTOR_S, self._timeout_s)
         self._hosts: list[HostFacts] = calls.all(doing, preparing, timeout_s=limit_s)
         there = placed(calls, self._hosts, read, doing)
-        self.whereabouts = described_ranks(self._hosts, there, model=task.model)
+        self.whereabouts = described_ranks(self._hosts, there, model=task.model, role=task.setup.config.role)
         starting = []
         for rank, (actor, host) in enumerate(zip(calls.actors, self._hosts, strict=True)):
             first = self._hosts[0]
@@ -322,12 +326,15 @@ class ClusterRanks(LedRanks):
                 continue
 
 
-def described_ranks(hosts: Sequence[HostFacts], there: Mapping[Path, Mapping[str, Path]], *, model: Path) -> str:
+def described_ranks(
+    hosts: Sequence[HostFacts], there: Mapping[Path, Mapping[str, Path]], *, model: Path, role: str
+) -> str:
     """Say where the ranks are, and how they get the files that they read.
 
     Args:
         hosts: of each rank.
         there: where each node has each folder, by the node's id.
+        role: of the ranks.
 
     Example: "trainer: rank 0 on node 10.0.0.1, which reads the model where it is; rank 1 on node 10.0.0.2, which is
     sent the model Qwen3-8B. Batches, ..."
@@ -345,7 +352,7 @@ def described_ranks(hosts: Sequence[HostFacts], there: Mapping[Path, Mapping[str
         is_alone = addresses.count(address) == 1  # several nodes can be on one machine
         lines.append(f"{name} on node {address if is_alone else f'{address} ({node[:8]})'}, which {reads}")
     return (
-        f"trainer: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder has to"
+        f"{role}: {'; '.join(lines)}. Batches, weights and checkpoints go through Ray's object store: no folder has to"
         " be shared"
     )
 

@@ -8,9 +8,8 @@ that is killed in its warm-up repeats it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
-from rollover.run.trainers import check_devices
+from rollover.run.trainers import check_devices, cluster_launcher
 from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.prompt_source import PromptSource
 
 NUM_TOKENIZER_TEXTS = 2000
 """Number of prompts, with their solutions, on which a tokenizer from scratch is trained."""
@@ -127,18 +127,31 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
         values = {"loss": done.loss, "grad_norm": done.grad_norm, "lr": done.learning_rate}
         metrics.write("warmup", done.step, done.elapsed_s, values)
 
-    wanted = warmup.num_steps * warmup.batch_size
-    supervised = islice(examples(source, tokenizer, bare_answers=warmup.bare_answers), wanted)
     run_sft(
         base,
-        supervised,
+        _Worked(source, tokenizer, warmup.bare_answers),
         warmup,
         output=folder,
         deterministic=config.deterministic,
         timeout_s=config.trainer.rank_timeout_s,
         logs=folder.parent / "logs",
+        launcher=cluster_launcher(config, warmup, progress),
+        max_restarts=config.trainer.max_restarts,
         on_progress=on_progress,
+        notify=progress.message,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Worked:
+    """The examples of a warm-up, as often as it begins."""
+
+    source: PromptSource
+    tokenizer: Any
+    bare_answers: float
+
+    def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        return examples(self.source, self.tokenizer, bare_answers=self.bare_answers)
 
 
 def _warmup_seed(config: RunConfig) -> int:

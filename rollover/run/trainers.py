@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,11 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import SFTConfig, TrainerConfig
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
+    from rollover.trainer.leading import RankLauncher
 
 
 def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path | None, progress: Progress) -> Trainer:
@@ -46,11 +47,6 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
             deterministic=config.deterministic,
             resume_from=checkpoint,
         )
-    launcher = None
-    if config.cluster is not None:
-        from rollover.cluster.ranks import RayLauncher
-
-        launcher = RayLauncher(config.cluster, config.trainer, notify=progress.message)
     return FleetTrainer(
         config.trainer,
         algorithm,
@@ -63,9 +59,22 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
         resume_from=checkpoint,
         fallback=run.path / "staging",
         logs=run.path / "logs",
-        launcher=launcher,
+        launcher=cluster_launcher(config, config.trainer, progress),
         notify=progress.message,
     )
+
+
+def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, progress: Progress) -> RankLauncher | None:
+    """Return what starts the ranks of the trainer, or those of the warm-up, on the cluster; ``None`` without one.
+
+    Raises ``ConfigError`` when there is no such cluster, or one that could never take the ranks.
+    """
+    if config.cluster is None:
+        return None
+    from rollover.cluster.ranks import RayLauncher
+
+    timeout_s = config.trainer.rank_timeout_s
+    return RayLauncher(config.cluster, section, timeout_s=timeout_s, notify=progress.message)
 
 
 def check_devices(config: RunConfig) -> list[str]:
@@ -74,28 +83,18 @@ def check_devices(config: RunConfig) -> list[str]:
     Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model.
     """
     model = _shape(config)
-    lines = []
-    if config.cluster is not None:
-        lines += _check_cluster(config.cluster, config.trainer)
-    for what, section in (("warm-up", config.sft), ("trainer", config.trainer)):
-        if section is None:
-            continue
+    sections = [section for section in (config.sft, config.trainer) if section is not None]
+    for section in sections:
         check_suits(section, model)
-        if what == "trainer" and config.cluster is not None:
-            continue
-        if section.num_devices == 1:
-            if section.device not in ("auto", "cpu"):
-                from rollover.trainer.models import pick_device
-
-                pick_device(section.device)
-            continue
-        from rollover.trainer.devices import rank_devices
-
-        devices = rank_devices(section)
-        lines.append(f"{what}: sharded over {len(devices)} devices ({', '.join(devices)}), one process each")
-        if (size := section.context_parallel) > 1:
-            lines.append(f"{what}: each pass is shared by {size} devices, along the sequence")
-    return lines
+    if config.cluster is not None:
+        lines = _check_cluster(config.cluster, sections)
+    else:
+        lines = [line for section in sections for line in _check_machine(section)]
+    shared = [section for section in sections if section.context_parallel > 1]
+    return lines + [
+        f"{section.role}: each pass is shared by {section.context_parallel} devices, along the sequence"
+        for section in shared
+    ]
 
 
 def _shape(config: RunConfig) -> Mapping[str, Any]:
@@ -106,7 +105,20 @@ def _shape(config: RunConfig) -> Mapping[str, Any]:
     return read_model_config(resolve_model(config.model.path, weights=False), weights=False)
 
 
-def _check_cluster(cluster: ClusterConfig, trainer: TrainerConfig) -> list[str]:
+def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
+    if section.num_devices == 1:
+        if section.device not in ("auto", "cpu"):
+            from rollover.trainer.models import pick_device
+
+            pick_device(section.device)
+        return
+    from rollover.trainer.devices import rank_devices
+
+    devices = rank_devices(section)
+    yield f"{section.role}: sharded over {len(devices)} devices ({', '.join(devices)}), one process each"
+
+
+def _check_cluster(cluster: ClusterConfig, sections: Sequence[TrainerConfig | SFTConfig]) -> list[str]:
     from rollover.cluster.connect import connect
     from rollover.cluster.nodes import alive_nodes, check_placeable, check_versions, written
     from rollover.cluster.ranks import rank_demand
@@ -114,12 +126,14 @@ def _check_cluster(cluster: ClusterConfig, trainer: TrainerConfig) -> list[str]:
     ray = connect(cluster)
     nodes = alive_nodes(ray)
     check_versions(ray, nodes, timeout_s=cluster.placement_timeout_s)
-    demand = rank_demand(cluster, trainer, nodes)
-    check_placeable(demand, nodes)
-    takes = written(demand.bundle)
-    return [
-        f"cluster: Ray at {ray.get_runtime_context().gcs_address}, {len(nodes)} nodes",
-        f"trainer: one process on the cluster, with {takes}"
-        if demand.count == 1
-        else f"trainer: sharded over {demand.count} processes on the cluster, each with {takes}",
-    ]
+    lines = [f"cluster: Ray at {ray.get_runtime_context().gcs_address}, {len(nodes)} nodes"]
+    for section in sections:
+        demand = rank_demand(cluster, section, nodes)
+        check_placeable(demand, nodes)
+        takes = written(demand.bundle)
+        lines.append(
+            f"{section.role}: one process on the cluster, with {takes}"
+            if demand.count == 1
+            else f"{section.role}: sharded over {demand.count} processes on the cluster, each with {takes}"
+        )
+    return lines

@@ -23,6 +23,8 @@ class StepConfig:
 
     section: ClassVar[str] = "trainer"
     """The section of the config that messages refer to."""
+    role: ClassVar[str] = "trainer"
+    """The name of what has these settings, in messages."""
     learning_rate: float = 1e-6
     """Peak learning rate. The default suits full fine-tuning of a pretrained model with a billion parameters or more;
     small models need 1e-4 to 1e-3."""
@@ -130,7 +132,8 @@ class TrainerConfig(StepConfig):
     Must divide ``num_devices`` and the model's numbers of attention heads and key-value heads."""
     max_restarts: Changeable[int] = 3
     """With several devices: number of times in a row that their processes are restarted from the last checkpoint after
-    one of them is lost, before the run gives up. Every new step resets the count."""
+    one of them is lost, before the run gives up. Every new step resets the count. A warm-up begins again instead, the
+    same number of times at most."""
     rank_timeout_s: Changeable[float] = 600.0
     """With several devices: time without progress in any of their processes after which they are ended and the one that
     the others wait for is named."""
@@ -163,6 +166,7 @@ class SFTConfig(StepConfig):
     """Supervised warm-up: maximum likelihood of the response tokens."""
 
     section: ClassVar[str] = "sft"
+    role: ClassVar[str] = "warm-up"
     learning_rate: float = 1e-5
     """Peak learning rate; the default suits pretrained models."""
     num_steps: int = 200
@@ -170,8 +174,8 @@ class SFTConfig(StepConfig):
     batch_size: int = 64
     """Examples per optimizer step."""
     num_devices: Inexact[int] = 1
-    """Devices of this machine over which the warm-up is sharded, as `trainer.num_devices` does for the steps that
-    follow. The warm-up does not run on a cluster."""
+    """Devices over which the warm-up is sharded, as `trainer.num_devices` does for the steps that follow; with
+    `[cluster]`, devices of its nodes."""
     context_parallel: Inexact[int] = 1
     """Devices that share each pass along the sequence, as in `trainer.context_parallel`."""
 

@@ -23,6 +23,7 @@ from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.context import open_context
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
+from rollover.trainer.leading import RankLauncher, RankLost
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.minibatch import rows_of_rank
 from rollover.trainer.models import pick_device
@@ -130,47 +131,75 @@ def run_sft(
     deterministic: bool = False,
     timeout_s: float = 600.0,
     logs: Path | None = None,
+    launcher: RankLauncher | None = None,
+    max_restarts: int = 0,
     on_progress: Callable[[SFTProgress], None] = lambda progress: None,
+    notify: Callable[[str], None] = lambda message: None,
 ) -> dict[str, float]:
     """Train ``config.num_steps`` steps on examples taken in order, ``config.batch_size`` a step, and write
     the model to the folder ``output``. Prompt tokens are conditioned on and not trained. Returns the closing
     metrics.
 
     Args:
+        examples: iterated over from their start each time that the warm-up begins.
         timeout_s, logs: of the ranks, if there are several devices; see ``Ranks``.
+        launcher: starts ranks elsewhere, even one for a single device.
+        max_restarts: times that the warm-up begins again when a rank is lost.
+        notify: shows the user that it does.
 
-    Raises ``DataError`` when the examples run out before the last step, ``RankLost`` when a rank is lost.
+    Raises ``DataError`` when the examples run out before the last step, ``RankLost`` when ranks are lost too often.
     """
     folder = resolve_model(model)
     setup = SFTSetup(config=config, deterministic=deterministic)
-    source = iter(examples)
-    started_s = time.perf_counter()
-    trainer: SFTTrainer | SFTRanks
-    if config.num_devices == 1:
-        trainer = SFTTrainer(setup, folder)
-    else:
-        from rollover.trainer.sft_ranks import SFTRanks
+    if launcher is None and config.num_devices > 1:
+        from rollover.trainer.ranks import LocalLauncher
 
-        trainer = SFTRanks(setup, folder, timeout_s=timeout_s, logs=logs, fallback=output.parent)
-    with closing(trainer):
-        total_tokens, losses = 0, []
-        for step in range(config.num_steps):
-            samples = _take(source, config, step)
-            num_tokens = sum(len(s.response_ids) for s in samples)
-            loss, grad_norm = trainer.step(step, samples)
-            losses.append(loss)
-            total_tokens += num_tokens
-            on_progress(
-                SFTProgress(
-                    step=step,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    learning_rate=learning_rate(config, step, config.num_steps),
-                    num_tokens=num_tokens,
-                    elapsed_s=time.perf_counter() - started_s,
-                )
+        launcher = LocalLauncher(config, timeout_s=timeout_s, logs=logs)
+    restarts = itertools.count(1)
+    while True:
+        trainer: SFTTrainer | SFTRanks
+        try:
+            if launcher is None:
+                trainer = SFTTrainer(setup, folder)
+            else:
+                from rollover.trainer.sft_ranks import SFTRanks
+
+                trainer = SFTRanks(setup, folder, launcher, timeout_s=timeout_s, fallback=output.parent)
+            with closing(trainer):
+                return _warmed_up(trainer, iter(examples), config, output, on_progress)
+        except RankLost as error:
+            if (number := next(restarts)) > max_restarts:
+                raise
+            notify(f"warm-up: {error}; it begins again (restart {number} of {max_restarts})")
+
+
+def _warmed_up(
+    trainer: SFTTrainer | SFTRanks,
+    source: Iterator[Example],
+    config: SFTConfig,
+    output: Path,
+    on_progress: Callable[[SFTProgress], None],
+) -> dict[str, float]:
+    """Take all steps, and write the model. Returns the closing metrics."""
+    started_s = time.perf_counter()
+    total_tokens, losses = 0, []
+    for step in range(config.num_steps):
+        samples = _take(source, config, step)
+        num_tokens = sum(len(s.response_ids) for s in samples)
+        loss, grad_norm = trainer.step(step, samples)
+        losses.append(loss)
+        total_tokens += num_tokens
+        on_progress(
+            SFTProgress(
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=learning_rate(config, step, config.num_steps),
+                num_tokens=num_tokens,
+                elapsed_s=time.perf_counter() - started_s,
             )
-        write_folder(output, trainer.save)
+        )
+    write_folder(output, trainer.save)
     last = losses[-min(20, len(losses)) :]
     return {
         "loss/first": losses[0],

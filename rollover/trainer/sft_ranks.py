@@ -1,6 +1,6 @@
-"""The supervised warm-up on several devices of one machine, with a process for each (``ranks``, ``rank``).
+"""The supervised warm-up in processes of its own (``leading``, ``rank``): one for each device, here or on a cluster.
 
-A warm-up that loses a rank has failed: it has no checkpoints, and the run starts it from the beginning.
+A warm-up that loses a rank begins again: it has no checkpoints.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.trainer.leading import ForRanks, FromRanks, collective_timeout_s
+from rollover.trainer.leading import ForRanks, FromRanks, RankLauncher, collective_timeout_s
 from rollover.trainer.messages import RankTask
 from rollover.trainer.packing import TrainingSample
-from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import SFTSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
@@ -23,14 +22,16 @@ class SFTRanks:
     """Leads the ranks, with the interface of ``SFTTrainer``.
 
     Args:
-        timeout_s, logs: see ``LocalLauncher``.
+        launcher: starts them.
+        timeout_s: ranks that do nothing for so long are given up.
         fallback: a folder for passing examples on when shared memory is too small for them.
 
-    Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, ...).step(0, samples)``
+    Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, launcher, ...).step(0, samples)``
     """
 
-    def __init__(self, setup: SFTSetup, folder: Path, *, timeout_s: float, logs: Path | None, fallback: Path) -> None:
-        launcher = LocalLauncher(setup.config, timeout_s=timeout_s, logs=logs)
+    def __init__(
+        self, setup: SFTSetup, folder: Path, launcher: RankLauncher, *, timeout_s: float, fallback: Path
+    ) -> None:
         self._staging = Staging(_BATCH_BYTES, fallback=fallback)
         try:
             task = RankTask(

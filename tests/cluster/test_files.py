@@ -167,7 +167,7 @@ def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
     hosts = [at("a" * 20, "10.0.0.1"), at("a" * 20, "10.0.0.1"), at("b" * 20, "10.0.0.1"), at("c" * 20, "10.0.0.2")]
     places = {host.node_id: HERE / "sent" for host in hosts}
     there = {model: places, ours: places | {"c" * 20: ours}}
-    assert described_ranks(hosts, there, model=model).partition(". ")[0] == (
+    assert described_ranks(hosts, there, model=model, role="trainer").partition(". ")[0] == (
         "trainer: ranks 0, 1 on node 10.0.0.1 (aaaaaaaa), which is sent the model step_20 and the checkpoint step_20;"
         " rank 2 on node 10.0.0.1 (bbbbbbbb), which is sent the model step_20 and the checkpoint step_20;"
         " rank 3 on node 10.0.0.2, which is sent the model step_20"

@@ -26,9 +26,12 @@ from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
+from rollover.trainer.sft import SFTProgress, run_sft
 from tests.cluster.conftest import add_node, cluster_has, until
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.test_sft import EXAMPLES
+from tests.trainer.test_sft import config as sft_config
 
 BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
 PROMPTS = [[3, 4, 5], [6, 7]]
@@ -42,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: list[str], **given: Any) -> Iterator[Any]:
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", "num_devices": 2, **given})
-    launcher = None if cluster is None else RayLauncher(cluster, config, notify=told.append)
+    launcher = (
+        None if cluster is None else RayLauncher(cluster, config, timeout_s=config.rank_timeout_s, notify=told.append)
+    )
     trainer = FleetTrainer(
         config,
         resolve(AlgorithmConfig()),
@@ -147,6 +152,47 @@ def test_a_trainer_of_one_device_has_a_place_on_the_cluster_and_does_what_the_pr
         )
     assert len(told) == 1 and told[0].startswith("trainer: rank 0 on node ")
     until(lambda: cluster_has(cluster, CPU=8, one=4), "what it had is given back")
+
+
+def test_a_warm_up_on_the_cluster_makes_the_model_of_one_machine_also_when_a_rank_is_killed(
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmup = sft_config(num_steps=3, batch_size=2, learning_rate=1e-3, device="cpu", num_devices=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        run_sft(folder, EXAMPLES, warmup, output=tmp_path / "here", deterministic=True, logs=tmp_path / "logs")
+    monkeypatch.setattr(files, "_seen", unseen)
+    launched: list[Any] = []
+    launch = RayLauncher.launch
+
+    def recorded(launcher: RayLauncher, task: Any) -> Any:
+        launched.append(launch(launcher, task))
+        return launched[-1]
+
+    def kill(done: SFTProgress) -> None:
+        if (len(launched), done.step) == (1, 1):
+            os.kill(launched[0].pids[1], signal.SIGKILL)
+
+    monkeypatch.setattr(RayLauncher, "launch", recorded)
+    told: list[str] = []
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
+    run_sft(
+        folder,
+        EXAMPLES,
+        warmup,
+        output=tmp_path / "there",
+        deterministic=True,
+        launcher=RayLauncher(settings, warmup, timeout_s=60.0, notify=told.append),
+        max_restarts=1,
+        on_progress=kill,
+        notify=told.append,
+    )
+    assert len(told) == 2 and told[0].startswith("warm-up: rank 0 on node ") and told[1].endswith("(restart 1 of 1)")
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")} for name in ("there", "here")
+    )
+    assert ours == theirs and len(ours) == 2
+    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the warm-up had is given back")
 
 
 @pytest.mark.slow

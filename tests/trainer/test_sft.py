@@ -167,6 +167,47 @@ def test_a_rank_of_the_warm_up_that_is_lost_is_named(
     assert not (tmp_path / "o").exists()
 
 
+def test_a_warm_up_that_loses_a_rank_begins_again_and_makes_the_model_that_it_would_have_made(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+
+    def start(rank: int, logs: Path | None) -> ranks._Process:
+        process = forked_ranks.start(rank, logs)
+        pids.append(process.popen.pid)
+        return process
+
+    def kill(done: SFTProgress) -> None:
+        steps.append(done.step)
+        if steps == [0, 1]:
+            os.kill(pids[1], signal.SIGKILL)
+
+    monkeypatch.setattr(ranks, "_start", start)
+    settings = config(num_steps=3, batch_size=2, learning_rate=1e-3, num_devices=2)
+    told: list[str] = []
+    for name, on_progress in (("killed", kill), ("undisturbed", lambda done: None)):
+        steps: list[int] = []
+        run_sft(
+            folder,
+            EXAMPLES,
+            settings,
+            output=tmp_path / name,
+            deterministic=True,
+            logs=tmp_path / "logs",
+            max_restarts=1,
+            on_progress=on_progress,
+            notify=told.append,
+        )
+        if name == "killed":
+            assert steps == [0, 1, 0, 1, 2]
+    assert told == [
+        "warm-up: rank 1 of 2 was killed (SIGKILL, possibly out of memory) in step 2 of the warm-up; it begins again"
+        " (restart 1 of 1)"
+    ]
+    ours, theirs = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("killed", "undisturbed"))
+    assert [path.read_bytes() for path in ours] == [path.read_bytes() for path in theirs] and len(ours) == 2
+
+
 def test_too_few_examples_are_an_error_and_no_model_is_left(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"ran out at step 1 of 2: lower sft\.num_steps"):
         run_sft(folder, EXAMPLES, config(num_steps=2, batch_size=5), output=tmp_path / "o")

@@ -77,8 +77,19 @@ class RankHost:
         self._rank = 0
         self._reading = threading.Lock()
 
+    def node(self) -> str:
+        """Return the id of its node."""
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
     def prepare(self, *, needed_bytes: int, size: int, listens: bool) -> HostFacts:
-        """Make room for a rank among ``size``; listen for the others where it is the first."""
+        """Make room for a rank among ``size``; listen for the others where it is the first.
+
+        Args:
+            needed_bytes: what all ranks on the node lay down together, none of which has anything there yet.
+        """
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -87,7 +98,7 @@ class RankHost:
         self._progress = np.memmap(folder / PROGRESS, dtype=np.uint64, mode="w+", shape=(size,))
         self._listener = listening(address) if listens else None
         return HostFacts(
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=self.node(),
             address=address,
             staging=self._staging.path,
             folder=folder,

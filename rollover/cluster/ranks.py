@@ -8,6 +8,7 @@ answers, never a table of the cluster.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -232,13 +233,16 @@ class ClusterRanks(LedRanks):
         """Bring what ranks read to their nodes, and start them."""
         calls, doing = self._calls, "starting"
         read = [folder for folder in (task.model, task.resume_from) if folder is not None]
-        needed = sum(map(num_bytes, read)) + _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
-        preparing = [
-            (rank, actor.prepare.remote(needed_bytes=needed, size=task.size, listens=rank == 0))
-            for rank, actor in enumerate(calls.actors)
-        ]
         limit_s = max(_ACTOR_S, self._timeout_s)
-        self._hosts: list[HostFacts] = calls.all(doing, preparing, timeout_s=limit_s)
+        asked = [(rank, actor.node.remote()) for rank, actor in enumerate(calls.actors)]
+        nodes = calls.all(doing, asked, timeout_s=limit_s)
+        share = _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
+        needed = needed_on_nodes(nodes, read=sum(map(num_bytes, read)), written=share)
+        preparing = [
+            (rank, actor.prepare.remote(needed_bytes=needed[node], size=task.size, listens=rank == 0))
+            for rank, (actor, node) in enumerate(zip(calls.actors, nodes, strict=True))
+        ]
+        self._hosts: list[HostFacts] = calls.all(doing, preparing)
         there = placed(calls, self._hosts, read, doing)
         self.whereabouts = described_ranks(self._hosts, there, model=task.model, role=task.setup.config.role)
         starting = []
@@ -324,6 +328,19 @@ class ClusterRanks(LedRanks):
                 self._calls.one("a command", told[answer], answer)
             except self._ray.exceptions.RayError:
                 continue
+
+
+def needed_on_nodes(nodes: Sequence[str], *, read: int, written: int) -> dict[str, int]:
+    """Return the bytes that all ranks on a node together lay down there, by the node's id.
+
+    Args:
+        nodes: the id of the node of each rank.
+        read: bytes of the files that a node is sent, once.
+        written: bytes that each rank writes.
+
+    Example: with ``read=16`` and ``written=20``, a node with 8 ranks needs 176 bytes.
+    """
+    return {node: read + count * written for node, count in Counter(nodes).items()}
 
 
 def described_ranks(

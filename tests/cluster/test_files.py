@@ -19,7 +19,7 @@ from rollover.cluster.files import brought, placed
 from rollover.cluster.host import HostFacts, RankHost
 from rollover.cluster.nodes import ClusterNode
 from rollover.cluster.parts import listed, sampled_digest
-from rollover.cluster.ranks import described_ranks, rank_demand
+from rollover.cluster.ranks import described_ranks, needed_on_nodes, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
@@ -157,6 +157,11 @@ def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
     assert contents_of(tmp_path / "here") == CONTENTS | {"trainer/two": b"2" * 250}
     assert num_bytes == sum(map(len, CONTENTS.values())) + 250
     assert not first.exists() and not second.exists()
+
+
+def test_room_is_looked_for_as_much_as_all_ranks_of_a_node_need_together() -> None:
+    assert needed_on_nodes([*"ab"], read=16, written=20) == {"a": 36, "b": 36}
+    assert needed_on_nodes([*"aabaaaaaa"], read=16, written=20) == {"a": 16 + 8 * 20, "b": 36}
 
 
 def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,12 +88,6 @@ class EngineKeeper:
 
         return free_port(ray.util.get_node_ip_address())
 
-    async def place(self) -> Any:
-        """Return the placement group that it is in."""
-        import ray
-
-        return ray.util.get_current_placement_group()
-
     async def launch(
         self, command: Sequence[str], env: Mapping[str, str], *, url: str, key: str, fingerprint: str, python: str
     ) -> None:
@@ -155,16 +148,11 @@ class EngineKeeper:
         return log
 
     def _end_with_lease(self) -> None:
-        """Give the place back once nobody has looked for too long. It ends this process, and with it the server. A
-        thread, so that it does not depend on the others of this process."""
-        import ray
-
+        """End this process, and with it the server, once nobody has looked for too long; its place on the node is free
+        then. A thread, so that it does not depend on the others of this process."""
         while (left_s := self._looked_s + self._lease_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _LEASES_CHECKED_S))
         shutil.rmtree(self._folder, ignore_errors=True)
-        place = ray.util.get_current_placement_group()
-        if place is not None:
-            ray.util.remove_placement_group(place)
         os._exit(0)
 
 

@@ -2,18 +2,18 @@
 
 ::
 
-    start ──▶ a place (placement group) ──▶ its keeper (detached actor) ──▶ the server ──▶ answers /health ──▶ looked at
-      ▲                                                                                        every few seconds
+    start ──▶ its keeper (detached actor), where there is room ──▶ the server ──▶ answers /health ──▶ looked at every
+      ▲                                                                                           few seconds
       └──────────── gone: the keeper does not answer in time, or says that the server has exited ◀──────┘
 
-What it keeps true: every call to the cluster has a deadline; a place is given back before another is asked for; the API
+What it keeps true: every call to the cluster has a deadline; a place on a node is taken by a keeper alone, which gives
+it back when its lease ends, even if this process dies first; a place is given back before another is asked for; the API
 key travels to the node in a call of Ray and to the server in its environment, never in a command line, name or log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
 import logging
@@ -27,7 +27,7 @@ from typing import Any
 from rollover.cluster.engine_actor import EngineKeeper, Look
 from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.fitting import Resources
-from rollover.cluster.nodes import written
+from rollover.cluster.nodes import actor_options, written
 from rollover.cluster.parts import sampled_digest
 from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.client import HTTPClient, api_key
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "rollover"
 """Ray's namespace of all keepers."""
 _POLL_S = 0.5
-_PROCESS_S = 120.0
-"""Maximum wait for the process of a keeper, which imports Rollover, to start."""
+_PROCESS_S = 30.0
+"""Maximum wait for the process of a keeper that has a place, which imports Rollover, to start."""
 _ANSWER_S = 30.0
 """Maximum wait for a small task of a keeper."""
 
@@ -56,7 +56,7 @@ class EngineTerms:
     """
 
     prefix: str
-    """Prefix of the names of keepers and places, which distinguishes this run's from those of others."""
+    """Prefix of the names of keepers, which distinguishes this run's from those of others."""
     lease_s: float
     placement_timeout_s: float
     logs: Path
@@ -97,10 +97,10 @@ class ClusterServer:
         self._terms = terms
         self._survivor = survivor
         self._key = api_key(config) if config.api_key_env is not None else None
-        self._place: Any = None
-        """Placement group."""
         self._keeper: Any = None
         """Handle of the actor."""
+        self._node = self._host = ""
+        """Id and address of the keeper's node."""
         self._log_at = 0
         self._log = terms.logs / f"{self._name}.log"
         self._tasks = BackgroundTasks()
@@ -135,54 +135,42 @@ class ClusterServer:
     # -- from a place to a server that answers -------------------------------------------------------------------
 
     async def _find_place(self) -> None:
+        """Start a keeper wherever there is room. Raises ``EngineTimeout`` when there is none in time."""
         import ray
 
-        name = f"{self._terms.prefix}-{self._name}-{secrets.token_hex(4)}"
-        asked = functools.partial(
-            ray.util.placement_group, [self._resources], strategy="STRICT_PACK", name=name, lifetime="detached"
-        )
-        asking = asyncio.ensure_future(asyncio.to_thread(asked))
-        try:
-            self._place = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            self._place = await asking  # to be given back
-            raise
-        await self._until_placed()
         options = {
-            "name": name,
+            **actor_options(self._resources),
+            "name": f"{self._terms.prefix}-{self._name}-{secrets.token_hex(4)}",
             "namespace": NAMESPACE,
             "lifetime": "detached",
-            "num_cpus": 0,
-            "num_gpus": self._resources.get("GPU", 0),
             "max_restarts": 0,  # started again by us, who know its weights
-            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._place),
         }
-        keeper = ray.remote(EngineKeeper).options(**options)
-        self._keeper = keeper.remote(lease_s=self._terms.lease_s, stop_timeout_s=self._config.stop_timeout_s)
-
-    async def _until_placed(self) -> None:
-        import ray
-
-        limit_s, loop = self._terms.placement_timeout_s, asyncio.get_running_loop()
-        give_up_s = loop.time() + limit_s
-        while not await asyncio.to_thread(self._place.wait, _POLL_S):
-            if loop.time() > give_up_s:
-                free = ray.available_resources()
-                left = written({key: free.get(key, 0.0) for key in self._resources})
-                raise EngineTimeout(
-                    f"{self._name} found no place within {limit_s:g} s (cluster.placement_timeout_s): it needs"
-                    f" {written(self._resources)} on one node, and free on all nodes together are {left}"
-                )
+        kept = {"lease_s": self._terms.lease_s, "stop_timeout_s": self._config.stop_timeout_s}
+        keeper: Any = ray.remote(EngineKeeper).options(**options).remote(**kept)
+        limit_s = self._terms.placement_timeout_s
+        try:
+            self._node, self._host = await self._ask(keeper.where.remote(), limit_s + _PROCESS_S, "say its address")
+        except BaseException as e:
+            await asyncio.to_thread(ray.kill, keeper)
+            if not isinstance(e, EngineTimeout):
+                raise
+            free = ray.available_resources()
+            left = written({key: free.get(key, 0.0) for key in self._resources})
+            raise EngineTimeout(
+                f"{self._name} found no place within {limit_s:g} s (cluster.placement_timeout_s): it needs"
+                f" {written(self._resources)} on one node, and free on all nodes together are {left}"
+            ) from None
+        self._keeper = keeper
 
     async def _launch(self) -> None:
-        node, host = await self._ask(self._keeper.where.remote(), _PROCESS_S, "say its address")
+        host = self._host
         if (probe := self._terms.probe) is not None:
             seen = self._keeper.sees.remote(probe.parent, {probe.name: sampled_digest(probe)})
             if not await self._ask_briefly(seen, "look for a file"):
                 raise ConfigError(f"node {host}, the place of {self._name}, does not see {probe}: {self._terms.remedy}")
         model = self._terms.model
         self._tasks.start(self._look_on())  # which renews the lease, however long it takes to send the model
-        there = await model.on_node(node, self._keeper, self._ask_briefly)
+        there = await model.on_node(self._node, self._keeper, self._ask_briefly)
         await self._tasks.cancel()
         port = await self._ask_briefly(self._keeper.port.remote(), "find a port")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -241,7 +229,6 @@ class ClusterServer:
 
         try:
             self._keeper = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-            self._place = await self._ask(self._keeper.place.remote(), _ANSWER_S, "say its place")
             look = await self._look(_ANSWER_S)
             self._refuse_survivor(look)
             self.client.move(look.url, look.key or None)
@@ -287,14 +274,11 @@ class ClusterServer:
         import ray
 
         await self._tasks.cancel()
-        keeper, place = self._keeper, self._place
-        self._keeper = self._place = None
+        keeper, self._keeper = self._keeper, None
         if keeper is not None:
             with suppress(EngineError):
                 await self._ask(keeper.stop.remote(), self._config.stop_timeout_s + 5.0, "stop")
             await asyncio.to_thread(ray.kill, keeper)
-        if place is not None:
-            await asyncio.to_thread(ray.util.remove_placement_group, place)
 
     async def _ask_briefly(self, answer: Any, what: str) -> Any:
         """Wait for the answer to a small task of the keeper. Raises as ``_ask`` does."""

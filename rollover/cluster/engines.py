@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.engine_forms import C, EngineForm, engine_forms
 from rollover.cluster.engine_model import EngineModel
-from rollover.cluster.engine_server import ClusterServer, EngineTerms
+from rollover.cluster.engine_server import NAMESPACE, ClusterServer, EngineTerms
 from rollover.cluster.fitting import Wanted, refusal
 from rollover.cluster.nodes import alive_nodes, written
 from rollover.engine.servers.config import ServerConfig
@@ -75,10 +76,8 @@ class ClusterEngines:
         return ClusterServer(number, program, config, resources, self._terms, self._survivors.get(number))
 
     def _sort_survivors(self) -> None:
-        """Keep one survivor for each server, and end all others with their places."""
+        """Keep one survivor for each server, and end all others."""
         import ray
-        from ray import PlacementGroupID
-        from ray.util.placement_group import PlacementGroup
 
         prefix = f"{self._terms.prefix}-engine-"
         names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
@@ -86,12 +85,9 @@ class ClusterEngines:
             number = int(name.removeprefix(prefix).split("-")[0])
             if number < len(self._forms) and number not in self._survivors:
                 self._survivors[number] = name
-        kept = {*self._survivors.values()}
-        for row in ray.util.placement_group_table().values():
-            name, removed = row["name"], row["state"] == "REMOVED"
-            if name.startswith(prefix) and name not in kept and not removed:
-                place = PlacementGroup(PlacementGroupID(bytes.fromhex(row["placement_group_id"])))
-                ray.util.remove_placement_group(place)  # which ends what is in it
+            else:
+                with suppress(ValueError):  # it has just ended
+                    ray.kill(ray.get_actor(name, NAMESPACE))
 
 
 def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:

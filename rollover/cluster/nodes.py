@@ -58,6 +58,18 @@ class NodeDemand:
         return f"{self.what} needs {self.count} bundle{'s' * (self.count != 1)} of {written(self.bundle)}"
 
 
+def actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """Return the options of an actor that takes ``bundle`` of its node.
+
+    Example: ``{"GPU": 2.0, "h100": 1.0}`` gives ``{"num_cpus": 0.0, "num_gpus": 2.0, "resources": {"h100": 1.0}}``.
+    """
+    own = dict(bundle)
+    options: dict[str, Any] = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0)}
+    if (memory := own.pop("memory", None)) is not None:
+        options["memory"] = memory
+    return {**options, "resources": own}
+
+
 def alive_nodes(ray: Any) -> list[ClusterNode]:
     """Return the nodes that the cluster knows of and takes for alive."""
     listed = (node for node in ray.nodes() if node["Alive"])

@@ -1,4 +1,4 @@
-"""Room on the cluster for ranks and servers: a placement group, waited for within a deadline, and what is missing."""
+"""Room on the cluster for ranks: a placement group, waited for within a deadline, and what is missing."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.files import brought, placed
 from rollover.cluster.host import HostFacts, HostReport, RankHost
-from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, room_for
+from rollover.cluster.nodes import ClusterNode, NodeDemand, actor_options, alive_nodes, check_placeable, room_for
 from rollover.cluster.parts import num_bytes
 from rollover.cluster.placement import place, remove
 from rollover.errors import ConfigError
@@ -215,13 +215,8 @@ class ClusterRanks(LedRanks):
     def _actor(self, demand: NodeDemand, rank: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        own = dict(demand.bundle)
-        options: dict[str, Any] = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0)}
-        if (memory := own.pop("memory", None)) is not None:
-            options["memory"] = memory
         actor = self._ray.remote(RankHost).options(
-            **options,
-            resources=own,
+            **actor_options(demand.bundle),
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # a report is awaited while other calls are made

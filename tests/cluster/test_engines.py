@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from rollover.errors import ConfigError
 from rollover.run.placed_engines import check_places
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.weights.sources import FolderWeights
-from tests.cluster.conftest import add_node
+from tests.cluster.conftest import add_node, cluster_has
 from tests.engine.contract import collect, request
 from tests.engine.servers.test_launch import wait_until_dead
 from tests.engine.servers.vllm.kit import model_folder
@@ -106,11 +106,11 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def leftovers(run: str) -> list[str]:
+    """List the keepers of a run, those too that wait for a place."""
     import ray
 
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-    places = [p["name"] for p in ray.util.placement_group_table().values() if p["state"] != "REMOVED"]
-    return [name for name in (*names, *places) if name.startswith(f"rollover-{run}-")]
+    return [name for name in names if name.startswith(f"rollover-{run}-")]
 
 
 def test_servers_of_uneven_groups_are_placed_by_their_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
@@ -316,29 +316,10 @@ def test_what_a_killed_driver_has_left_is_taken_over_when_it_is_alike_and_ended_
 ) -> None:
     config = ClusterConfig(engines=2, address=cluster.address)
     connect(config)
-    driver = f"""
-import asyncio, sys
-from pathlib import Path
-from types import SimpleNamespace
-from rollover.cluster.config import ClusterConfig
-from tests.cluster.test_engines import decoded, opened
-async def main():
-    folder = Path({str(folder)!r})
-    async with opened(SimpleNamespace(address={cluster.address!r}), folder, ClusterConfig(engines=2), run="left") as pool:
-        await decoded(pool)
-        print("ready", flush=True)
-        await asyncio.Event().wait()
-asyncio.run(main())
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        finally:
-            process.kill()
+    with driver(config, folder, run="left") as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
     first = pids(folder)
-    assert len(first) == 2 and len(leftovers("left")) == 4
+    assert len(first) == 2 and len(leftovers("left")) == 2
 
     async def main() -> None:
         async with opened(cluster, folder, config, run="left") as pool:
@@ -354,11 +335,60 @@ asyncio.run(main())
     asyncio.run(main())
 
 
+@contextmanager
+def driver(config: ClusterConfig, folder: Path, *, run: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that opens servers and says when they decode; it is killed in the end."""
+    program = f"""
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from rollover.cluster.config import ClusterConfig, EngineGroup
+from tests.cluster.test_engines import decoded, opened
+async def main():
+    config, folder = {config!r}, Path({str(folder)!r})
+    async with opened(SimpleNamespace(address=config.address), folder, config, run={run!r}) as pool:
+        await decoded(pool)
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_driver_that_is_killed_while_a_server_waits_for_room_leaves_nothing_behind(
+    cluster: Any, folder: Path
+) -> None:
+    groups = (EngineGroup(resources={"two": 4.0}),)
+    config = ClusterConfig(address=cluster.address, engines=groups, engine_lease_s=2.0)
+    ray = connect(config)
+    other = ray.remote(Occupant).options(num_cpus=0, resources={"two": 4}).remote()
+    ray.get(other.is_there.remote(), timeout=DEADLINE_S)
+    with driver(config, folder, run="waiting") as process:
+        asyncio.run(until(lambda: leftovers("waiting") != [] or process.poll() is not None))
+        assert process.poll() is None
+    ray.kill(other)
+    asyncio.run(until(lambda: leftovers("waiting") == []))
+    asyncio.run(until(lambda: cluster_has(cluster, two=4)))
+    assert pids(folder) == {}
+
+
+class Occupant:
+    """Takes a place on a node."""
+
+    def is_there(self) -> bool:
+        return True
+
+
 def test_survivors_of_another_form_are_ended_and_so_are_those_that_nobody_looks_at(cluster: Any, folder: Path) -> None:
     async def leave(config: ClusterConfig) -> None:
         """Open servers and forget them, as a driver that is killed does."""
         FORGOTTEN.append(await open_pool(cluster, folder, config, run="lost"))
-        assert len(leftovers("lost")) == 2 * config.num_engines
+        assert len(leftovers("lost")) == config.num_engines
 
     asyncio.run(leave(ClusterConfig(engines=2)))
     first = pids(folder)

@@ -231,6 +231,9 @@ class ClusterRanks(LedRanks):
         limit_s = max(_ACTOR_S, self._timeout_s)
         asked = [(rank, actor.node.remote()) for rank, actor in enumerate(calls.actors)]
         nodes = calls.all(doing, asked, timeout_s=limit_s)
+        order = beside_each_other(nodes, task.setup.config.context_parallel)
+        nodes = [nodes[i] for i in order]
+        calls = self._calls = HostCalls(self._ray, [calls.actors[i] for i in order], self._timeout_s)
         share = _VALUES_OF_STATE * 4 * _num_values(task.model) // task.size + _SPARE_BYTES
         needed = needed_on_nodes(nodes, read=sum(map(num_bytes, read)), written=share)
         preparing = [
@@ -323,6 +326,27 @@ class ClusterRanks(LedRanks):
                 self._calls.one("a command", told[answer], answer)
             except self._ray.exceptions.RayError:
                 continue
+
+
+def beside_each_other(nodes: Sequence[str], size: int) -> list[int]:
+    """Return the order in which hosts become ranks 0, 1 and so on, so that as many groups of ``size`` successive ranks
+    as possible are on one node each.
+
+    Args:
+        nodes: the id of the node of each host.
+
+    Example: ``beside_each_other(["a", "b", "a", "b", "b", "a"], 2)`` is ``[0, 2, 1, 3, 5, 4]``: the last group alone is
+    on two nodes.
+    """
+    by_node: dict[str, list[int]] = {}
+    for host, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(host)
+    whole, rest = [], []
+    for hosts in by_node.values():
+        end = len(hosts) - len(hosts) % size
+        whole += hosts[:end]
+        rest += hosts[end:]
+    return whole + rest
 
 
 def needed_on_nodes(nodes: Sequence[str], *, read: int, written: int) -> dict[str, int]:

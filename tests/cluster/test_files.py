@@ -19,7 +19,7 @@ from rollover.cluster.files import brought, placed
 from rollover.cluster.host import HostFacts, RankHost
 from rollover.cluster.nodes import ClusterNode
 from rollover.cluster.parts import listed, sampled_digest
-from rollover.cluster.ranks import described_ranks, needed_on_nodes, rank_demand
+from rollover.cluster.ranks import beside_each_other, described_ranks, needed_on_nodes, rank_demand
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
@@ -157,6 +157,15 @@ def test_what_ranks_write_is_brought_together_and_deleted_where_it_was(
     assert contents_of(tmp_path / "here") == CONTENTS | {"trainer/two": b"2" * 250}
     assert num_bytes == sum(map(len, CONTENTS.values())) + 250
     assert not first.exists() and not second.exists()
+
+
+@pytest.mark.parametrize(("nodes", "size", "num_split"), [("abababab", 4, 0), ("abbbabba", 2, 1), ("aabbbccc", 4, 2)])
+def test_ranks_that_share_rows_are_on_one_node_wherever_there_are_enough(nodes: str, size: int, num_split: int) -> None:
+    order = beside_each_other(nodes, size)
+    assert sorted(order) == [*range(len(nodes))]
+    groups = [{nodes[host] for host in order[first : first + size]} for first in range(0, len(nodes), size)]
+    assert sum(len(group) > 1 for group in groups) == num_split
+    assert [nodes[host] for host in beside_each_other(nodes, 1)] == sorted(nodes)
 
 
 def test_room_is_looked_for_as_much_as_all_ranks_of_a_node_need_together() -> None:

@@ -45,11 +45,11 @@ def check_transfer(config: RunConfig) -> None:
 def sending_device(config: RunConfig) -> str | None:
     """Return the GPU from which this process sends weights over NCCL; ``None`` where it sends none so.
 
-    Example: "cuda:1" for ``trainer.device = "cuda:1"``, and "cuda:0" where the trainer's ranks have several GPUs.
+    Example: "cuda:1" for ``trainer.device = "cuda:1"``, and "cuda:0" where the trainer is in processes of its own.
     """
     if not _is_over_nccl(config):
         return None
-    if config.trainer.num_devices > 1:
+    if config.trainer.num_devices > 1 or config.cluster is not None:
         return "cuda:0"
     from rollover.trainer.models import pick_device
 

@@ -39,6 +39,9 @@ def test_this_process_sends_from_the_gpu_on_which_it_trains(monkeypatch: pytest.
     assert sending_device(load("quickstart", [*nccl, "--trainer.device", "cpu"])) == "cuda:0"
     assert sending_device(load("quickstart", [*nccl, "--trainer.num_devices", "2"])) == "cuda:0"
     assert sending_device(load("quickstart", ["--trainer.device", "cuda:1"])) is None
+    monkeypatch.setattr("rollover.trainer.models.pick_device", None)  # the trainer's GPU is on a node of the cluster
+    on_cluster = ("--cluster.address", "auto", "--trainer.device", "cuda")
+    assert sending_device(load("quickstart", [*nccl, *on_cluster])) == "cuda:0"
 
 
 @pytest.mark.parametrize("kind", KINDS)

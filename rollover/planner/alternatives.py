@@ -54,8 +54,8 @@ def unlimited(plan: Plan) -> Alternative | None:
 
 
 def leaner(plan: Plan) -> Alternative | None:
-    """The cheapest plan that is almost as fast, with the fewest devices where a price is missing; ``None`` for a plan
-    that is the cheapest of its rate already."""
+    """Return the cheapest plan that is almost as fast, or the one with the fewest devices where a price is missing;
+    ``None`` if a target rate was given, since the plan is then the cheapest of its rate already."""
     if plan.problem.target_steps_per_s is not None:
         return None
     fleet = replace(plan.fleet, budget_per_hour=None)
@@ -148,7 +148,7 @@ def by_type(problem: Problem, fleet: Fleet) -> Problem:
 
 
 def _split(problem: Problem, training: Mapping[str, int]) -> Problem:
-    """Let at most so many devices of each type train, and only the others roll out."""
+    """Let at most ``training`` devices of each type train, and only the others roll out."""
     supplies = tuple(
         replace(s, max_training=training[s.device], max_rollout=s.count - training[s.device]) for s in problem.supplies
     )

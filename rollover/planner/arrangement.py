@@ -46,7 +46,7 @@ def arrange(
 
 
 def metis_order(fabric: Fabric, shares: Sequence[Shares]) -> list[int]:
-    """An order of the islands to start from: METIS bisects the graph in the proportion of the training share.
+    """Return an order of the islands to start from: METIS bisects the graph in the proportion of the training share.
 
     Raises:
         PlanError: pymetis is not installed.
@@ -104,7 +104,8 @@ class _Graph:
     def best_swap(
         self, train: Ints, rollout: Ints, pulls: tuple[Floats, Floats], free: Bools
     ) -> tuple[float, int, int]:
-        """(gain, i, j) of the best exchange of shares between two free islands of a class; -inf where there is none.
+        """Return (gain, i, j) of the best exchange of shares between two free islands of a class; the gain is -inf
+        where there is none.
 
         ``pulls`` are links @ train and links @ rollout. The gain is a term of i, a term of j and their link's: of many
         islands those with the largest own terms are tried, as Kernighan and Lin do.
@@ -158,7 +159,7 @@ def _solve(
 
 
 def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
-    """The shares of each class handed out in the given order of islands, most training first."""
+    """Hand out the shares of each class in the given order of islands, most training first."""
     new_train, new_rollout = train.copy(), rollout.copy()
     for kind in np.unique(graph.classes):
         members = order[graph.classes[order] == kind]
@@ -168,7 +169,8 @@ def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[I
 
 
 def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints, Ints]:
-    """Islands ordered by growing a set from ``start`` along the widest links."""
+    """Order the islands by growing a set from ``start`` along the widest links, and hand out the shares in that
+    order."""
     order = [start]
     pull = graph.links[start].copy()
     pull[start] = -np.inf
@@ -181,7 +183,7 @@ def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints,
 
 
 def _refine(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints]:
-    """Passes of swaps until one brings nothing."""
+    """Make passes of swaps until one brings nothing."""
     while (better := _pass(graph, train, rollout)) is not None:
         train, rollout = better
     return train, rollout
@@ -237,7 +239,7 @@ def _from_coarse(
 
 
 def _matching(graph: _Graph) -> list[tuple[int, ...]]:
-    """Heavy-edge matching inside each class; at most one island of a class stays single."""
+    """Pair the islands of each class by heavy-edge matching; at most one island of a class stays single."""
     pairs: list[tuple[int, ...]] = []
     free = np.ones(len(graph.classes), dtype=bool)
     for i in range(len(graph.classes)):

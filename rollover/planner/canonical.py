@@ -10,7 +10,8 @@ from rollover.planner.records import Problem, Supply
 
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Sorted by what things are, never by what they are called; beside it the new place of each kind of replica."""
+    """Sort a problem by what things are, never by what they are called; return with it the new place of each kind of
+    replica."""
 
     def signature(index: int) -> tuple[Any, ...]:
         c = problem.replica_kinds[index]

@@ -44,7 +44,7 @@ def _powers(largest: int) -> list[int]:
 
 
 def replica_kinds(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[ReplicaKind]:
-    """Undominated replicas of up to ``count`` devices."""
+    """Return the undominated kinds of replica of up to ``count`` devices."""
     found = [
         replica_kind(engine, cap)
         for engine in _engines(device, count, model, workload)
@@ -61,13 +61,13 @@ def _engines(device: Device, count: int, model: ModelShape, workload: WorkloadSp
 
 
 def _caps(largest: int) -> list[int]:
-    """Batch caps to choose from: the largest, and powers of two (of four below 16) under it."""
+    """List the batch caps to choose from: the largest, and powers of two (of four below 16) under it."""
     return sorted({largest, *(c for c in (4, 16, 32, 64, 128, 256, 512) if c < largest)})
 
 
 def undominated(kinds: Sequence[ReplicaKind], workload: WorkloadSpec) -> list[ReplicaKind]:
-    """Columns of one device type without those that a whole number of some other's replicas replaces: at least as fast
-    for every bucket, with at least as much cache and no later."""
+    """Drop the kinds that a whole number of another kind's replicas can replace: with as many devices, at least as fast
+    for every bucket, with at least as much cache and no later. All kinds are of one device type."""
     kept: list[ReplicaKind] = []
     for kind in sorted(kinds, key=lambda c: (c.num_devices, c.latencies_s, c.tp)):
         if not any(_replaces(other, kind, workload) for other in kept):
@@ -92,7 +92,7 @@ def _below(low: Iterable[float], high: Iterable[float]) -> bool:
 
 
 def _fill(kind: ReplicaKind, copies: int) -> list[float]:
-    """Fraction of the cache that one sample per second occupies."""
+    """Return, for each bucket, the fraction of the cache that one sample per second occupies."""
     return [held / kind.kv_bytes / copies for held in kind.kv_byte_s]
 
 
@@ -102,8 +102,9 @@ def _fill(kind: ReplicaKind, copies: int) -> list[float]:
 def training_plans(
     stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, launchable: bool = False
 ) -> tuple[list[TrainingPlan], list[Mixture]]:
-    """Pareto-optimal plans (devices of each type, cycle time) over one type, and some over two to begin with; and all
-    plans over two types. Only those that the trainer can run, over one type, with ``launchable``."""
+    """Return the Pareto-optimal plans (devices of each type, cycle time) over one type and a few over two to begin
+    with, and the mixtures, which hold all plans over two types. With ``launchable``, return only plans over one type
+    that the trainer can run."""
     choices = {device: _trainers(device, count, model, workload) for device, count in stock.items()}
     if launchable:
         choices = {device: [t for t in found if can_train(t.part)] for device, found in choices.items()}
@@ -121,7 +122,7 @@ def training_plans(
 
 
 def _trainers(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[TrainerCosts]:
-    """All shapes that fit into memory and stock."""
+    """Return the trainers of all shapes that fit into memory and stock."""
     found = []
     for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES):
         for dp, sharded, recompute in product(
@@ -137,7 +138,7 @@ def _trainers(device: Device, count: int, model: ModelShape, workload: WorkloadS
 
 
 def _fastest(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
-    """For each number of devices the fastest, where more devices are faster."""
+    """Keep the fastest trainer for each number of devices, where more devices are faster."""
     best: list[TrainerCosts] = []
     for _, same in groupby(trainers, key=lambda t: t.part.num_devices):
         trainer = min(same, key=_alone_s)
@@ -151,7 +152,7 @@ def _alone_s(trainer: TrainerCosts) -> float:
 
 
 def _undominated(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
-    """Without those that another beats at any share of a batch, with no more devices."""
+    """Drop the trainers that another one beats at any share of a batch with no more devices."""
     kept: list[TrainerCosts] = []
     front: list[PartCost] = []  # of those kept: slower per sample, and quicker to begin, one after the other
     for trainer in trainers:
@@ -164,7 +165,7 @@ def _undominated(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
 
 
 def _sizes(trainers: list[TrainerCosts], count: int) -> list[TrainerCosts]:
-    """Those that use most of the stock, of half of it, and so on."""
+    """Return the trainers that use most of the stock, of half of it, and so on."""
     chosen = []
     for _ in range(_MIXED_SIZES):
         fitting = [trainer for trainer in trainers if trainer.part.num_devices <= count]
@@ -176,8 +177,8 @@ def _sizes(trainers: list[TrainerCosts], count: int) -> list[TrainerCosts]:
 
 
 def _pareto(plans: list[TrainingPlan], others: list[TrainingPlan]) -> list[TrainingPlan]:
-    """Those that really share a batch, without any that another of ``plans`` or ``others`` beats with no more devices
-    of any type; ties go to the first."""
+    """Keep the plans that really share a batch, without those that another of ``plans`` or ``others`` beats with no
+    more devices of any type; ties go to the first."""
     kept: list[TrainingPlan] = []
     for plan in sorted(plans, key=lambda p: (p.cycle_s, p.num_devices)):
         quicker = [other for other in others if other.cycle_s <= plan.cycle_s]

@@ -13,7 +13,8 @@ from rollover.planner.fabric import Demand, Fabric, Shares
 
 
 def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]:
-    """Some shares that meet the demand exactly, with the fewest islands split between roles, then the fewest training.
+    """Return shares that meet the demand exactly, with the fewest islands split between roles, then the fewest
+    training.
 
     Block sizes are assumed to divide one another (powers of two): then blocks fit iff for each size enough of it
     fits, and the rows below say so exactly.
@@ -32,7 +33,7 @@ def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]
 
 
 def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], demand: Demand) -> list[list[Shares]]:
-    """For each class of equal islands, the shares of its members, most training first."""
+    """Return, for each class of equal islands, the shares of its members, most training first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     block = demand.train_block

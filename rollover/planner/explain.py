@@ -31,7 +31,7 @@ def why_infeasible(problem: Problem) -> str:
 
 
 def _together(problem: Problem) -> str:
-    """No limit alone stands in the way: whether all of them do."""
+    """Say whether all limits together stand in the way, where none does alone."""
     free = replace(problem, budget_per_hour=None)
     if _elastic(free, ["stock", "staleness"]) is not None:
         return "stock, budget and staleness together rule out every plan: lifting one of them alone is not enough"
@@ -59,7 +59,7 @@ def _rate(problem: Problem, steps_per_s: float) -> str:
 
 
 def _remedies(problem: Problem) -> Iterator[str]:
-    """For each limit the least change that makes room, if it alone does."""
+    """Yield, for each limit, the least change that makes room, if changing it alone does."""
     point = _elastic(problem, ["stock"])
     if point is not None:
         more = [f"{round(n)} more {s.device}" for n, s in zip(point.extra, problem.supplies, strict=True) if n]
@@ -77,8 +77,8 @@ def _remedies(problem: Problem) -> Iterator[str]:
 
 
 def _elastic(problem: Problem, relaxed: Sequence[Limit]) -> ProgramPoint | None:
-    """The least of what ``relaxed`` lets grow: devices beyond the stock, or the bound; the least cost where it lets
-    nothing grow."""
+    """Find the least growth of what ``relaxed`` lets grow (devices beyond the stock, or the bound), or the least cost
+    where it lets nothing grow."""
     some_rate = _SLOW / min(plan.cycle_s for plan in problem.plans)
     load = RateLoad(problem, problem.target_steps_per_s or some_rate, any_bound="staleness" in relaxed)
     plans = load.able(any_stock="stock" in relaxed)
@@ -131,7 +131,7 @@ def _gain(problem: Problem, solution: Solution, other: Problem) -> float:
 
 
 def in_words(price: MarginalGain, problem: Problem) -> str:
-    """``Staleness binds: 1 more gives 7.0% more steps``."""
+    """Say what a marginal gain means, such as ``Staleness binds: 1 more gives 7.0% more steps``."""
     of_cost = problem.target_steps_per_s is not None
     effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"
     subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(price.subject, price.subject)

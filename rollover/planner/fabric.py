@@ -51,7 +51,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The numbers of devices of an island that train and that generate rollouts; the rest are idle."""
+    """The numbers of devices of an island that train and that generate rollouts; the rest are idle.
+
+    Example: ``Shares(train=4, rollout=3)`` on an island of 8 devices leaves one idle.
+    """
 
     train: int
     rollout: int
@@ -59,7 +62,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one training step moves inside the training set and out of it."""
+    """Bytes that one training step moves inside the training set and out of it.
+
+    Example: ``Traffic(train=3.2e10, sync=1.6e10)``: a plan whose training set exchanges 32 GB per step and publishes 16
+    GB of weights.
+    """
 
     train: float
     """Traffic inside the training set: data-parallel and pipeline."""

@@ -21,7 +21,10 @@ from rollover.settings.schema import build
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkEntry:
-    """A connection between nodes."""
+    """A connection between nodes.
+
+    Example: ``NetworkEntry(gbit_s=400).link.bytes_per_s`` is 5e10.
+    """
 
     gbit_s: float
     """Bandwidth of a whole node, Gbit/s, one way."""
@@ -41,7 +44,10 @@ class NetworkEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEntry(NetworkEntry):
-    """Table ``[[links]]``: the link between two nodes, or between each node of one entry and each of another."""
+    """Table ``[[links]]``: the link between two nodes, or between each node of one entry and each of another.
+
+    Example: ``LinkEntry(between=("a-0", "b"), gbit_s=10)`` joins node ``a-0`` to each node of entry ``b`` at 1.25 GB/s.
+    """
 
     between: tuple[str, ...]
     """Two names, each of an entry of nodes or of one of its nodes, such as ``a-0``."""
@@ -54,7 +60,10 @@ class LinkEntry(NetworkEntry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEntry:
-    """Table ``[[nodes]]``: machines of one kind."""
+    """Table ``[[nodes]]``: machines of one kind.
+
+    Example: ``NodeEntry(device="h20", num_devices=8, name="b", count=2).names`` is ``("b-0", "b-1")``.
+    """
 
     device: str
     """Key of the device in the catalogue or in ``[devices]``."""
@@ -86,7 +95,11 @@ class NodeEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
-    """A whole fleet file."""
+    """A whole fleet file.
+
+    Example: ``FleetFile(nodes=(NodeEntry(device="h20", num_devices=8, count=4),), budget_per_hour=50.0)`` has 32
+    devices; a plan uses only as many of them as cost at most 50 an hour.
+    """
 
     nodes: tuple[NodeEntry, ...]
     name: str | None = None
@@ -156,7 +169,8 @@ class _Reader:
         )
 
     def _currency(self) -> str:
-        """The user's currency, by default that of the catalogue's prices for all nodes that the user does not price."""
+        """Return the user's currency, by default that of the catalogue's prices for all nodes that the user does not
+        price."""
         if self.content.currency:
             return self.content.currency
         own = any(entry.price_per_hour is not None for entry in self.content.nodes)
@@ -166,7 +180,8 @@ class _Reader:
         return cat.RELATIVE if relative and not dollars and not own else cat.DOLLAR
 
     def _devices(self, currency: str) -> list[Device]:
-        """The device of each entry of nodes; types are named after their key, with the node where keys repeat."""
+        """Return the device of each entry of nodes; types are named after their key, with the node where keys
+        repeat."""
         devices = [self._device(i, entry, currency) for i, entry in enumerate(self.content.nodes)]
         types = list(dict.fromkeys(devices))
         for device in types:
@@ -208,7 +223,7 @@ class _Reader:
             seen |= {*entry.names, entry.name or entry.device}
 
     def _links(self) -> tuple[tuple[str, str, Link], ...]:
-        """Links between pairs of nodes, each pair once; a later entry goes before an earlier one."""
+        """Return the links between pairs of nodes, each pair once; a later entry overrides an earlier one."""
         members: dict[str, tuple[str, ...]] = {name: (name,) for entry in self.content.nodes for name in entry.names}
         members |= {entry.name or entry.device: entry.names for entry in self.content.nodes}
         links: dict[tuple[str, ...], Link] = {}

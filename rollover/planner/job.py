@@ -180,7 +180,7 @@ def _show(console: Console, made: Plan) -> None:
 
 
 def _what_ifs(request: PlanRequest, made: Plan, others: Sequence[PlanScenario], spec: PlanSpec) -> Table:
-    """One line for each scenario, against the plan, both by the formula."""
+    """Tabulate one line for each scenario, compared with the plan; both rates come from the formula."""
     table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
     per_step = step_tokens(spec.workload)
     for text, scenario in zip(request.what_if, others, strict=True):
@@ -217,7 +217,7 @@ def _write(console: Console, request: PlanRequest, made: Plan) -> None:
 
 @contextmanager
 def _busy(console: Console, what: str) -> Iterator[None]:
-    """A spinner on a terminal, nothing elsewhere."""
+    """Show a spinner on a terminal, and nothing elsewhere."""
     if console.is_terminal:
         with console.status(what):
             yield

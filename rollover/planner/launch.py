@@ -43,7 +43,7 @@ class _Replica:
         return f"http://{self.nodes[0]}:{self.port}"
 
     def devices(self, plan: Plan, node: str) -> str:
-        """``CUDA_VISIBLE_DEVICES`` on a node."""
+        """Return ``CUDA_VISIBLE_DEVICES`` of the replica on a node."""
         stages = (s for s in self.pipeline.stages if plan.fleet.nodes[s.node].name == node)
         return ",".join(str(device) for stage in stages for device in stage.devices)
 
@@ -72,7 +72,7 @@ def _readme(plan: Plan) -> str:
 
 
 def _replicas(plan: Plan) -> list[_Replica]:
-    """In the order of the plan; ports count up on each node."""
+    """Return the replicas in the order of the plan; ports count up on each node."""
     ports: dict[str, int] = {}
     found = []
     for number, pipeline in enumerate(plan.placement.replicas):
@@ -154,12 +154,12 @@ def _quoted(arguments: list[str]) -> str:
 
 
 def _context(plan: Plan) -> int:
-    """Longest prompt admitted and longest response."""
+    """Return the context length, in tokens, that the longest admitted prompt and the longest response need."""
     return MAX_PROMPT_TOKENS + max(b.max_tokens for b in plan.workload.buckets)
 
 
 def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server) -> str:
-    """Settings for ``rollover train``: a file to extend with tasks."""
+    """Return the settings for ``rollover train``: a file to extend with tasks."""
     caps = [r.kind.batch_cap for r in replicas]
     settings = {
         "model": {"path": model},
@@ -194,7 +194,7 @@ def _trainer(plan: Plan, replicas: list[_Replica], *, model: str, server: Server
 
 
 def _places(plan: Plan, member: int) -> Iterator[str]:
-    """Devices of a training part, node by node."""
+    """Yield the devices of a training part, node by node."""
     found: dict[int, list[int]] = {}
     for pipeline in plan.placement.training:
         if pipeline.member == member:

@@ -46,7 +46,11 @@ Limit = Literal["stock", "staleness"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPoint:
-    """Values of the variables, over all kinds and plans of the problem."""
+    """Values of the variables, over all kinds and plans of the problem.
+
+    Example: ``x=[[1.0, 0.4], [0.0, 0.6]], y=[3, 2]``: three replicas of the first kind decode all of the first bucket
+    and 40% of the second; two of the second kind decode the rest.
+    """
 
     x: Floats
     """(C, W)"""
@@ -77,7 +81,7 @@ class Program:
     # --- Variables ------------------------------------------------------------------------------------------------
 
     def _choose(self, most: Floats | None) -> None:
-        """The kinds worth a variable."""
+        """Choose the kinds that are worth a variable, and the largest number of replicas of each."""
         load = self.load
         if "stock" in self.relaxed:
             fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
@@ -126,7 +130,7 @@ class Program:
     # --- Rows -----------------------------------------------------------------------------------------------------
 
     def _add_samples(self) -> None:
-        """(1), (2) and (7)."""
+        """Add rows (1), (2) and (7)."""
         load, at = self.load, self.at
         for w in range(load.time.shape[1]):
             x = at["x"][self._pair_w == w]
@@ -142,7 +146,7 @@ class Program:
             )
 
     def _add_trainer(self) -> None:
-        """(3), and (8) where it depends on the trainer."""
+        """Add row (3), and rows (8) where they depend on the trainer."""
         load, at = self.load, self.at
         self.rows.add(at["z"], 1.0, low=1, high=1)
         quick = np.stack([load.in_time([p])[self._pair_c, self._pair_w] for p in self.plans])
@@ -151,7 +155,7 @@ class Program:
                 self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
 
     def _add_limits(self) -> None:
-        """(4), (5) and (6)."""
+        """Add rows (4), (5) and (6)."""
         load, at, problem = self.load, self.at, self.problem
         for g, supply in enumerate(problem.supplies):
             rolling = (load.sizes * load.of_type[g])[self.kinds]
@@ -168,21 +172,21 @@ class Program:
         self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)
 
     def cost_row(self, prices: Floats) -> Floats:
-        """Cost per hour as a function of all variables."""
+        """Return the cost per hour as a function of all variables."""
         load, row = self.load, np.zeros(self.num_variables)
         row[self.at["y"]] = (load.sizes * (load.of_type.T @ prices))[self.kinds]
         row[self.at["z"]] = load.training[self.plans] @ prices
         return row
 
     def staleness_row(self) -> Floats:
-        """The left side of (6)."""
+        """Return the left side of (6)."""
         row = np.zeros(self.num_variables)
         row[self.at["x"]] = self.load.waiting[self._pair_c, self._pair_w]
         row[self.at["z"]] = self.load.busy[self.plans]
         return row
 
     def unit_row(self, name: str) -> Floats:
-        """The sum of one kind of variable."""
+        """Return the sum of one kind of variable."""
         row = np.zeros(self.num_variables)
         row[self.at[name]] = 1
         return row
@@ -190,26 +194,27 @@ class Program:
     # --- Questions ------------------------------------------------------------------------------------------------
 
     def limit(self, row: Floats, high: float) -> None:
-        """One more row."""
+        """Add the row ``row @ variables <= high``."""
         scale = max(abs(high), _EXACT)
         self.rows.add(np.arange(self.num_variables), row / scale, high=high / scale)
 
     def open_share(self, least: float = 1.0) -> Floats:
-        """More samples may be decoded than there are, or fewer; the objective: as many as can be."""
+        """Let more samples be decoded than there are, or fewer, down to ``least``. Return the objective that decodes as
+        many as possible."""
         self.bottom[self.at["share"]] = least
         self.top[self.at["share"]] = self.top[self.at["x"]] = np.inf
         return -self.unit_row("share")
 
     def count_kinds(self) -> Floats:
-        """The objective: how many kinds are in use."""
+        """Return the objective that counts the kinds in use, and add the rows that it needs."""
         self.top[self.at["used"]] = 1
         for y, used in zip(self.at["y"], self.at["used"], strict=True):
             self.rows.add(np.array([y, used]), np.array([1.0, -self.top[y]]), high=0)
         return self.unit_row("used")
 
     def share_caps(self) -> None:
-        """A shape's replicas may divide their time between batch caps: whole numbers are then few, and the optimum,
-        which is found at once, is a bound close to the true one."""
+        """Let the replicas of a shape divide their time between batch caps: only whole numbers of shapes are then
+        required, and the optimum, which is found at once, is a bound close to the true one."""
         self.whole[self.at["y"]] = 0
 
     def round_caps(self, point: ProgramPoint) -> None:
@@ -223,12 +228,12 @@ class Program:
             self.bottom[shape] = self.top[shape] = np.round(point.y[members].sum())
 
     def fix(self) -> None:
-        """All the replicas that there may be."""
+        """Fix the number of replicas of each kind at the most that there may be."""
         self.bottom[self.at["y"]] = self.top[self.at["y"]]
         self.whole[:] = 0
 
     def copy(self) -> Program:
-        """The same rows, with bounds of its own."""
+        """Return a programme with the same rows, whose bounds can be changed without changing those of this one."""
         other = copy(self)
         other.top, other.bottom, other.whole = self.top.copy(), self.bottom.copy(), self.whole.copy()
         other.rows = self.rows.copy()
@@ -237,8 +242,8 @@ class Program:
     def minimise(
         self, objective: Floats | None, *, gap: float = 0.0, time_limit_s: float | None = None
     ) -> ProgramPoint | None:
-        """The best point, or any without an ``objective``; ``None`` where there is none. Raises ``OutOfTime`` before
-        either is known."""
+        """Return the best point, or any point without an ``objective``; ``None`` where there is none. Raises
+        ``OutOfTime`` before either is known."""
         found = minimum(
             np.zeros(self.num_variables) if objective is None else objective,
             self.rows.constraint(),

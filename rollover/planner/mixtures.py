@@ -2,7 +2,7 @@
 
 A mixture of two types stands for as many plans as there are pairs of parts. Of the pairs with equal numbers of devices
 the fastest is kept, of those the ones that no smaller one beats: a table of device counts and cycle times. Shadow
-prices judge the whole table at once, at each rate anew, and only what they leave is listed as plans.
+prices judge the whole table at once, again at each rate, and only what they leave is listed as plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _EXACT = 1e-9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureTable:
     """Plans over two types that are not listed yet, by the devices and the time they need. Arrays run over plans
-    (N)."""
+    (N).
+
+    Example: ``mixture=[0, 0], first=[8, 16], second=[4, 4], cycle_s=[60.0, 41.0]`` holds two plans of the first
+    mixture: one of 8 + 4 devices, which needs 60 s for a step, and one of 16 + 4, which needs 41 s.
+    """
 
     mixture: Ints
     """Index in the problem's mixtures."""
@@ -40,7 +44,7 @@ class MixtureTable:
 
     @classmethod
     def of(cls, problem: Problem) -> MixtureTable:
-        """All of the problem's mixtures, without the shapes that it lists."""
+        """Return the plans of all the problem's mixtures, without the shapes that it already lists."""
         listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
         found = [_cells(mixture, listed, _alone(problem, mixture)) for mixture in problem.mixtures]
         index = np.repeat(np.arange(len(found)), [len(cycle_s) for _, _, cycle_s in found])
@@ -56,7 +60,7 @@ class MixtureTable:
         return MixtureTable(**{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def without(self, problem: Problem, plan: TrainingPlan) -> MixtureTable:
-        """Without the plans of just these devices."""
+        """Return the table without the plans of exactly these devices."""
         same = np.ones(len(self), dtype=bool)
         for index, mixture in enumerate(problem.mixtures):
             first, second = plan.count(_device(mixture.first)), plan.count(_device(mixture.second))
@@ -68,7 +72,7 @@ class MixtureTable:
         return len(self.cycle_s)
 
     def training(self, problem: Problem) -> Floats:
-        """(N, G): devices of each type."""
+        """Return the devices of each type, (N, G)."""
         places = {supply.device: g for g, supply in enumerate(problem.supplies)}
         found = np.zeros((len(self), len(places)))
         at = np.arange(len(self))
@@ -78,7 +82,7 @@ class MixtureTable:
         return found
 
     def plan(self, problem: Problem, index: int) -> TrainingPlan:
-        """List one of them."""
+        """Return the fastest unlisted training plan with the devices of row ``index``."""
         mixture = problem.mixtures[self.mixture[index]]
         listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
         pairs = [
@@ -101,7 +105,7 @@ class UnlistedPlans:
         self._keep(able, np.full(len(able), np.inf))
 
     def judge(self, bounds: PriceBounds, prices: ShadowPrices, cost: float) -> None:
-        """Only those that have room at these prices, as they had at all before, are left."""
+        """Keep only the plans that have room at these prices, and had room at all earlier ones."""
         found = [bounds.room_of(*means, prices, cost) for means in self._means()]
         room = np.minimum(self.room, np.concatenate(found) if found else self.room)
         self._keep(room >= -_EXACT, room)
@@ -126,7 +130,8 @@ class UnlistedPlans:
         self._table, self.room = self._table.kept(which), room[which]
 
     def _means(self) -> Iterator[tuple[Floats, Floats]]:
-        """Devices and busy parts of the plans, so many at a time."""
+        """Yield the devices of the plans and the parts of the time for which they are busy, ``_CHUNK`` plans at a
+        time."""
         for start in range(0, len(self._table), _CHUNK):
             part = self._table.kept(np.arange(start, min(start + _CHUNK, len(self._table))))
             yield part.training(self._load.problem), part.cycle_s * self._load.rate
@@ -135,8 +140,8 @@ class UnlistedPlans:
 def _cells(
     mixture: Mixture, listed: set[tuple[TrainingPart, ...]], alone: tuple[Floats, Floats]
 ) -> tuple[Ints, Ints, Floats]:
-    """(devices of the first type, of the second, cycle time) of every plan that none of no more devices beats: none of
-    the mixture's, none of its types ``alone``."""
+    """Return (devices of the first type, devices of the second, cycle time) of every plan that no plan with as few
+    devices of each type beats, neither one of the mixture nor one of a single type (``alone``)."""
     one, other = _Side(mixture.first), _Side(mixture.second)
     step_s = np.full((len(one.sizes), len(other.sizes)), np.inf)
     known = set(_listed_pairs(mixture, listed))
@@ -167,7 +172,8 @@ class _Side:
 
 
 def _step_s(batch_s: Floats, fixed_s: Floats, other_batch_s: Floats, other_fixed_s: Floats) -> Floats:
-    """``balanced_shares`` for arrays of pairs; infinite where one of a pair would only delay the other."""
+    """Compute ``balanced_shares`` for arrays of pairs; the result is infinite where one of a pair would only delay the
+    other."""
     step_s: Floats = (1 + (fixed_s / batch_s + other_fixed_s / other_batch_s)) / (1 / batch_s + 1 / other_batch_s)
     step_s[np.maximum(fixed_s, other_fixed_s) >= step_s] = np.inf
     return step_s
@@ -180,7 +186,8 @@ def _plan(mixture: Mixture, x: PartCost, y: PartCost) -> TrainingPlan:
 
 
 def _alone(problem: Problem, mixture: Mixture) -> tuple[Floats, Floats]:
-    """By number of devices, from none, the least cycle time of up to so many of either type."""
+    """Return, for each side of the mixture and each number of devices from 0, the least cycle time of a plan of that
+    type alone with at most that many devices."""
     found = []
     for side in (mixture.first, mixture.second):
         least = np.full(1 + max(choice.part.num_devices for choice in side), np.inf)
@@ -192,7 +199,7 @@ def _alone(problem: Problem, mixture: Mixture) -> tuple[Floats, Floats]:
 
 
 def _listed_pairs(mixture: Mixture, listed: Iterable[tuple[TrainingPart, ...]]) -> Iterator[tuple[int, int]]:
-    """Indices of the pairs of parts that are listed."""
+    """Yield the indices of the pairs of parts that are listed."""
     first, second = ({choice.part: i for i, choice in enumerate(s)} for s in (mixture.first, mixture.second))
     for parts in listed:
         for x, y in (parts, parts[::-1]):
@@ -201,7 +208,7 @@ def _listed_pairs(mixture: Mixture, listed: Iterable[tuple[TrainingPart, ...]]) 
 
 
 def _shape(parts: Iterable[TrainingPart]) -> tuple[TrainingPart, ...]:
-    """By its parts alone, whatever their order."""
+    """Identify a plan by its parts alone, whatever their order and shares."""
     return tuple(sorted((replace(part, share=1.0) for part in parts), key=lambda p: p.device))
 
 

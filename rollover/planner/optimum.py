@@ -114,7 +114,7 @@ class _Search:
     # --- Aim A ----------------------------------------------------------------------------------------------------
 
     def fastest(self) -> _Found | None:
-        """The greatest rate."""
+        """Find the greatest rate."""
         quickest = min(plan.cycle_s for plan in self.problem.plans)
         top = 1 / min(quickest, self.unlisted.cycle_s.min(initial=math.inf))
         hoped = highest(self._promised, top, known=0.0, accuracy=_ROUGH)
@@ -135,8 +135,8 @@ class _Search:
         return replace(best, bound=bound, gap=max(0.0, bound / best.rate - 1))
 
     def _nearer(self, best: _Found, high: float) -> _Found:
-        """A point close to the highest below ``high``, by halves, asking the most promising trainer alone: to climb
-        takes small steps."""
+        """Return a point close to the highest rate below ``high``, found by halving the interval and asking only the
+        most promising trainer: climbing takes small steps."""
         while high > best.rate * (1 + _STEPS * self.gap):
             middle = (best.rate + high) / 2
             better = self._beyond(middle, exact=False, most=1)
@@ -147,7 +147,7 @@ class _Search:
         return best
 
     def _first(self, hoped: float) -> _Found | None:
-        """A good point, found by rounding at ever lower rates; ``None`` where there is none at any."""
+        """Find a good point by rounding at ever lower rates; return ``None`` where there is none at any rate."""
         part = _FIRST
         while part > _SLOWEST:
             best = self._beyond(part * hoped, exact=False)
@@ -164,7 +164,7 @@ class _Search:
         return PriceBounds(load).promise(able) if able else -1.0
 
     def _ceiling(self, rate: float) -> float:
-        """A rate that no plan of all exceeds, by the prices of those that are listed, at ``rate``."""
+        """Return a rate that no plan exceeds, judged at ``rate`` by the prices of the plans that are listed."""
         load = RateLoad(self.problem, rate)
         able, bounds = load.able(), PriceBounds(load)
         prices = bounds.prices(able)
@@ -172,8 +172,8 @@ class _Search:
         return rate * (1 + max(0.0, float(more), UnlistedPlans(self.unlisted, load).beyond(bounds, prices)))
 
     def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
-        """A point that reaches ``rate`` or more; ``None`` where it is proved that there is none, or, not ``exact``,
-        where rounding finds none among so many of the ``most`` promising trainers.
+        """Return a point that reaches ``rate`` or more. ``None`` means that there is provably none or, if not
+        ``exact``, that rounding found none among the ``most`` most promising trainers.
 
         Where caps are shared the answer is quick. What that leaves open is asked without an objective, which is several
         times faster than to look for the best."""
@@ -201,16 +201,17 @@ class _Search:
         return None
 
     def _reached(self, point: ProgramPoint | None, rate: float) -> _Found | None:
-        """``None`` too for a point without replicas: at a low rate the solver takes a millionth of one for none."""
+        """Return the point with the rate that it reaches. ``None`` also stands for a point without replicas: at a low
+        rate the solver takes a millionth of a replica for none."""
         if point is None or not point.y.any():
             return None
         reached = rate_reached(self.problem, point.y, point.plan, known=rate, accuracy=self.gap / 10)
         return _Found(point=point, rate=reached or rate)
 
     def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
-        """Each plan that may carry ``load`` (with a ``cost``: for no more than that), the most promising first, and a
-        programme without the replicas that it cannot bear. Of the plans that are not listed, those that prices leave
-        are listed when their turn comes."""
+        """Yield each plan that may carry ``load`` (at no more than ``cost``, if one is given), the most promising
+        first, with a programme without the replicas that the plan cannot bear. Unlisted plans that the prices do not
+        rule out are listed when their turn comes."""
         load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
         unlisted, bounds = UnlistedPlans(self.unlisted, load), PriceBounds(load)
         able = [p for p in load.able() if load.rate < self.missed[p]]
@@ -236,7 +237,7 @@ class _Search:
                 most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
 
     def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
-        """``load`` of the problem that lists ``plan`` too."""
+        """Add ``plan`` to the problem's list, and return ``load`` of that problem."""
         self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
         self.missed.append(math.inf)
         self.unlisted = self.unlisted.without(self.problem, plan)
@@ -245,7 +246,7 @@ class _Search:
     # --- Aim B and the passes after it ----------------------------------------------------------------------------
 
     def cheapest(self, target: float) -> _Found | None:
-        """The least cost of ``target`` steps/s."""
+        """Find the least cost of ``target`` steps/s."""
         missing = [s.device for s in self.problem.supplies if s.price_per_hour is None]
         if missing:
             raise PlanError(f"the least cost needs a price: write price_per_hour for {', '.join(missing)}")
@@ -259,7 +260,7 @@ class _Search:
         return _Found(point=point, rate=rate, bound=rate, gap=self.gap)
 
     def simplified(self, found: _Found) -> _Found:
-        """Least cost at (almost) the rate found, then fewest kinds of replica at that cost."""
+        """Choose the least cost at (almost) the rate found, then the fewest kinds of replica at that cost."""
         target = self.problem.target_steps_per_s
         floor = found.rate * (1 - self.spare) if target is None else target
         load, point = RateLoad(self.problem, floor), found.point
@@ -280,8 +281,8 @@ class _Search:
         return replace(found, point=point, rate=rate, bound=bound, gap=bound / rate - 1)
 
     def _below(self, load: RateLoad, cost: float, *, exact: bool) -> ProgramPoint | None:
-        """A point that carries ``load`` and costs no more than ``cost``; its objective is what it costs. Not ``exact``:
-        one that rounding finds."""
+        """Return a point that carries ``load`` and costs no more than ``cost``; its objective is its cost. If not
+        ``exact``, return only one that rounding finds."""
         for _, program in self._promising(load, cost):
             costs = program.cost_row(load.costs)
             program.limit(costs, cost)
@@ -299,7 +300,8 @@ class _Search:
         return None
 
     def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
-        """The same trainer, at the same cost, with fewer of the kinds of replica in use."""
+        """Return a point with the same trainer, at the same cost, with fewer of the kinds of replica that are in
+        use."""
         program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
         program.limit(program.cost_row(load.costs), load.cost(point.y, point.plan) * (1 + 1e-6))
         fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())

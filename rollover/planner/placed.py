@@ -67,20 +67,21 @@ def costed_on_links(
 def engine_on_links(
     topology: Topology, model: ModelShape, workload: WorkloadSpec, kind: ReplicaKind, replicas: Sequence[Pipeline]
 ) -> ReplicaCosts:
-    """The costs of ``replicas`` of one kind, whose stages hand over on the narrowest link that any of them uses."""
+    """Return the costs of ``replicas`` of one kind, whose stages hand over on the narrowest link that any of them
+    uses."""
     device = topology.fleet.by_name[kind.device]
     link = _stage_link(topology, replicas) or device.link
     return replica_costs(model, workload, device, kind.tp, kind.pp, stage_link=link)
 
 
 def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:
-    """The narrowest link over which new weights come to ``replicas``; ``ways`` is ``Topology.broadcast``."""
+    """Return the narrowest link over which new weights reach ``replicas``; ``ways`` is ``Topology.broadcast``."""
     return narrowest(ways[node] for r in replicas for node in r.nodes) or device.link
 
 
 def _stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
-    """The narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` where none leaves its
-    node."""
+    """Return the narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` where none leaves
+    its node."""
     return topology.narrowest(pair for pipeline in pipelines for pair in neighbours(pipeline))
 
 
@@ -92,7 +93,7 @@ def _training(
     placement: Placement,
     ways: Mapping[int, Link | None],
 ) -> tuple[TrainingPlan, dict[str, Link]]:
-    """The plan at its real links, and by device the narrowest link among its pipelines."""
+    """Return the plan costed on its real links and, by device, the narrowest link among its pipelines."""
     trainers, joints = [], {}
     for member, part in enumerate(plan.parts):
         device = topology.fleet.by_name[part.device]
@@ -111,7 +112,8 @@ def _training(
 
 
 def _networks(topology: Topology, ways: Mapping[int, Link | None], joints: Mapping[str, Link]) -> dict[str, Link]:
-    """The narrowest link that each type met between nodes: in its pipelines, or on the way of the weights to it."""
+    """Return the narrowest link that each type met between nodes: in its pipelines, or on the way of the weights to
+    it."""
     found = dict(joints)
     for node, way in ways.items():
         name = topology.fleet.nodes[node].device.name

@@ -22,7 +22,10 @@ from rollover.planner.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Devices of one node that work on the same layers: a tensor-parallel group."""
+    """Devices of one node that work on the same layers: a tensor-parallel group.
+
+    Example: ``Stage(node=2, devices=(4, 5, 6, 7))`` is a tensor-parallel group of 4 on half of a node of 8.
+    """
 
     node: int
     """Index in the fleet's nodes."""
@@ -32,7 +35,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines."""
+    """Stages in the order of the layers: a replica, or one of a trainer's data-parallel pipelines.
+
+    Example: ``Pipeline(member=0, stages=(Stage(node=0, devices=(0, 1)), Stage(node=1, devices=(0, 1))))`` runs the
+    first half of the layers on node 0 and the second on node 1.
+    """
 
     member: int
     """Index of the training part in its plan, or of the replica's kind in its problem."""
@@ -45,7 +52,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The places of all parts of a solution."""
+    """The places of all parts of a solution.
+
+    Example: the placement of a trainer with dp 2 and of three replicas has 2 pipelines in ``training`` and 3 in
+    ``replicas``.
+    """
 
     training: tuple[Pipeline, ...]
     replicas: tuple[Pipeline, ...]
@@ -77,7 +88,8 @@ def place(
 
 
 def _block(device: Device, shape: TrainingPart | ReplicaKind) -> int:
-    """Devices that are kept on one node: a whole pipeline where nodes hold a whole number of them, else a stage."""
+    """Return the number of devices that are kept on one node: a whole pipeline where nodes hold a whole number of them,
+    else a stage."""
     size = shape.tp * shape.pp
     return size if device.node_size % size == 0 else shape.tp
 
@@ -96,7 +108,8 @@ def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
 
 
 def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
-    """Bytes of a training step: gradients or gathered weights, activations between stages, and the new weights."""
+    """Return the bytes that a training step moves: gradients or gathered weights, activations between stages, and the
+    new weights."""
     weights = BF16_BYTES * model.parameters
     train = 0.0
     for part in plan.parts:
@@ -142,7 +155,7 @@ class _Assigner:
     def _pipelines(
         self, room: dict[int, list[int]], member: int, shape: TrainingPart | ReplicaKind, count: int
     ) -> Iterator[Pipeline]:
-        """``count`` pipelines on the nodes of a type. Stages follow one another along a chain of wide links."""
+        """Yield ``count`` pipelines on the nodes of a type. Stages follow one another along a chain of wide links."""
         nodes = [i for i, node in enumerate(self.nodes) if node.device.name == shape.device and room[i]]
         block, tp, pp = _block(self.nodes[nodes[0]].device, shape), shape.tp, shape.pp
         stages: list[Stage] = []
@@ -156,12 +169,12 @@ class _Assigner:
 
 
 def neighbours(pipeline: Pipeline) -> Iterable[tuple[int, int]]:
-    """Pairs of nodes between which a pipeline's stages hand over."""
+    """Return the pairs of nodes between which a pipeline's stages hand over."""
     return zip(pipeline.nodes, pipeline.nodes[1:], strict=False)
 
 
 def rings(pipelines: Sequence[Pipeline]) -> Iterator[tuple[int, int]]:
-    """Pairs of nodes that are next to each other in the data-parallel rings, one for each stage."""
+    """Yield the pairs of nodes that are next to each other in the data-parallel rings, one ring for each stage."""
     for stage in zip(*(pipeline.nodes for pipeline in pipelines), strict=True):
         nodes = list(dict.fromkeys(stage))
         yield from zip(nodes, [*nodes[1:], nodes[0]], strict=True)

@@ -15,7 +15,11 @@ from rollover.planner.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningRound:
-    """One pass through both phases: the values that phase 1 assumed and those found on the placement."""
+    """One pass through both phases: the values that phase 1 assumed and those found on the placement.
+
+    Example: a round that assumed a step of 30 s and found one of 34.5 s on the placement, with the same weight sync,
+    has ``moved`` 0.15.
+    """
 
     assumed_step_s: float
     step_s: float
@@ -28,7 +32,7 @@ class PlanningRound:
 
     @property
     def moved(self) -> float:
-        """Largest relative change of C_T and S."""
+        """Return the largest relative change of C_T and S."""
         return max(
             abs(self.step_s / self.assumed_step_s - 1),
             abs(self.sync_s / self.assumed_sync_s - 1) if self.assumed_sync_s else 0.0,
@@ -91,23 +95,23 @@ class Plan:
 
     @property
     def trusted_steps_per_s(self) -> float:
-        """The simulated rate if there is one, else the formula's."""
+        """Return the simulated rate if there is one, else the formula's."""
         return self.simulated_steps_per_s or self.solution.steps_per_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained response tokens per second."""
+        """Return the number of response tokens that are trained per second."""
         return self.trusted_steps_per_s * step_tokens(self.workload)
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """In the fleet's currency; ``None`` where a price is missing."""
+        """Return the cost of a million trained tokens in the fleet's currency; ``None`` where a price is missing."""
         cost = self.cost_per_hour
         return None if cost is None else cost / 3600 / self.tokens_per_s * 1e6
 
     @property
     def cost_per_hour(self) -> float | None:
-        """Cost per hour of the devices in use; ``None`` if a price is missing."""
+        """Return the cost per hour of the devices in use; ``None`` if a price is missing."""
         used = self.used
         prices = {d.name: d.price_per_hour for d in self.fleet.devices if used.get(d.name)}
         total = 0.0
@@ -119,29 +123,29 @@ class Plan:
 
     @cached_property
     def used(self) -> dict[str, int]:
-        """Devices in use of each type."""
+        """Return the number of devices of each type that are in use."""
         return devices_used(self.problem, self.solution)
 
     @property
     def idle(self) -> dict[str, int]:
-        """Devices not in use of each type that has any."""
+        """Return the number of devices of each type that are not in use, for each type that has any."""
         left = {device.name: count - self.used.get(device.name, 0) for device, count in self.fleet.stock.items()}
         return {name: count for name, count in left.items() if count}
 
     def to_json(self) -> str:
-        """The whole plan, which pydantic reads back."""
+        """Return the whole plan as JSON, which pydantic reads back."""
         from pydantic import TypeAdapter
 
         return TypeAdapter(Plan).dump_json(self, indent=2).decode()
 
 
 def step_tokens(workload: WorkloadSpec) -> float:
-    """Response tokens of a training step."""
+    """Return the number of response tokens of a training step."""
     return workload.batch_size * workload.response_tokens
 
 
 def devices_used(problem: Problem, solution: Solution) -> dict[str, int]:
-    """Devices of each type that train and that roll out."""
+    """Return the number of devices of each type that train or roll out."""
     found = Counter({part.device: part.num_devices for part in solution.plan.parts})
     for c in solution.active:
         kind = problem.replica_kinds[c]

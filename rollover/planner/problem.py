@@ -52,7 +52,7 @@ def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
 def stock_problem(
     stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, launchable: bool = False
 ) -> Problem:
-    """Build the problem of so many devices of each type, without a budget.
+    """Build the problem of ``stock``, the number of devices of each type, without a budget.
 
     Raises:
         PlanError: the model fits nowhere.
@@ -81,5 +81,5 @@ def stock_problem(
 
 
 def supplies(stock: dict[Device, int]) -> tuple[Supply, ...]:
-    """So many devices of each type, for either role."""
+    """Return the supply of each type: ``stock`` gives the number of its devices, all for either role."""
     return tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items())

@@ -28,7 +28,7 @@ class RateLoad:
     """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), buckets (W), training plans (P) and types (G)."""
 
     def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
-        """``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
+        """Compute the load. ``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
         self.problem = problem
         self.rate = rate
         self._alone = problem.max_staleness == 0 and not any_bound
@@ -88,24 +88,26 @@ class RateLoad:
 
     @property
     def costs(self) -> Floats:
-        """(G,): what a device of each type counts: its price, or 1 where some price is unknown."""
+        """Return (G,): the cost of a device of each type: its price, or 1 where some price is unknown."""
         return np.ones_like(self.prices) if np.isnan(self.prices).any() else self.prices
 
     def cost(self, replicas: Floats, plan: int) -> float:
-        """Count the replicas of each kind and a training plan at ``costs``."""
+        """Return the cost of these replicas of each kind and of a training plan, at ``costs``."""
         return float(self.sizes * (self.of_type.T @ self.costs) @ replicas + self.training[plan] @ self.costs)
 
     def in_time(self, plans: Sequence[int]) -> Mask:
-        """(C, W): what may be decoded where, so that the longest response keeps the bound with one of ``plans``."""
+        """Return (C, W): the buckets that each kind may decode so that the longest response keeps the bound with one of
+        ``plans``."""
         return self.usable & (self.longest <= self.left_s(self.busy[list(plans)].min()))
 
     def left_s(self, busy: Floats) -> Floats:
-        """Batches that the longest response may be under way beside trainers so ``busy``. What rounding is allowed is
-        a part of the bound: a bound of zero leaves no time at any rate, however low."""
+        """Return for how many batches the longest response may be under way beside trainers that are ``busy`` for a
+        part of the time. The allowance for rounding is a part of the bound: a bound of zero leaves no time at any rate,
+        however low."""
         return self._tail * (1 + _ROUNDING) - busy
 
     def joined(self, problem: Problem) -> RateLoad:
-        """The same with the training plans that ``problem`` lists beyond this load's."""
+        """Return the load with the training plans that ``problem`` lists beyond this load's."""
         other = copy(self)
         busy, training = self._needs(problem.plans[len(self.busy) :])
         other.problem = problem
@@ -113,11 +115,12 @@ class RateLoad:
         return other
 
     def able(self, *, any_stock: bool = False) -> list[int]:
-        """Plans that are fast enough, and within stock and budget."""
+        """Return the plans that are fast enough, and within stock and budget."""
         return np.flatnonzero(self.can_train(self.training, self.busy, any_stock=any_stock)).tolist()
 
     def can_train(self, training: Floats, busy: Floats, *, any_stock: bool = False) -> Mask:
-        """(P,): whether plans of these devices (P, G) that are so ``busy`` (P,) are able."""
+        """Return (P,): whether plans with these devices (P, G) that are ``busy`` for these parts of the time (P,) are
+        able."""
         most = [np.inf if s.max_training is None else s.max_training for s in self.problem.supplies]
         fits = (training <= np.minimum(np.inf if any_stock else self.stock, most)).all(axis=1)
         if self.problem.budget_per_hour is not None:

@@ -16,7 +16,10 @@ MAX_DEVICES = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the fleet."""
+    """A machine of the fleet.
+
+    Example: ``Node(name="b-0", device=h20, num_devices=8)``.
+    """
 
     name: str
     device: Device
@@ -40,7 +43,7 @@ class Fleet:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The types, each once, in the order of the nodes."""
+        """Return the types, each once, in the order of the nodes."""
         return tuple(dict.fromkeys(node.device for node in self.nodes))
 
     @property
@@ -49,13 +52,16 @@ class Fleet:
 
     @property
     def stock(self) -> dict[Device, int]:
-        """The number of devices of each type."""
+        """Return the number of devices of each type."""
         return {device: sum(n.num_devices for n in self.nodes if n.device == device) for device in self.devices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """The devices of a type that may be used."""
+    """The devices of a type that may be used.
+
+    Example: ``Supply(device="h20", count=32, price_per_hour=1.85, max_training=0)`` offers 32 H20 for rollouts alone.
+    """
 
     device: str
     count: int
@@ -91,7 +97,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """A limit that the solution reaches."""
+    """A limit that the solution reaches.
+
+    Example: ``Binding(row="stock", subject="h20", slack=0.0)``: every H20 is in use.
+    """
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str
@@ -102,7 +111,11 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The optimum; tuples run over the problem's kinds of replica, inner ones over its buckets."""
+    """The optimum; tuples run over the problem's kinds of replica, inner ones over its buckets.
+
+    Example: ``replicas=(3, 0), rates=((10.24,), (0.0,)), steps_per_s=0.02``: three replicas of the first kind decode
+    all of the 512 samples that are trained every 50 s; ``active`` is ``(0,)``.
+    """
 
     plan: TrainingPlan
     replicas: tuple[int, ...]
@@ -123,7 +136,7 @@ class Solution:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Indices of the kinds in use."""
+        """Return the indices of the kinds in use."""
         return tuple(c for c, y in enumerate(self.replicas) if y)
 
 

@@ -61,7 +61,7 @@ def alternatives_table(plan: Plan) -> Table | None:
 
 
 def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """(label, value, unit, note)."""
+    """Return the plan's key figures as (label, value, unit, note)."""
     currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
     proof = f"proved to {plan.solution.gap:.1%} in {plan.solution.solve_s:.1f} s"
     formula = plan.solution.steps_per_s
@@ -103,7 +103,7 @@ def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
 
 
 def render_plan(plan: Plan) -> str:
-    """The page: one file that loads nothing."""
+    """Return the page of a plan: one file that loads nothing."""
     page = Page(f"{plan.fleet.name} · Rollover plan")
     facts = [
         plan.model.name,
@@ -182,7 +182,7 @@ def _colour(c: int) -> str:
 
 
 def _picture(plan: Plan) -> str:
-    """Nodes as boxes, devices as squares."""
+    """Draw nodes as boxes and devices as squares."""
     marks = _marks(plan)
     legend = "".join(
         f'<span><i style="background:var({colour})"></i>{escape(name)}</span>' for colour, name in _legend(plan)
@@ -207,7 +207,7 @@ def _square(mark: tuple[str, str, str] | None, node: str, device: int) -> str:
 
 
 def _marks(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
-    """(node, device) -> (colour, label, what it does)."""
+    """Return a mapping (node, device) -> (colour, label, what it does)."""
     found = {}
     for number, pipeline in enumerate(plan.placement.training):
         part = plan.solution.plan.parts[pipeline.member]
@@ -236,7 +236,7 @@ def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _lengths(plan: Plan) -> Figure:
-    """Stacked shares of samples over length buckets."""
+    """Draw the share of samples of each length bucket, stacked by kind of replica."""
     rate = plan.solution.steps_per_s * plan.workload.batch_size
     ends = [bucket.max_tokens for bucket in plan.workload.buckets]
     names = [f"{low:,}–{high:,}" for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False)]
@@ -257,7 +257,7 @@ def _lengths(plan: Plan) -> Figure:
 
 
 def _bars(plan: Plan) -> Figure:
-    """The plan over its alternatives."""
+    """Draw the rate of the plan above those of its alternatives."""
     per_step = step_tokens(plan.workload)
     entries = [("this plan", plan.solution.steps_per_s), *((a.name, a.steps_per_s) for a in plan.alternatives)]
     trace = {

@@ -30,8 +30,8 @@ _SHORT = 1e-3
 
 
 def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
-    """The fleet as phase 1 should see it. ``networks``: links between nodes by device type, where they differ from the
-    fleet's."""
+    """Return the fleet as phase 1 should see it. ``networks``: links between nodes by device type, where they differ
+    from the fleet's."""
     nodes = [
         replace(n, device=replace(n.device, network=networks.get(n.device.name, n.device.network))) for n in fleet.nodes
     ]
@@ -39,7 +39,7 @@ def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
 
 
 def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Plan:
-    """The best plan found that may use every node.
+    """Return the best plan found that may use every node.
 
     Raises:
         PlanError: nothing satisfies the limits; where it is to ``explain``, the message says which stand in the way.
@@ -88,7 +88,7 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
 
 
 def rank(plan: Plan) -> tuple[float, float]:
-    """The sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
+    """Return the sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
     target, rate = plan.problem.target_steps_per_s, plan.solution.steps_per_s
     if target is None:
         return -rate, plan.cost_per_hour or 0.0
@@ -102,7 +102,7 @@ def _inside(fleet: Fleet) -> dict[str, Link]:
 
 
 def _renumbered(placement: Placement, active: Sequence[int]) -> Placement:
-    """``active``: the kinds of the phase-1 problem that are kept, in order."""
+    """Renumber the replicas' kinds. ``active``: the kinds of the phase-1 problem that are kept, in order."""
     replicas = tuple(replace(r, member=active.index(r.member)) for r in placement.replicas)
     return replace(placement, replicas=replicas)
 
@@ -120,7 +120,7 @@ def _round(assumed: Solution, real: PlacedSolution) -> PlanningRound:
 
 
 def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
-    """The problem with shapes as they were re-costed where they were placed last."""
+    """Replace each shape of the problem by its latest cost on a placement, where it has been placed."""
     plans = {plan.shape: plan for plan in problem.plans}
     kinds = {kind.key: kind for kind in problem.replica_kinds}
     for placed in met:

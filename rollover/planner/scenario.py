@@ -78,7 +78,7 @@ def _change(scenario: PlanScenario, part: str, key: str, device: str | None, tex
 
 
 def _resized(fleet: Fleet, device: str, count: int, part: str) -> tuple[Node, ...]:
-    """Nodes of a type are taken away from the end, or added after the last one."""
+    """Take nodes of a type away from the end, or add them after the last one."""
     mine = [n for n in fleet.nodes if n.device.name == device]
     size = mine[0].num_devices
     if count % size:
@@ -93,7 +93,7 @@ def _resized(fleet: Fleet, device: str, count: int, part: str) -> tuple[Node, ..
 
 
 def _whole(part: str, number: float, now: int, *, most: int) -> int:
-    """``number`` more than there are ``now``, which is 0 where the number has no sign."""
+    """Return ``number`` more than there are ``now``, which is 0 where the number has no sign."""
     value = number + now
     if not math.isfinite(value) or value != int(value) or not 0 <= value <= most:
         sum_ = f"{now} {'-' if number < 0 else '+'} {abs(number):.12g} = " if now else ""

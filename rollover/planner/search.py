@@ -115,21 +115,21 @@ def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
 
 
 def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
-    """The part as a fleet."""
+    """Return the part as a fleet."""
     kept = tuple(fleet.nodes[i] for i in nodes)
     names = {node.name for node in kept}
     return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))
 
 
 def _widest(fleet: Fleet) -> dict[str, Link]:
-    """Links than which no plan on the fleet meets a wider one, inside a node or between two."""
+    """Return links at least as wide as any that a plan on the fleet can meet, inside a node or between two."""
     topology = Topology.of(fleet)
     best = Link(bytes_per_s=float(topology.widths.max()), latency_s=float(topology.latencies.min()))
     return {device.name: best for device in fleet.devices}
 
 
 def _kinds(fleet: Fleet, topology: Topology) -> list[list[int]]:
-    """Nodes of one device with equal links."""
+    """Group the nodes that have the same device and equal links."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, node in enumerate(fleet.nodes):
         links = tuple(sorted(zip(topology.widths[i].tolist(), topology.latencies[i].tolist(), strict=True)))
@@ -148,7 +148,7 @@ def _taken(kinds: list[list[int]]) -> Iterator[Sequence[Sequence[int]]]:
 
 
 def _islands(topology: Topology) -> list[tuple[int, ...]]:
-    """Nodes that links of at least some width join, whatever the width."""
+    """Return the sets of nodes that links of at least some width join, for every width."""
     widths = topology.widths.copy()
     np.fill_diagonal(widths, 0.0)
     found = []

@@ -26,7 +26,11 @@ _LOSS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowPrices:
-    """Shadow prices of the limits (dual variables), relative to each other or beside what devices really cost."""
+    """Shadow prices of the limits (dual variables), relative to each other or beside what devices really cost.
+
+    Example: for two types, ``limits=[0.7, 0.2, 0.0, 0.1]`` prices the two, then a budget that does not bind, then
+    staleness.
+    """
 
     limits: Floats
     """(G + 2,): each type, the budget, staleness."""
@@ -56,7 +60,7 @@ class PriceBounds:
         """(P,)"""
 
     def prices(self, plans: Sequence[int], *, real: bool = False) -> ShadowPrices:
-        """Those that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
+        """Return the prices that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
 
         Variables: a price for every limit, the worth of every bucket, and the means of the richest plan."""
         limits, buckets = self.has.shape[1], self.waiting.shape[1]
@@ -83,12 +87,13 @@ class PriceBounds:
         return ShadowPrices(limits=np.maximum(found.x[:limits], 0), real=float(real))
 
     def room(self, prices: ShadowPrices, cost: float = 0.0) -> Floats:
-        """(P,): what each plan could pay beyond what it must, with ``real`` costs up to a total of ``cost``; below zero
-        where it cannot carry the load."""
+        """Return (P,): how much more each plan could pay than it must, with ``real`` costs up to a total of ``cost``;
+        below zero where it cannot carry the load."""
         return self.room_of(self.load.training, self.load.busy, prices, cost)
 
     def room_of(self, training: Floats, busy: Floats, prices: ShadowPrices, cost: float = 0.0) -> Floats:
-        """The same for any plans, by their devices (P, G) and the part of the time (P,) in which they are busy."""
+        """Return the same for any plans, given their devices (P, G) and the part of the time (P,) in which they are
+        busy."""
         spent = training @ self.load.costs / self.unit
         must = self._must(prices, busy)
         return self._has(training, busy) @ prices.limits - must + prices.real * (cost / self.unit - spent)
@@ -99,8 +104,8 @@ class PriceBounds:
         return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
 
     def beyond(self, training: Floats, busy: Floats, prices: ShadowPrices) -> Floats:
-        """(P,): how much more than the load any plans might carry, relative: no prices promise too little. Where a load
-        costs nothing, as on a type without a price that only a quicker trainer leaves in time, that is without end."""
+        """Return (P,): how much more than the load any plans might carry, relative: no prices promise too little. It is
+        infinite where a load costs nothing, as on a type without a price that only a quicker trainer leaves in time."""
         must = self._must(prices, busy)
         can = self._has(training, busy) @ prices.limits
         return np.divide(can, must, out=np.full(len(must), np.inf), where=must > 0) - 1
@@ -113,8 +118,8 @@ class PriceBounds:
         return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 
     def most(self, prices: ShadowPrices, plan: int, room: float) -> Floats:
-        """(C,): replicas of each kind that ``plan`` can pay for with ``room``: those of a poor kind cost more than
-        they make."""
+        """Return (C,): the number of replicas of each kind that ``plan`` can pay for with ``room``: those of a poor
+        kind cost more than they make."""
         usable = self.load.in_time([plan])
         made = np.where(usable, self._worth(prices), np.inf).min(axis=0) - self.waiting * prices.limits[-1]
         earns = np.where(usable, made / self.load.time, 0.0).max(axis=1, initial=0.0)
@@ -122,7 +127,8 @@ class PriceBounds:
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
     def _must(self, prices: ShadowPrices, busy: Floats) -> Floats:
-        """(P,): what all samples cost on the kinds that plans so ``busy`` leave in time."""
+        """Return (P,): the cost of all samples on the kinds that are in time beside plans ``busy`` for that part of the
+        time."""
         load, must = self.load, np.zeros(len(busy))
         worth, left = np.where(load.usable, self._worth(prices), np.inf), load.left_s(busy)
         for longest, cost in zip(load.longest.T, worth.T, strict=True):
@@ -132,9 +138,9 @@ class PriceBounds:
         return must
 
     def _charge(self, prices: ShadowPrices) -> Floats:
-        """(C,): of a replica."""
+        """Return (C,): the charge for one replica."""
         return self.uses @ prices.limits[:-1] + prices.real * self.cost
 
     def _worth(self, prices: ShadowPrices) -> Floats:
-        """(C, W): what it costs to decode all of a bucket on a kind."""
+        """Return (C, W): the cost of decoding all of a bucket on a kind."""
         return self.load.time * self._charge(prices)[:, None] + self.waiting * prices.limits[-1]

@@ -39,7 +39,7 @@ def held(problem: Problem, replicas: Sequence[int]) -> Solution | None:
 def rate_reached(
     problem: Problem, replicas: Floats, plan: int, *, known: float = 0.0, accuracy: float = _ACCURACY
 ) -> float | None:
-    """Steps/s of these replicas and this trainer, at least ``known``; ``None`` where they reach no rate."""
+    """Return the steps/s of these replicas and this trainer, at least ``known``; ``None`` where they reach no rate."""
     active = np.flatnonzero(replicas)
     alone = replace(
         problem, replica_kinds=tuple(problem.replica_kinds[c] for c in active), plans=(problem.plans[plan],)
@@ -67,8 +67,8 @@ def rate_reached(
 
 
 def highest(surplus: Callable[[float], float], top: float, *, known: float, accuracy: float) -> float:
-    """The highest rate up to ``top`` with a ``surplus`` of zero or more, from below; the surplus falls in the rate and
-    is taken not to be negative at ``known``."""
+    """Find the highest rate up to ``top`` with a ``surplus`` of zero or more, from below; the surplus falls in the rate
+    and is assumed not to be negative at ``known``."""
     tried = [known]
 
     def height(rate: float) -> float:
@@ -91,7 +91,7 @@ def highest(surplus: Callable[[float], float], top: float, *, known: float, accu
 
 
 def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bound: float, gap: float) -> Solution:
-    """The solution of these whole numbers at ``rate``: with the samples that keep staleness lowest."""
+    """Return the solution of these whole numbers at ``rate``, with the samples that keep staleness lowest."""
     load = RateLoad(problem, rate)
     program = Program(load, [plan], most=replicas)
     program.fix()
@@ -119,12 +119,12 @@ def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bou
 
 
 def _used(load: RateLoad, replicas: Floats, plan: int) -> Floats:
-    """(G,): devices of each type."""
+    """Return (G,): the number of devices of each type in use."""
     return load.of_type @ (load.sizes * replicas) + load.training[plan]
 
 
 def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float) -> int:
-    """The least bound under which these replicas and this trainer keep ``rate``."""
+    """Return the least bound under which these replicas and this trainer keep ``rate``."""
     for least in (0, 1):
         bound = replace(problem, max_staleness=least and max(1, problem.max_staleness), tail="none")
         program = Program(RateLoad(bound, rate), [plan], most=replicas, relaxed=("staleness",))
@@ -136,7 +136,7 @@ def _staleness_needed(problem: Problem, replicas: Floats, plan: int, rate: float
 
 
 def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Binding, ...]:
-    """Limits without slack, in the order of the rows."""
+    """Return the limits without slack, in the order of the rows."""
     problem, bound, busy = load.problem, load.problem.max_staleness, float(load.busy[point.plan])
     found = []
 

@@ -32,7 +32,7 @@ class ConstraintRows:
         self._limits: list[tuple[float, float]] = []
 
     def add(self, where: npt.ArrayLike, values: npt.ArrayLike, *, low: float = -np.inf, high: float = np.inf) -> None:
-        """low <= values @ variables[where] <= high."""
+        """Add the row ``low <= values @ variables[where] <= high``."""
         places = np.asarray(where, dtype=np.int64)
         factors = np.broadcast_to(np.asarray(values, dtype=np.float64), places.shape)
         self._where.append(places[factors != 0])
@@ -61,7 +61,7 @@ def minimum(
     gap: float = 0.0,
     time_limit_s: float | None = None,
 ) -> OptimizeResult | None:
-    """The best point, or ``None`` where there is none; raises ``OutOfTime`` before either is known."""
+    """Return the best point, or ``None`` where there is none; raises ``OutOfTime`` before either is known."""
     options: Any = {"mip_rel_gap": gap}
     if time_limit_s is not None:
         options["time_limit"] = max(time_limit_s, 0.05)
@@ -76,7 +76,7 @@ def minimum(
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """The solver's library prints remarks of its own to the process's standard output, past Python."""
+    """Silence the solver's library, which prints remarks of its own to the process's standard output, past Python."""
     sys.stdout.flush()
     kept, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:

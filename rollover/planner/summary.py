@@ -19,7 +19,11 @@ USELESS = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One line of the plan: a training part, or all replicas of a kind."""
+    """One line of the plan: a training part, or all replicas of a kind.
+
+    Example: ``Role(role="rollout", device="h20", num_devices=24, shape="tp 2, batch 64", count="12 replicas",
+    lengths="all lengths", share=1.0, utilisation=0.97)``.
+    """
 
     role: str
     device: str
@@ -35,7 +39,7 @@ class Role:
 
 
 def roles(plan: Plan) -> tuple[Role, ...]:
-    """Training first, then replicas by their share of the samples."""
+    """Return the roles of the plan: training first, then replicas by their share of the samples."""
     training = plan.solution.plan
     found = [
         Role(
@@ -73,19 +77,20 @@ def roles(plan: Plan) -> tuple[Role, ...]:
 
 
 def _shape(*, dp: int, tp: int, pp: int) -> str:
-    """``dp 2 × tp 4``: the ways that divide anything."""
+    """Describe a shape by the ways that divide anything, such as ``dp 2 × tp 4``."""
     ways = [f"{name} {n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n > 1]
     return " × ".join(ways) or "1 device"
 
 
 def _busy(plan: Plan, kind: ReplicaKind, rates: tuple[float, ...]) -> float:
-    """Replicas' worth of time: decoding and weight updates."""
+    """Return how many replicas' worth of time decoding and weight updates take."""
     rate = plan.solution.steps_per_s
     return sum(x / r / (1 - rate * update) for x, r, update in zip(rates, kind.rates, kind.updates_s, strict=True) if x)
 
 
 def _lengths(plan: Plan, c: int) -> str:
-    """``up to 3,400 tokens`` and the like; a bucket counts from a hundredth of it on."""
+    """Describe the lengths that a kind decodes, such as ``up to 3,400 tokens``; a bucket counts from a hundredth of it
+    on."""
     if plan.routing == "load":
         return "all lengths"
     buckets = plan.workload.buckets
@@ -140,7 +145,7 @@ def _rate(plan: Plan, other: Alternative) -> str:
 
 
 def _useless(plan: Plan) -> Iterator[str]:
-    """Devices that bring nothing, or next to nothing."""
+    """Yield what there is to say about devices that bring nothing, or next to nothing."""
     if plan.idle:
         yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be better.{_worth(plan, plan.idle)}"
     leaner = plan.leaner
@@ -260,7 +265,7 @@ def _placed(plan: Plan) -> Iterator[str]:
 
 
 def unverified(plan: Plan) -> tuple[str, ...]:
-    """The unverified figures that the plan relies on."""
+    """Name the unverified figures that the plan relies on."""
     return tuple(
         f"Not verified for {device.title}: {', '.join(device.unverified)}."
         for device in plan.fleet.devices

@@ -15,7 +15,10 @@ from rollover.planner.records import Fleet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Links between nodes, which are numbered as in the fleet."""
+    """Links between nodes, which are numbered as in the fleet.
+
+    Example: two nodes with 400 GB/s inside and 25 GB/s between them have ``widths=[[4e11, 2.5e10], [2.5e10, 4e11]]``.
+    """
 
     fleet: Fleet
     widths: Floats
@@ -37,7 +40,7 @@ class Topology:
         return cls(fleet=fleet, widths=widths, latencies=latencies)
 
     def fabric(self) -> Fabric:
-        """Nodes as islands. A node's devices share its network."""
+        """Return the nodes as islands. A node's devices share its network."""
         sizes = np.array([n.num_devices for n in self.fleet.nodes])
         shared = self.widths / np.maximum.outer(sizes, sizes)
         np.fill_diagonal(shared, self.widths.diagonal())
@@ -46,15 +49,15 @@ class Topology:
         )
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two nodes, or inside one."""
+        """Return the link between two nodes, or inside one."""
         return Link(bytes_per_s=float(self.widths[a, b]), latency_s=float(self.latencies[a, b]))
 
     def narrowest(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
-        """The narrowest of the links between different nodes; ``None`` where there is none."""
+        """Return the narrowest of the links between different nodes; ``None`` where there is none."""
         return narrowest(self.link(a, b) for a, b in pairs if a != b)
 
     def chain(self, nodes: Sequence[int]) -> list[int]:
-        """The nodes in an order whose neighbours are joined by wide links: each time the widest link onwards."""
+        """Order the nodes so that neighbours are joined by wide links, each time along the widest link onwards."""
         if not nodes:
             return []
         left = sorted(nodes)
@@ -67,8 +70,8 @@ class Topology:
         return order
 
     def broadcast(self, sources: Sequence[int], targets: Sequence[int]) -> dict[int, Link | None]:
-        """For each target the narrowest link on the widest way from a source, by way of other targets where that is
-        wider: what a pipelined broadcast of weights runs at. ``None`` for a target that is a source."""
+        """Return for each target the narrowest link on the widest way from a source, by way of other targets where that
+        is wider: the speed of a pipelined broadcast of weights. ``None`` for a target that is a source."""
         reached: dict[int, Link | None] = dict.fromkeys(sources)
         waiting = [t for t in targets if t not in reached]
         while waiting:

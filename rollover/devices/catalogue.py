@@ -24,7 +24,10 @@ DOLLAR, RELATIVE = "USD", "L20"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceRange:
-    """A range of prices, because offers differ."""
+    """A range of prices, because offers differ.
+
+    Example: offers from 1.9 to 3.5 dollars per hour are ``PriceRange(low=1.9, high=3.5)``; plans count with 1.9.
+    """
 
     low: float
     high: float
@@ -36,7 +39,10 @@ class PriceRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyEntry:
-    """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default."""
+    """Table ``[efficiency]``, or ``efficiency`` of a device: unset keys keep the default.
+
+    Example: ``EfficiencyEntry(train=0.45, step_ms=2.0)`` changes two figures and keeps the others.
+    """
 
     train: float | None = None
     """Fraction of bf16_tflops that training reaches."""
@@ -70,7 +76,10 @@ class EfficiencyEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """Table ``[devices.KEY]``: figures from vendors and price lists. Unset keys keep the catalogue's values."""
+    """Table ``[devices.KEY]``: figures from vendors and price lists. Unset keys keep the catalogue's values.
+
+    Example: the packaged H20 has ``bf16_tflops=148.0, hbm_gbps=4000.0, hbm_gib=95.58, link_gbps=900.0``.
+    """
 
     name: str | None = None
     """Human-readable name of the device."""
@@ -119,13 +128,13 @@ class Catalogue:
     devices: dict[str, DeviceEntry] = field(default_factory=dict)
 
     def find(self, key: str) -> DeviceEntry:
-        """The entry of ``key``; raises ``ConfigError`` with the nearest name."""
+        """Return the entry of ``key``; raises ``ConfigError`` with the nearest name."""
         if key not in self.devices:
             raise ConfigError(f"unknown device {key!r}{nearest(key, self.devices)}")
         return self.devices[key]
 
     def extended(self, more: Catalogue, document: toml.Document) -> Catalogue:
-        """The user's file over this catalogue; ``more`` was read from ``document``."""
+        """Lay the user's file over this catalogue; ``more`` was read from ``document``."""
         devices = dict(self.devices)
         for key, entry in more.devices.items():
             known = devices.get(key)
@@ -142,7 +151,8 @@ class Catalogue:
     def surroundings(
         self, key: str, *, name: str, node_size: int, network: Link | None, price_per_hour: float | None
     ) -> Device:
-        """The device ``key`` as it stands in a node; without a ``network`` of its own the node is the whole fleet."""
+        """Return the device ``key`` as it stands in a node; without a ``network`` of its own the node is the whole
+        fleet."""
         entry = self.find(key)
         reached = _merged(self.efficiency, entry.efficiency or EfficiencyEntry())
         assert entry.bf16_tflops and entry.hbm_gbps and entry.hbm_gib and entry.link_gbps
@@ -164,7 +174,7 @@ class Catalogue:
 
 
 def low_price(entry: DeviceEntry, currency: str) -> float | None:
-    """The catalogue's price of a device in one of its currencies."""
+    """Return the catalogue's price of a device in one of its currencies; of a range, the low end."""
     if currency == RELATIVE:
         return entry.relative_price
     price = entry.price_per_hour_usd
@@ -172,13 +182,13 @@ def low_price(entry: DeviceEntry, currency: str) -> float | None:
 
 
 def packaged() -> Catalogue:
-    """The catalogue that comes with Rollover."""
+    """Return the catalogue that comes with Rollover."""
     text = files("rollover.devices").joinpath("devices.toml").read_text()
     return build(Catalogue, toml.parse(text, "devices.toml"))
 
 
 def read(documents: Sequence[toml.Document]) -> Catalogue:
-    """The packaged catalogue overridden by the user's files; later files take precedence."""
+    """Return the packaged catalogue overridden by the user's files; later files take precedence."""
     catalogue = packaged()
     for document in documents:
         catalogue = catalogue.extended(build(Catalogue, document), document)
@@ -190,7 +200,7 @@ def _merged(below: EfficiencyEntry, above: EfficiencyEntry) -> EfficiencyEntry:
 
 
 def _overlaid(known: DeviceEntry, own: DeviceEntry) -> DeviceEntry:
-    """``own`` over ``known``: a figure that the user gives counts as verified, and a price replaces both prices."""
+    """Lay ``own`` over ``known``: a figure that the user gives counts as verified, and a price replaces both prices."""
     changes = _set_keys(own)
     if own.unverified is None:
         changes["unverified"] = tuple(f for f in known.unverified or () if f not in changes)

@@ -30,7 +30,10 @@ _STARTS = ((0.3, 0.3, 1e-4), (0.8, 0.2, 1e-3), (0.1, 0.8, 1e-5), (0.6, 0.6, 1e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A measured time, and the calibrated cost model's prediction."""
+    """A measured time, and the calibrated cost model's prediction.
+
+    Example: ``measured_s=0.020, predicted_s=0.021`` has ``error`` 0.05.
+    """
 
     what: str
     measured_s: float
@@ -44,19 +47,23 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device that the planner can use."""
+    """A device that the planner can use.
+
+    Example: with held-out errors of -0.04 and 0.07, ``worst`` is 0.07.
+    """
 
     device: Device
     predictions: tuple[Prediction, ...]
 
     @property
     def worst(self) -> float:
-        """Largest relative error among the held-out times."""
+        """Return the largest relative error among the held-out times."""
         return max(abs(p.error) for p in self.predictions if p.held_out)
 
 
 def fit(measured: Measurements, key: str) -> Calibration:
-    """The device called ``key``. Figures are the best ones measured, so that no efficiency exceeds 1."""
+    """Return the device called ``key``, fitted to the measurements. Figures are the best ones measured, so that no
+    efficiency exceeds 1."""
     model = parse(measured.model, name=key)
     device = _plain(measured, key, model)
     device = _decoding(device, model, measured)
@@ -66,7 +73,7 @@ def fit(measured: Measurements, key: str) -> Calibration:
 
 
 def entry(calibration: Calibration, key: str) -> str:
-    """The device as a file for ``catalogues`` of a fleet."""
+    """Return the device as a file for ``catalogues`` of a fleet."""
     d, e = calibration.device, calibration.device.efficiency
 
     def short(value: float) -> float:
@@ -98,7 +105,7 @@ def entry(calibration: Calibration, key: str) -> str:
 
 
 def _plain(measured: Measurements, key: str, model: ModelShape) -> Device:
-    """Before any efficiency is known: 1."""
+    """Return the device before any efficiency is known: each is 1."""
     flops = max(
         measured.flops,
         *(forward_flops(model, d.batch, d.context) / d.seconds for d in measured.decodes),
@@ -143,7 +150,8 @@ def _set(device: Device, **efficiency: float) -> Device:
 
 
 def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Device:
-    """Bandwidth, compute and fixed time of an iteration, by the least relative errors over the points not held out."""
+    """Fit the bandwidth, compute and fixed time of an iteration by the least relative errors over the points not held
+    out."""
     known = [d for d in measured.decodes if not d.held_out]
     least_s = min(d.seconds for d in known)
 
@@ -165,7 +173,8 @@ def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Devi
 def _one(
     name: str, predicted_s: Callable[[Device, Measured], float], device: Device, points: Sequence[Measured]
 ) -> Device:
-    """The device with the one efficiency ``name`` that has the least relative errors over the points not held out."""
+    """Return the device with the value of the one efficiency ``name`` that has the least relative errors over the
+    points not held out."""
 
     def error(log_value: float) -> float:
         found = _set(device, **{name: math.exp(log_value)})

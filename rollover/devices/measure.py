@@ -35,7 +35,10 @@ from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Samplin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSizes:
-    """The points that are measured. Every other one is held out: not fitted, only predicted."""
+    """The points that are measured. Every other one is held out: not fitted, only predicted.
+
+    Example: of the default ``prompts`` of 128, 256, 512 and 1,024 tokens, those of 256 and 1,024 are held out.
+    """
 
     scratch: ScratchConfig
     """The model if none is given; its weights should not fit into a processor cache."""
@@ -136,7 +139,7 @@ def _copy(place: torch.device, sizes: MeasuredSizes) -> float:
 
 
 def _link(place: torch.device, sizes: MeasuredSizes) -> tuple[float, float]:
-    """Seconds of a large copy to another device, and of the smallest one."""
+    """Return the seconds of a large copy to another device, and of the smallest one."""
     other = torch.device("cpu")
     if place.type == "cuda" and torch.cuda.device_count() > 1:
         other = torch.device("cuda", (place.index or 0) + 1)
@@ -246,7 +249,7 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSiz
 
 
 def _batch(step: int, sequences: int, length: int, vocab: int) -> Batch:
-    """Groups of two, one sample right and one wrong."""
+    """Make a batch of groups of two, with one sample right and one wrong."""
     ids = tuple((3 + 5 * i) % vocab for i in range(length))
     groups = []
     for number in range(sequences // 2):

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """One decoding iteration."""
+    """One decoding iteration.
+
+    Example: ``Decode(batch=8, context=256.0, seconds=0.021, held_out=False)``.
+    """
 
     batch: int
     context: float
@@ -21,7 +24,10 @@ class Decode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """One prompt."""
+    """One prompt.
+
+    Example: ``Prefill(tokens=512, seconds=0.11, held_out=False)``.
+    """
 
     tokens: int
     seconds: float
@@ -30,7 +36,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step over sequences of equal length."""
+    """One training step over sequences of equal length.
+
+    Example: ``Step(sequences=8, prompt_tokens=128, response_tokens=128, seconds=1.4, held_out=True)`` trains 2,048
+    tokens.
+    """
 
     sequences: int
     prompt_tokens: int
@@ -41,7 +51,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """The measurements of one machine with one model."""
+    """The measurements of one machine with one model.
+
+    Example: an engine in bf16 has ``weight_bytes=2, kv_bytes=2``; a point of ``decodes`` is
+    ``Decode(batch=8, context=256.0, seconds=0.021, held_out=False)``.
+    """
 
     title: str
     """The device's name, as its driver reports it."""

@@ -16,7 +16,7 @@ from rollover.hf.config import read_config
 
 
 def load(model: str | Path) -> ModelShape:
-    """The shape of ``model``: a folder with a ``config.json``, such a file, or an id on the Hugging Face hub."""
+    """Return the shape of ``model``: a folder with a ``config.json``, such a file, or an id on the Hugging Face hub."""
     path = Path(model) if Path(model).exists() else _from_hub(str(model))
     file = path / "config.json" if path.is_dir() else path
     name = file.parent.resolve().name if Path(model).exists() else str(model)
@@ -24,7 +24,7 @@ def load(model: str | Path) -> ModelShape:
 
 
 def parse(config: Mapping[str, Any], *, name: str, file: str = "config.json") -> ModelShape:
-    """The shape that a parsed ``config.json`` describes; raises ``ModelError`` naming ``file`` and key."""
+    """Return the shape that a parsed ``config.json`` describes; raises ``ModelError`` naming ``file`` and key."""
     family = config.get("model_type")
     if family not in _FAMILIES:
         raise ModelError(f"{file}: model_type {family!r} is not supported{nearest(str(family), _FAMILIES)}")
@@ -43,7 +43,7 @@ class _Keys:
         self.file = file
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero."""
+        """Read a whole number above zero."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -52,7 +52,7 @@ class _Keys:
         return value
 
     def number(self, key: str, default: int = 0) -> int:
-        """A whole number that may be zero."""
+        """Read a whole number that may be zero."""
         return self.count(key, 1) if self.config.get(key) else default
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -84,7 +84,7 @@ class _FeedForward:
 
 
 def _grouped(keys: _Keys, *, bias: bool = False, out_bias: bool = False, normed: bool = False) -> _Attention:
-    """Attention with grouped queries; ``normed``: queries and keys are normalised per head."""
+    """Describe attention with grouped queries; ``normed``: queries and keys are normalised per head."""
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     kv_heads = keys.count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -97,7 +97,8 @@ def _grouped(keys: _Keys, *, bias: bool = False, out_bias: bool = False, normed:
 
 
 def _latent(keys: _Keys) -> _Attention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent vector is cached."""
+    """Describe multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent vector is
+    cached."""
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     latent, rope = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
     nope, value = keys.count("qk_nope_head_dim"), keys.count("v_head_dim")
@@ -133,7 +134,7 @@ _FAMILIES: dict[str, Callable[[_Keys], _Attention]] = {
 
 
 def _feed_forward(keys: _Keys, family: str) -> _FeedForward:
-    """Gated feed-forward layers, dense or with routed experts."""
+    """Describe the gated feed-forward layers, dense or with routed experts."""
     hidden, layers = keys.count("hidden_size"), keys.count("num_hidden_layers")
     if family in ("llama", "mistral", "qwen2", "qwen3"):
         width = keys.count("intermediate_size")
@@ -156,7 +157,8 @@ def _feed_forward(keys: _Keys, family: str) -> _FeedForward:
 
 
 def _experts(keys: _Keys, family: str) -> tuple[int, int, int, int]:
-    """Routed experts, the width of one, the width of what every token shares, and further parameters of a layer."""
+    """Return the number of routed experts, the width of one, the width that every token shares, and the other
+    parameters of a layer."""
     if family == "mixtral":
         return keys.count("num_local_experts"), keys.count("intermediate_size"), 0, 0
     width = keys.count("moe_intermediate_size")
@@ -173,7 +175,7 @@ def _experts(keys: _Keys, family: str) -> tuple[int, int, int, int]:
 
 
 def _sparse_layers(keys: _Keys, family: str, layers: int) -> int:
-    """Layers with routed experts."""
+    """Return the number of layers with routed experts."""
     if family.startswith("deepseek"):
         return layers - min(layers, keys.number("first_k_dense_replace"))
     if family == "mixtral":
@@ -207,7 +209,7 @@ def _shape(keys: _Keys, name: str, attention: _Attention, ffn: _FeedForward) -> 
 
 
 def _from_hub(model: str) -> Path:
-    """The ``config.json`` of a model on the hub."""
+    """Return the path of the ``config.json`` of a model on the hub, downloaded if need be."""
     folder = f"{model}: no such folder"
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelError(f"{folder}; give a folder with a config.json, or a hub id such as Qwen/Qwen3-8B")

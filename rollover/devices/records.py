@@ -109,7 +109,7 @@ class ModelShape:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Parameters with which a token is multiplied: 2 FLOPs each."""
+        """Return the number of parameters with which a token is multiplied: 2 FLOPs each."""
         return self.active_parameters - self.embedding_parameters
 
 
@@ -169,10 +169,10 @@ class WorkloadSpec:
 
     @property
     def batch_size(self) -> int:
-        """Samples per training step."""
+        """Return the number of samples per training step."""
         return self.num_groups * self.group_size
 
     @property
     def response_tokens(self) -> float:
-        """Mean response length."""
+        """Return the mean response length."""
         return sum(bucket.share * bucket.tokens for bucket in self.buckets)

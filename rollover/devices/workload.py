@@ -74,7 +74,8 @@ def length_buckets(
     num_groups: int,
     num_buckets: int = 8,
 ) -> tuple[LengthBucket, ...]:
-    """Buckets of ``lengths``: all samples in one row (n,), or a row for each prompt's siblings (prompts, siblings).
+    """Sort ``lengths`` into buckets: all samples in one row (n,), or a row for each prompt's siblings (prompts,
+    siblings).
 
     Shares are equal except at the long end, which is cut finer: each further bucket there has half the share. Lengths
     that fill several buckets share one. The longest of k is distributed as the k-th power of the lengths' distribution
@@ -109,7 +110,7 @@ def length_buckets(
 
 
 def _edges(flat: Floats, num_buckets: int) -> Floats:
-    """Longest length of each bucket: equal shares, the last one halved again and again."""
+    """Return the longest length of each bucket: equal shares, the last one halved again and again."""
     even = max(1, num_buckets // 2)
     fractions = [(i + 1) / even for i in range(even - 1)]
     fractions += [1 - 1 / even / 2 ** (i + 1) for i in range(num_buckets - even)]
@@ -118,7 +119,8 @@ def _edges(flat: Floats, num_buckets: int) -> Floats:
 
 
 def _of_longest(flat: Floats, edges: Floats, count: int) -> list[tuple[float, float]]:
-    """For each bucket: probability that the longest of ``count`` draws falls there, and its mean length then."""
+    """Return for each bucket the probability that the longest of ``count`` draws falls there, and its mean length
+    then."""
     ranks = np.arange(flat.size + 1) / flat.size
     probability = np.diff(ranks**count)
     buckets = []

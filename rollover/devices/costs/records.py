@@ -42,7 +42,7 @@ class ReplicaKind:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """The fields that distinguish the kind from others, regardless of the links it uses."""
+        """Return the fields that distinguish the kind from others, regardless of the links it uses."""
         return self.device, self.tp, self.pp, self.batch_cap
 
 
@@ -84,7 +84,7 @@ class TrainingPlan:
 
     @property
     def cycle_s(self) -> float:
-        """D = C_T + S."""
+        """Return D = C_T + S."""
         return self.step_s + self.sync_s
 
     @property
@@ -93,11 +93,11 @@ class TrainingPlan:
 
     @property
     def shape(self) -> tuple[TrainingPart, ...]:
-        """Its parts, regardless of their shares."""
+        """Return the plan's parts, regardless of their shares."""
         return tuple(replace(part, share=1.0) for part in self.parts)
 
     def count(self, device: str) -> int:
-        """Count its devices of one type."""
+        """Return the number of its devices of one type."""
         return sum(part.num_devices for part in self.parts if part.device == device)
 
 
@@ -121,6 +121,8 @@ class Mixture:
     """All training plans over two device types: any of the first parts with any of the second.
 
     They are too many to list: ``rollover.planner.mixtures`` lists those that may be optimal.
+
+    Example: 3 parts in ``first`` and 4 in ``second`` stand for 12 plans.
     """
 
     first: tuple[PartCost, ...]

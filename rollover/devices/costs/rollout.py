@@ -28,14 +28,14 @@ class ReplicaCosts:
 
     @property
     def kv_room(self) -> float:
-        """Bytes left for the KV cache; below zero if not even the weights fit."""
+        """Return the bytes left for the KV cache; below zero if not even the weights fit."""
         device = self.device
         weights = self.workload.rollout_weight_bytes * self.model.parameters
         return self.tp * self.pp * device.efficiency.memory * device.hbm_bytes - weights
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV cache per token; tensor parallelism beyond the number of KV heads repeats them."""
+        """Return the bytes of KV cache per token; tensor parallelism beyond the number of KV heads repeats them."""
         model = self.model
         repeats = self.tp / min(self.tp, model.kv_heads)
         return model.num_layers * model.kv_width * self.workload.kv_bytes * repeats
@@ -48,7 +48,7 @@ class ReplicaCosts:
         """Return the time of a decoding iteration, in which each of ``batch`` samples of ``context`` tokens gets one
         more.
 
-        With pipeline stages ``batch / pp`` samples are in each at a time, and each micro-batch reads the weights anew:
+        With pipeline stages ``batch / pp`` samples are in each at a time, and each micro-batch reads the weights again:
         stages buy memory, not speed.
         """
         device, model, reached = self.device, self.model, self.device.efficiency
@@ -69,7 +69,7 @@ class ReplicaCosts:
         return flops / (self.tp * self.pp * self.device.flops * self.device.efficiency.prefill)
 
     def batch(self, bucket: LengthBucket, cap: int) -> int:
-        """Count the samples of a bucket that are decoded at once."""
+        """Return the number of samples of a bucket that are decoded at once."""
         return min(cap, int(self.kv_room / self.held_bytes(bucket.tokens)))
 
     def fits(self) -> bool:

@@ -20,7 +20,10 @@ _STATE_BYTES = 2 * BF16_BYTES + 3 * 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCosts:
-    """Time and memory of data-parallel pipelines on one device type, regardless of their share of the batch."""
+    """Time and memory of data-parallel pipelines on one device type, regardless of their share of the batch.
+
+    Example: for a model of 28 layers on ``part.pp == 3`` stages, ``layers`` is 10, those of the fullest stage.
+    """
 
     device: Device
     model: ModelShape
@@ -33,23 +36,23 @@ class TrainerCosts:
 
     @property
     def micro_tokens(self) -> float:
-        """Tokens of a micro-batch: the longest sequence fits, shorter ones are packed."""
+        """Return the tokens of a micro-batch: the longest sequence fits, and shorter ones are packed."""
         return longest_tokens(self.workload)
 
     @property
     def num_micro_batches(self) -> float:
-        """Micro-batches of a whole batch on one pipeline."""
+        """Return the number of micro-batches of a whole batch on one pipeline."""
         return batch_tokens(self.workload) / self.micro_tokens
 
     @property
     def layers(self) -> int:
-        """Layers of the fullest stage."""
+        """Return the number of layers of the fullest stage."""
         return math.ceil(self.model.num_layers / self.part.pp)
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes on the fullest device: parameters with gradients and optimizer state, the reference model,
-        activations."""
+        """Return the bytes on the fullest device: parameters with gradients and optimizer state, the reference model,
+        and activations."""
         model, workload = self.model, self.workload
         part = self.layers / model.num_layers / self.part.tp
         weights = BF16_BYTES * model.parameters * part
@@ -62,7 +65,7 @@ class TrainerCosts:
         return states + frozen + self._activation_bytes() + logits
 
     def _activation_bytes(self) -> float:
-        """Count what is kept for the backward pass, divided over ``tp`` by sequence parallelism (arXiv 2205.05198,
+        """Return the bytes kept for the backward pass, divided over ``tp`` by sequence parallelism (arXiv 2205.05198,
         section 4)."""
         model = self.model
         layer = BF16_BYTES * (4 * model.hidden + 2 * model.query_width + model.kv_width + 3 * model.ffn_width)
@@ -75,7 +78,7 @@ class TrainerCosts:
 
     @cached_property
     def cost(self) -> PartCost:
-        """The time of a step.
+        """Return the time of a step.
 
         A pipeline of m micro-batches takes ``(m - 1)`` of its slowest stage and once through all: its filling does not
         depend on the share. Gathered weights hide behind compute where they can, reduced gradients behind the last

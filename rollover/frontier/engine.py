@@ -22,8 +22,8 @@ _NODE_SIZE = 8
 
 
 def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel, str]:
-    """An unspecified engine: time is counted in iterations over an empty batch, and a batch loads the replicas as in
-    APRIL's published experiments."""
+    """Return a replica of an unspecified engine: time is counted in iterations over an empty batch, and a batch loads
+    the replicas as in APRIL's published experiments."""
     samples = rollout.rollout_batch_size * rollout.group_size
     b0 = samples / PUBLISHED_LOAD / replicas
     note = (
@@ -36,8 +36,8 @@ def in_units_of_c0(rollout: RolloutConfig, replicas: int) -> tuple[ReplicaModel,
 def of_device(
     device: str, model: str, lengths: Lengths, rollout: RolloutConfig, *, tp: int
 ) -> tuple[ReplicaModel, str]:
-    """A replica of ``tp`` devices of the catalogue, as the planner's cost model has it: the line through the iteration
-    times of one sample and of a batch that fills the cache.
+    """Return a replica of ``tp`` devices of the catalogue, as the planner's cost model has it: the line through the
+    iteration times of one sample and of a batch that fills the cache.
 
     Raises:
         ConfigError: there is no such device, or the model and one sample do not fit.
@@ -69,7 +69,7 @@ def of_device(
 
 
 def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
-    """The fit of ``benchmarks/engine.py``: of a result file, or of the newest in a folder.
+    """Return the replica that ``benchmarks/engine.py`` fitted, read from a result file or from the newest in a folder.
 
     Raises:
         DataError: there is none, or it holds no fit.
@@ -92,7 +92,7 @@ def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
 
 
 def _find(content: Any, key: str) -> dict[str, Any] | None:
-    """The first table that has ``key``, wherever it is."""
+    """Return the first table that has ``key``, wherever it is."""
     if isinstance(content, dict):
         if key in content:
             return content

@@ -18,13 +18,14 @@ _MIN_SEEDS = 3
 
 
 def colours(study: Study) -> dict[str, str]:
-    """By strategy; synchronous rollout is grey."""
+    """Return the colour of each strategy; synchronous rollout is grey."""
     others = [s for s in study.strategies if s != "sync"]
     return {"sync": "--muted", **{s: _COLOURS[i % len(_COLOURS)] for i, s in enumerate(others)}}
 
 
 def frontier(study: Study) -> Figure:
-    """Gain against lag: one line per strategy, the ceiling of all schedules, the closed form, and the marked points."""
+    """Draw gain against lag: one line per strategy, the ceiling of all schedules, the closed form, and the marked
+    points."""
     data: list[dict[str, Any]] = []
     for strategy, colour in colours(study).items():
         points = sorted(study.of(strategy), key=lambda p: p.lag)
@@ -74,7 +75,8 @@ def _mark(point: FrontierPoint, name: str, symbol: str) -> dict[str, Any]:
 
 
 def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
-    """``lag K = kappa``; where the trainer takes time or replicas differ, it says nothing."""
+    """Draw the closed form ``lag K = kappa``, or nothing where it does not hold: where the trainer or rewards take
+    time, or there is more than one replica."""
     scenario = study.setup.scenario
     if not (scenario.trainer.is_zero and scenario.reward.is_zero and len(scenario.replicas) == 1) or longest <= 1:
         return []
@@ -86,7 +88,7 @@ def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
 
 
 def sensitivity(study: Study) -> list[tuple[str, Figure]]:
-    """(title, figure): gain against over-sampling and concurrency, group size, cap and B0."""
+    """Return (title, figure) of gain against over-sampling and concurrency, group size, cap and B0."""
     drawn = []
     for key, title, x_title in (
         ("over_sampling_batch_size", "Over-sampling r", "groups in flight over groups of a batch"),
@@ -137,7 +139,7 @@ def _by_variation(study: Study, what: str, x_title: str) -> Figure:
 
 
 def _gain_and_lag(name: str, colour: str, points: list[tuple[float, FrontierPoint]]) -> list[dict[str, Any]]:
-    """Gain, solid, and lag, dotted, on its own axis."""
+    """Draw gain as a solid line, and lag as a dotted one on its own axis."""
     x = [v for v, _ in points]
     gain = line(x, [p.gain.mean for _, p in points], name, colour, mode="lines+markers", marker={"size": 6})
     lag = line(x, [p.lag for _, p in points], f"{name}, lag", colour, yaxis="y2", showlegend=False)
@@ -160,7 +162,7 @@ def _two_axes(data: list[dict[str, Any]], x_title: str) -> Figure:
 
 
 def active(study: Study) -> Figure:
-    """Samples decoding over the same number of steps, each setting from its own zero."""
+    """Draw the samples that are decoding over the same number of steps, each setting from its own zero."""
     palette = ("--muted", "--orange", "--blue")
     data = []
     for picture, colour in zip(study.pictures, palette, strict=False):

@@ -136,7 +136,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
 def _engine(
     request: StudyRequest, file: ScenarioFile, lengths: Lengths, rollout: SimulatedRollout, replicas: int
 ) -> tuple[ReplicaModel, str, Unit]:
-    """A replica, where it comes from, and the unit of its times."""
+    """Return a replica, its origin, and the unit of its times."""
     if request.device is not None and request.model is not None:
         replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
     elif request.engine is not None:
@@ -173,7 +173,7 @@ def _say(console: Console, found: Study, checked: tuple[str, ...]) -> None:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Progress]:
-    """A bar for each part of the work, on a terminal."""
+    """Show a bar for each part of the work, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, int] = {}

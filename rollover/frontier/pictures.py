@@ -23,7 +23,10 @@ _MOST_STEPS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A few steps of one setting."""
+    """A few steps of one setting.
+
+    Example: ``window.first_step == 8`` and ``window.last_step == 11`` show the four steps that follow a warm-up of 8.
+    """
 
     config: RolloutConfig
     timeline: Timeline
@@ -31,7 +34,8 @@ class Picture:
 
 
 def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, ...]:
-    """The same steps of each setting, whole rounds of all; where there are none such, of the last one."""
+    """Return the same steps of each setting, whole rounds of all; where there are no such steps, whole rounds of the
+    last setting."""
     num_steps = WARMUP_STEPS + LEAST_STEPS + 1
     while True:
         timelines, starts = zip(*(_simulated(setup, config, num_steps) for config in configs), strict=True)
@@ -48,7 +52,8 @@ def pictures(setup: Setup, configs: Sequence[RolloutConfig]) -> tuple[Picture, .
 
 
 def whole_rounds(starts: set[int]) -> tuple[int, int] | None:
-    """First and last step of the first rounds after the warm-up that hold at least ``LEAST_STEPS`` batches."""
+    """Return the first and the last step of the first rounds after the warm-up that hold at least ``LEAST_STEPS``
+    batches."""
     first = min((s for s in starts if s >= WARMUP_STEPS), default=None)
     after = None if first is None else min((s for s in starts if s >= first + LEAST_STEPS), default=None)
     return None if first is None or after is None else (first, after - 1)

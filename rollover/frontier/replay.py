@@ -50,13 +50,13 @@ class Recorded:
     notes: tuple[str, ...]
 
     def tokens_per_s(self, warmup: int) -> float:
-        """Measured throughput of the whole loop from step ``warmup`` on."""
+        """Return the measured throughput of the whole loop from step ``warmup`` on."""
         tokens, seconds = zip(*self.step_tokens_per_s[warmup:], strict=True)
         return sum(tokens) / sum(seconds)
 
 
 def read_recorded(path: Path) -> Recorded:
-    """The run in ``path``.
+    """Read the run in ``path``.
 
     Raises:
         RunError: it is not a run, or is too short.
@@ -147,17 +147,17 @@ def _begins_call(sample: SampleTrace, place: int) -> bool:
 
 
 def _trainer_s(rows: Sequence[MetricRow]) -> float:
-    """Seconds of all steps that were neither rollout nor a change of weights."""
+    """Return the seconds of all steps that were neither rollout nor a change of weights."""
     return sum(max(0.0, r.values["time/step_s"] - r.values.get("time/rollout_s", 0.0) - _pause_s(r)) for r in rows)
 
 
 def _pause_s(row: MetricRow) -> float:
-    """Seconds of a step in which the engine took new weights, and gave its memory to the trainer before."""
+    """Return the seconds of a step in which the engine took new weights, and gave its memory to the trainer before."""
     return row.values.get("time/publish_s", 0.0) + row.values.get("time/sleep_s", 0.0)
 
 
 def _reward_s(events: Sequence[Event]) -> float:
-    """Mean time between the end of a sample and its reward."""
+    """Return the mean time between the end of a sample and its reward."""
     ended: dict[SampleId, float] = {}
     waits = []
     for event in events:

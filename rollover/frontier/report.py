@@ -55,7 +55,7 @@ FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{un
 
 
 def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
-    """One row per setting; the columns are ``HEAD``'s."""
+    """Return one row per setting; the columns are ``HEAD``'s."""
     ceiling = study.setup.ceiling
     return [
         (p, (label(p.config) + _mark(study, p), *(shown(p, ceiling) for shown in _FIGURES.values())))
@@ -70,7 +70,7 @@ def _mark(study: Study, point: FrontierPoint) -> str:
 
 
 def study_table(study: Study, width: int) -> Table:
-    """The table with as many columns as fit in ``width`` characters, and a note on those that are left out."""
+    """Return the table with as many columns as fit in ``width`` characters, and a note on those that are left out."""
     found = rows(study)
     names = [name.format(unit=study.setup.unit) for name in HEAD]
     widths = [max(map(len, column)) for column in zip(names, *(cells for _, cells in found), strict=True)]
@@ -92,7 +92,7 @@ def study_table(study: Study, width: int) -> Table:
 
 
 def _fitting(widths: Sequence[int], width: int) -> list[int]:
-    """Columns that stay: each takes its characters and three for its rule and its margins."""
+    """Choose the columns that stay: each takes its characters and three for its rule and its margins."""
     places = list(range(len(widths)))
     for name in FIRST_TO_GO:
         if 1 + sum(widths[place] + 3 for place in places) <= width:
@@ -152,7 +152,7 @@ def _gap(points: Sequence[FrontierPoint], best: FrontierPoint, lag: float) -> st
 
 
 def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
-    """The page; ``extra`` are sentences to put in its header."""
+    """Return the page; ``extra`` are sentences to put in its header."""
     page = Page(f"{study.setup.name} · Rollover simulation")
     page.add(header("Rollover simulation: nothing here was measured", study.setup.name, [headline(study), *extra]))
     page.add(tiles(_key_numbers(study)))
@@ -215,7 +215,7 @@ def _time(span: float) -> str:
 
 
 def study_json(study: Study) -> str:
-    """All figures, by setting and seed."""
+    """Return all figures, by setting and seed, as JSON."""
     setup = study.setup
     content = {
         "simulated": True,

@@ -25,7 +25,8 @@ _FREE = 64
 
 
 def knob_of(name: str) -> Knob | None:
-    """The option of a strategy that is varied, with or without ``:sample``; ``None`` for on-policy strategies."""
+    """Return the option of a strategy that is varied, with or without ``:sample``; ``None`` for on-policy
+    strategies."""
     return SIMULATED[name.removesuffix(_SAMPLE)].knob
 
 
@@ -40,7 +41,7 @@ def _is_asleep(name: str, setup: Setup) -> bool:
 
 
 def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
-    """The strategies to try, ``sync`` first, since all are compared with it.
+    """Return the strategies to try, ``sync`` first, since all are compared with it.
 
     Raises:
         ConfigError: a name is unknown, or needs something that the scenario lacks.
@@ -81,7 +82,7 @@ def is_allowed(name: str, setup: Setup, value: float) -> bool:
 
 
 def setting(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
-    """A strategy with its knob at ``value``, in units of the knob's scale."""
+    """Return a strategy with its knob at ``value``, in units of the knob's scale."""
     config = _turned(name, setup, value)
     if config.strategy.knob is None or config.strategy.discards or config.max_staleness is not None:
         return config
@@ -89,7 +90,7 @@ def setting(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
 
 
 def _turned(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
-    """The setting under the staleness bound that it has by itself."""
+    """Return the setting under the staleness bound that it has by itself."""
     groups, size = setup.rollout.rollout_batch_size, setup.rollout.group_size
     kind = name.removesuffix(_SAMPLE)
     knob, changes = SIMULATED[kind].knob, dict[str, Any]()
@@ -116,7 +117,7 @@ def name_of(config: RolloutConfig) -> str:
 
 
 def place_of(config: RolloutConfig) -> tuple[str, float | None]:
-    """The setting up to its staleness bound: its name and where its knob stands."""
+    """Return the setting up to its staleness bound: its name and where its knob stands."""
     return name_of(config), value_of(config)
 
 
@@ -130,7 +131,7 @@ def value_of(config: RolloutConfig) -> float | None:
 
 
 def label(config: RolloutConfig) -> str:
-    """The setting in a word or two: ``april r=1.5``."""
+    """Name the setting in a word or two, such as ``april r=1.5``."""
     value, knob = value_of(config), config.strategy.knob
     if knob is None or value is None:
         return name_of(config)

@@ -33,7 +33,11 @@ _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_accep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
-    """Section ``[engine]`` of a scenario file; unset keys are taken from the device, the benchmark or the run."""
+    """Section ``[engine]`` of a scenario file; unset keys are taken from the device, the benchmark or the run.
+
+    Example: ``EngineSection(c0_s=0.012, b0=48.0, replicas=4)``: each of four replicas takes 12 ms for an iteration over
+    an empty batch, and 24 ms over 48 samples.
+    """
 
     c0_s: float | None = None
     """Seconds of a decoding iteration over an empty batch."""
@@ -69,7 +73,11 @@ class EngineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioFile:
-    """A scenario file. Every key may be left out."""
+    """A scenario file. Every key may be left out.
+
+    Example: ``ScenarioFile(engine=EngineSection(replicas=4), trainer=Latency(base_s=20.0))``: four replicas, and a
+    trainer that takes 20 s for each step.
+    """
 
     rollout: SimulatedRollout | None = None
     """The setting currently in use, as in a run's config: its batch shape is simulated and its point is marked."""
@@ -91,7 +99,11 @@ class ScenarioFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything that is simulated except the strategies."""
+    """Everything that is simulated except the strategies.
+
+    Example: one replica with ``c0_s=1.0, b0=256.0`` and a trainer that takes no time have a ``ceiling`` of 256 tokens
+    per iteration over an empty batch.
+    """
 
     name: str
     """Name of the lengths."""
@@ -114,8 +126,8 @@ class Setup:
 
     @property
     def ceiling(self) -> float:
-        """Trained tokens per unit of time that no schedule exceeds: replicas that never wait, in batches so large that
-        only caches are read; or a trainer that never waits, where that is slower."""
+        """Return the trained tokens per unit of time that no schedule exceeds: those of replicas that never wait, in
+        batches so large that only caches are read; or of a trainer that never waits, where that is slower."""
         decoded = sum(r.most_tokens_per_s for r in self.scenario.replicas)
         tokens = self.batch_tokens
         trainer_s = self.scenario.trainer.base_s + self.scenario.trainer.s_per_token * tokens
@@ -123,7 +135,7 @@ class Setup:
 
     @property
     def batch_tokens(self) -> float:
-        """Mean tokens of a batch."""
+        """Return the mean number of tokens of a batch."""
         workload = self.lengths.workload(0)
         size = self.rollout.group_size
         drawn = [n for i in range(_SAMPLED_PROMPTS) for n in workload.group_lengths(i, size)]
@@ -134,7 +146,7 @@ _SAMPLED_PROMPTS = 2048
 
 
 def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
-    """A scenario file, and the cap that its ``[rollout]`` names.
+    """Read a scenario file; return it with the cap that its ``[rollout]`` names.
 
     Raises:
         ConfigError: naming file, line and key.
@@ -146,7 +158,7 @@ def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
 
 
 def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int | None) -> SimulatedRollout:
-    """With another batch shape; over-sampling and concurrency grow and shrink with it."""
+    """Return the setting with another batch shape; over-sampling and concurrency grow and shrink with it."""
     try:
         groups, samples = batch_size or rollout.rollout_batch_size, group_size or rollout.group_size
         shape = SharedConfig(rollout_batch_size=groups, group_size=samples)
@@ -157,13 +169,13 @@ def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int
 
 
 def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
-    """The file's figures over those of ``known``."""
+    """Lay the file's figures over those of ``known``."""
     given = {field.name: getattr(section, field.name, None) for field in fields(known)}
     return replace(known, **{name: value for name, value in given.items() if value is not None})
 
 
 def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:
-    """``count`` replicas, the last ones in the fast lane where the file asks for it.
+    """Return ``count`` replicas, the last ones in the fast lane where the file asks for it.
 
     Raises:
         ConfigError: none would be left for the others.
@@ -175,7 +187,8 @@ def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tupl
 
 
 def build_scenario(known: Scenario, file: ScenarioFile, replicas: int) -> Scenario:
-    """``replicas`` like the first of ``known``, which also has what the scenario file leaves open."""
+    """Return a scenario of ``replicas`` like the first of ``known``, which also has the values that the scenario file
+    leaves open."""
     given = {key: value for key in _OF_SCENARIO if (value := getattr(file, key)) is not None}
     model = overlaid(known.replicas[0], file.engine)
     try:

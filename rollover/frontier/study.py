@@ -23,7 +23,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """One thing changed, everything else as it is."""
+    """One thing changed, everything else as it is.
+
+    Example: ``Variation(what="cap", value=8192, point=point)``: the setting with responses of up to 8,192 tokens.
+    """
 
     what: str
     """``group size``, ``cap`` or ``B0``."""
@@ -33,6 +36,12 @@ class Variation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
+    """The results of all simulations of one setup, with the recommendations drawn from them.
+
+    Example: a study of ``sync`` and ``april`` with two lag budgets has ``strategies == ("sync", "april")`` and two
+    pieces of ``advice``.
+    """
+
     setup: Setup
     length: Length
     num_seeds: int
@@ -102,7 +111,7 @@ def study(
 
 
 def theory(setup: Setup) -> StepModel:
-    """The closed forms for the setup's lengths, replicas taken as one."""
+    """Return the closed forms for the setup's lengths, with the replicas taken as one."""
     workload, size = setup.lengths.workload(0), setup.rollout.group_size
     rows = [workload.group_lengths(i, size) for i in range(_THEORY_PROMPTS)]
     b0 = sum(r.b0 for r in setup.scenario.replicas)
@@ -110,13 +119,13 @@ def theory(setup: Setup) -> StepModel:
 
 
 def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
-    """Strategies in order of first appearance, their settings by knob."""
+    """Sort the strategies in order of first appearance, and their settings by knob."""
     strategies = list(dict.fromkeys(name_of(p.config) for p in points))
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
 def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float]) -> list[FrontierPoint]:
-    """``points`` and more around the requested lags: settings of every strategy at those lags, or halfway to the
+    """Return ``points`` and more around the requested lags: settings of every strategy at those lags, or halfway to the
     neighbours of the recommended one."""
     if not lag_budgets:
         near = _between(advise(points).config, points, bench.setup)
@@ -138,7 +147,7 @@ def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[fl
 
 
 def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setup) -> list[RolloutConfig]:
-    """Settings halfway to the neighbours of ``config``."""
+    """Return the settings halfway to the neighbours of ``config``."""
     knob = config.strategy.knob
     here = value_of(config)
     if knob is None or here is None or here == math.inf or knob.key == "max_staleness":
@@ -194,7 +203,7 @@ class _Bench:
 
 
 def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
-    """(what, value, setup) with half and twice the group size, the cap, and B0."""
+    """Return (what, value, setup) with half and twice the group size, the cap, and B0."""
     found: list[tuple[str, float, Setup]] = []
     size = setup.rollout.group_size
     for other in (size // 2, 2 * size):
@@ -214,6 +223,6 @@ def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
 
 
 def _moved(config: RolloutConfig, setup: Setup) -> RolloutConfig:
-    """``config`` in another setup, its knob where it was."""
+    """Return ``config`` in another setup, with its knob where it was."""
     shape = replace(config, group_size=setup.rollout.group_size, max_new_tokens=setup.cap_tokens)
     return replace(shape, strategy=config.strategy.reshaped(config, shape))

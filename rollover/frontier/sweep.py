@@ -25,7 +25,10 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """The length of a simulation, in training steps."""
+    """The length of a simulation, in training steps.
+
+    Example: the figures of ``Length(steps=200, warmup=20)`` count 180 steps.
+    """
 
     steps: int
     warmup: int
@@ -38,7 +41,11 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A simulation to run: a setting, a seed, lengths and a scenario."""
+    """A simulation to run: a setting, a seed, lengths and a scenario.
+
+    Example: ``Trial(config=config, seed=3, lengths=lengths, scenario=scenario)`` is one of the runs of a point with
+    four seeds.
+    """
 
     config: RolloutConfig
     seed: int
@@ -113,7 +120,10 @@ class MeanOverSeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """A setting of a strategy with its results, by seed."""
+    """A setting of a strategy with its results, by seed.
+
+    Example: outcomes of 1,500 and 1,700 tokens/s over a baseline of 1,000 with both seeds have a ``gain.mean`` of 1.6.
+    """
 
     config: RolloutConfig
     outcomes: tuple[TrialResult, ...]
@@ -126,7 +136,7 @@ class FrontierPoint:
 
     @property
     def gain(self) -> MeanOverSeeds:
-        """Throughput over that of synchronous rollout: the mean of paired ratios."""
+        """Return the throughput over that of synchronous rollout: the mean of paired ratios."""
         pairs = zip(self.outcomes, self.baseline, strict=True)
         return MeanOverSeeds.of([o.tokens_per_s / b.tokens_per_s for o, b in pairs])
 
@@ -140,7 +150,7 @@ class FrontierPoint:
 
     @property
     def wasted(self) -> dict[str, float]:
-        """Share of decoded tokens by cause, mean over seeds."""
+        """Return the share of decoded tokens wasted by each cause, mean over seeds."""
         causes = sorted({cause for o in self.outcomes for cause in o.wasted})
         return {cause: statistics.fmean(o.wasted.get(cause, 0.0) for o in self.outcomes) for cause in causes}
 
@@ -177,7 +187,7 @@ def workers(jobs: int) -> Iterator[Runner]:
 def run_trials(
     trials: Sequence[Trial], length: Length, runner: Runner, on_done: Callable[[int], None] = lambda num_done: None
 ) -> list[TrialResult]:
-    """Outcomes in the order of ``trials``.
+    """Run the trials, and return their outcomes in the order of ``trials``.
 
     Raises:
         RunError: a simulation cannot make progress.

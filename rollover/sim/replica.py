@@ -24,7 +24,11 @@ _EPSILON = 1e-6
 
 @dataclass(slots=True)
 class Call:
-    """One generation call: a sample decodes until it ends, reaches its limit or is aborted."""
+    """One generation call: a sample decodes until it ends, reaches its limit or is aborted.
+
+    Example: ``Call(sample_id=SampleId(7, 2), prompt=7, prompt_tokens=150, response_tokens=300, num_tokens=212,
+    is_whole=True, start_s=4.0, policy_version=5)`` resumes a sample after 300 tokens and ends it with 512.
+    """
 
     sample_id: SampleId
     prompt: int
@@ -52,7 +56,7 @@ class Call:
 
     @property
     def context_tokens(self) -> int:
-        """Cached tokens once ``num_decoded`` are."""
+        """Return the number of cached tokens once ``num_decoded`` are decoded."""
         return self.prompt_tokens + self.response_tokens + self.num_decoded
 
 
@@ -120,7 +124,7 @@ class Replica:
         return self._now_s + self._stall_s + ahead * self.model.token_s(len(self._running))
 
     def _full_at(self) -> float:
-        """Iteration at which the cache is full."""
+        """Return the iteration at which the cache is full."""
         if not self._is_bounded or (len(self._running) == 1 and not self._kept):
             return math.inf
         return (self.model.kv_tokens - self._kept_tokens - self._base_tokens) / len(self._running)
@@ -173,14 +177,14 @@ class Replica:
         return stopped
 
     def num_decoded(self, call: Call) -> int:
-        """Tokens of the call so far."""
+        """Return the number of tokens that the call has decoded so far."""
         if call.ends_at < 0:
             return call.num_decoded
         since = math.floor(self.iterations + _EPSILON) - call.joined_at
         return min(call.num_tokens, call.num_decoded + max(0, since))
 
     def progress(self) -> Iterator[tuple[Call, int]]:
-        """All calls with their tokens so far."""
+        """Yield all calls with their tokens so far."""
         iterations = math.floor(self.iterations + _EPSILON)
         for call in self.calls.values():
             if call.ends_at >= iterations > call.joined_at:  # most: decoding, and not about to end
@@ -249,7 +253,7 @@ class Replica:
         heapq.heappush(self._ends, (call.ends_at, self._num_pushed, call))
 
     def _leave(self, call: Call, num_decoded: int) -> None:
-        """Out of the running ones, with ``num_decoded`` tokens."""
+        """Take the call out of the running ones, with ``num_decoded`` tokens."""
         del self._running[call.sample_id]
         self._siblings[call.prompt] -= 1
         if self._is_bounded:
@@ -258,7 +262,8 @@ class Replica:
         call.ends_at = -1
 
     def _make_room(self) -> None:
-        """The cache is full: a parked one goes, else the youngest call waits and is prefilled again later."""
+        """Make room in a full cache: drop a parked one, else let the youngest call wait; it is prefilled again
+        later."""
         if self._kept:
             self._forget(next(iter(self._kept)))
             return

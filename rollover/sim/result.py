@@ -15,7 +15,10 @@ from rollover.types import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step. Counters cover this step alone."""
+    """One step. Counters cover this step alone.
+
+    Example: with ``lags=((0, 900), (1, 100))``, 100 of the 1,000 trained tokens were one version old.
+    """
 
     step: int
     duration_s: float
@@ -35,7 +38,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A whole run. Figures leave out the first ``warmup`` steps where they take one."""
+    """A whole run. Figures leave out the first ``warmup`` steps where they take one.
+
+    Example: of 100 steps that each begin a round, ``after(20)`` covers steps 20 to 98, because the last round may be
+    cut.
+    """
 
     steps: tuple[StepRecord, ...]
     tokens: Tokens
@@ -43,15 +50,15 @@ class Simulation:
     """Lengths of every sample of every group that was started, in that order."""
 
     def after(self, warmup: int) -> Window:
-        """The run from step ``warmup`` on, as far as it is of whole rounds."""
+        """Return the run from step ``warmup`` on, as far as it consists of whole rounds."""
         return Window(whole_rounds(self.steps, warmup))
 
 
 def whole_rounds(steps: Sequence[StepRecord], warmup: int = 0) -> Sequence[StepRecord]:
-    """The steps from ``warmup`` on without a first and a last round that may be cut: batches trained from one
-    round cost it together, and only the first of them shows that. A step begins one if something was decoded for
-    it. Where none is whole so late, the last that is; where none is at all, all steps from ``warmup`` on, or from where
-    their round began: batches that were collected before take no time."""
+    """Return the steps from ``warmup`` on without a first and a last round that may be cut: batches trained from one
+    round cost it together, and only the first of them shows that. A step begins a round if something was decoded for
+    it. Where no round from ``warmup`` on is whole, return the last one that is; where none is at all, return all steps
+    from ``warmup`` on, or from where their round began: batches that were collected before take no time."""
     begins = [i for i, step in enumerate(steps) if step.iterations > 0]
     late = [i for i in begins if i >= warmup]
     if len(begins) < 2:
@@ -81,12 +88,12 @@ class Window:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second of the whole loop."""
+        """Return the number of trained tokens per second of the whole loop."""
         return self.trained_tokens / self.seconds
 
     @property
     def iterations(self) -> float:
-        """K: iterations per step."""
+        """Return K: iterations per step."""
         return statistics.fmean(s.iterations for s in self.steps)
 
     @property
@@ -108,7 +115,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """Counters of a run that only grow."""
+    """Counters of a run that only grow.
+
+    Example: between ``Meter(now_s=10.0, sample_s=640.0)`` and ``Meter(now_s=30.0, sample_s=2240.0)``, 80 samples ran on
+    average.
+    """
 
     now_s: float = 0.0
     iterations: float = 0.0
@@ -131,7 +142,7 @@ class Meter:
 
 
 def step_record(batch: Batch, used: Meter) -> StepRecord:
-    """The record of ``batch``'s step, in which ``used`` was counted."""
+    """Return the record of ``batch``'s step, in which ``used`` was counted."""
     return StepRecord(
         step=batch.step,
         duration_s=used.now_s,

@@ -1,7 +1,7 @@
 """A run under virtual time: the production scheduler, ledger and strategies; engines, trainer and rewards are models.
 
 This is the scheduler's second shell, beside the asyncio driver, and does in its turn what that and the loop do:
-carry out what the scheduler decides, train, publish, go on. The same arguments give the same events
+carry out what the scheduler decides, train, publish, continue. The same arguments give the same events
 to the byte.
 """
 
@@ -32,7 +32,7 @@ from rollover.workload.base import Workload
 from rollover.workload.source import read_lengths
 
 _as_long_as = lru_cache(maxsize=2**16)(range)
-"""Stands for so many tokens, and is of no size; one for all segments of a length."""
+"""Stands for a number of tokens without taking any room; one for all segments of a length."""
 
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
 _REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
@@ -187,7 +187,7 @@ class _Run:
         self._decide()
 
     def _end(self, call: Call, replica: Replica) -> None:
-        """A call that has decoded all it was asked for."""
+        """End a call that has decoded all it was asked for."""
         sample_id = call.sample_id
         if sample_id not in self._ledger.running:  # stopped by what a sibling's end led to, and reported there
             return
@@ -220,7 +220,7 @@ class _Run:
         self._enter(self._now_s + seconds, _TRAINED, batch)
 
     def _publish(self, batch: Batch) -> None:
-        """The trainer is done: new weights, and the next round."""
+        """Publish new weights once the trainer is done, and begin the next round."""
         ledger, scheduler = self._ledger, self._scheduler
         version = batch.step + 1
         self._pool.advance(self._now_s)
@@ -299,7 +299,8 @@ class _Run:
             self._end_all(replica)
 
     def _end_all(self, replica: Replica) -> None:
-        """A call that had just decoded its last token has finished: a finish that races with an abort wins."""
+        """End all calls of a replica; one that had just decoded its last token has finished: a finish that races with
+        an abort wins."""
         whole: list[SampleId] = []
         for call in replica.stop():
             is_done = call.num_decoded == call.num_tokens
@@ -355,7 +356,7 @@ class _Run:
                 self._enter(next_s, _REPLICA, replica.index)
 
     def _lengths_of(self, group_id: int) -> tuple[int, ...]:
-        """Lengths of a group's responses; drawn when its first sample starts."""
+        """Return the lengths of a group's responses; they are drawn when its first sample starts."""
         lengths = self._lengths.get(group_id)
         if lengths is None:
             columns = self._ledger.groups[group_id].prompt.columns

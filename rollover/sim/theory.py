@@ -24,7 +24,10 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """One training step: its batch, its engine and the spread of its lengths."""
+    """One training step: its batch, its engine and the spread of its lengths.
+
+    Example: ``StepModel.of_lengths([[1, 3]], batch_size=1, b0=4.0)`` has ``sync_iterations`` 3.0 and ``kappa`` 1.75.
+    """
 
     batch_size: int
     """N: number of groups that a step trains."""
@@ -43,7 +46,7 @@ class StepModel:
 
     @classmethod
     def of_lengths(cls, lengths_PG: ArrayLike, *, batch_size: int, b0: float) -> Self:
-        """From a sample of response lengths, one row per group."""
+        """Estimate the model from a sample of response lengths, one row per group."""
         lengths = np.asarray(lengths_PG, dtype=np.float64)
         return cls(
             batch_size=batch_size,
@@ -57,36 +60,36 @@ class StepModel:
 
     @property
     def tokens(self) -> float:
-        """X = N G E[L]: tokens a step trains."""
+        """Return X = N G E[L]: the tokens that a step trains."""
         return self.batch_size * self.group_size * self.mean_tokens
 
     @property
     def kappa(self) -> float:
-        """Token lag times K, with whole groups consumed."""
+        """Return the token lag times K, with whole groups consumed."""
         return self.kappa_own + self.kappa_sibling
 
     def step_time(self, iterations: float) -> float:
-        """T / c0 of a step of K ``iterations`` without prefill."""
+        """Return T / c0 of a step of K ``iterations`` without prefill."""
         return iterations + self.tokens / self.b0
 
     def gain(self, iterations: float) -> float:
-        """Throughput over that of synchronous rollout."""
+        """Return the throughput over that of synchronous rollout."""
         return self.step_time(self.sync_iterations) / self.step_time(iterations)
 
     @property
     def ceiling(self) -> float:
-        """Gain at K = 0, which no scheduler exceeds."""
+        """Return the gain at K = 0, which no scheduler exceeds."""
         return self.gain(0.0)
 
     def gain_at_lag(self, lag: float, *, whole_groups: bool = True) -> float:
-        """The curve: the gain that a mean token staleness of ``lag`` versions pays for. Holds where the wait spreads
-        over more than one step, that is above a lag of about 1. Without ``whole_groups`` a sample is consumed when it
-        ends, without waiting for its siblings."""
+        """Return the gain that a mean token staleness of ``lag`` versions pays for: a point of the curve. It holds
+        where the wait spreads over more than one step, that is above a lag of about 1. Without ``whole_groups`` a
+        sample is consumed when it ends, without waiting for its siblings."""
         return self.gain((self.kappa if whole_groups else self.kappa_own) / lag)
 
 
 def expected_longest(lengths: ArrayLike, count: int) -> float:
-    """Mean of the longest of ``count`` independent draws from the empirical law of ``lengths``: the sum of
+    """Return the mean of the longest of ``count`` independent draws from the empirical law of ``lengths``: the sum of
     ``1 - F(x)^count`` over x."""
     values, counts = np.unique(np.asarray(lengths, dtype=np.float64), return_counts=True)
     below = np.cumsum(counts) / counts.sum()
@@ -94,12 +97,12 @@ def expected_longest(lengths: ArrayLike, count: int) -> float:
 
 
 def own_wait(lengths_PG: NDArray[np.float64]) -> float:
-    """E[L^2] / 2 E[L]: the token at position j waits for L - j more of its sample."""
+    """Return E[L^2] / 2 E[L]: the token at position j waits for L - j more of its sample."""
     return float(np.sum(lengths_PG**2) / (2 * np.sum(lengths_PG)))
 
 
 def sibling_wait(lengths_PG: NDArray[np.float64]) -> float:
-    """E[sum of L_i (M - L_i)] / E[sum of L_i], M the longest of the group: siblings start together, and all L_i tokens
-    of a sample wait M - L_i."""
+    """Return E[sum of L_i (M - L_i)] / E[sum of L_i], where M is the longest of the group: siblings start together, and
+    all L_i tokens of a sample wait M - L_i."""
     longest_P1 = lengths_PG.max(axis=1, keepdims=True)
     return float(np.sum(lengths_PG * (longest_P1 - lengths_PG)) / np.sum(lengths_PG))

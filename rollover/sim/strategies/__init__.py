@@ -45,7 +45,8 @@ class SimulatedRollout(RolloutConfig):
 
     @classmethod
     def of(cls, kind: str, **settings: Any) -> SimulatedRollout:
-        """A rollout of this strategy with ``settings``, its options and what all strategies share alike."""
+        """Return a rollout of this strategy; ``settings`` holds both its options and the settings that all strategies
+        share."""
         strategy: Any = SIMULATED[kind]
         options = {key: settings.pop(key) for key in {f.name for f in fields(strategy)} & settings.keys()}
         return cls(strategy=strategy(**options), **settings)

@@ -24,7 +24,10 @@ _ACTIVE = (SampleState.WAITING, SampleState.RUNNING, SampleState.PARKED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastLane(Concurrency):
-    """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane."""
+    """``concurrency``, with the ``fast_lane`` oldest unfinished samples in the lane.
+
+    Example: with ``fast_lane=16``, a sample goes to the lane if fewer than 16 unfinished samples are older.
+    """
 
     fast_lane: int
     """Maximum number of samples in the fast lane."""
@@ -42,7 +45,10 @@ class FastLane(Concurrency):
 
 @dataclass(frozen=True, kw_only=True)
 class FastLaneConfig(NumRunning):
-    """Keeps a fixed number of samples in flight, the oldest of them on a lightly loaded replica."""
+    """Keeps a fixed number of samples in flight, the oldest of them on a lightly loaded replica.
+
+    Example: with batches of 32 groups of 8 samples, ``FastLaneConfig()`` keeps the 32 oldest samples in the lane.
+    """
 
     builds = FastLane
 

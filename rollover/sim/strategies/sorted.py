@@ -2,7 +2,7 @@
 
 Load a pool of several batches, train its groups in the order in which they become whole, short ones first, and load the
 next pool only when this one is used up. Of the paper's two ways to treat what an update interrupts, this is the one
-that keeps it (its cache); sampling it anew under the new weights would throw tokens away. Simplified: groups, not
+that keeps it (its cache); sampling it again under the new weights would throw tokens away. Simplified: groups, not
 samples, are sorted.
 """
 
@@ -20,7 +20,10 @@ from rollover.rollout.strategy import OnFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted(Oversample):
-    """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next."""
+    """A pool holds ``launched_groups`` groups. What is left of it when it no longer fills a batch joins the next.
+
+    Example: with ``launched_groups=64, batch_size=16`` a pool is trained in four batches, the shortest groups first.
+    """
 
     on_full = OnFull.PARK
 
@@ -30,13 +33,16 @@ class Sorted(Oversample):
         return Oversample.groups_to_open(self, view)
 
     def preference(self, group: GroupRecord) -> int:
-        """All alike: ready groups are listed, and so taken, in the order in which they became ready."""
+        """Treat all groups alike: ready groups are listed, and so taken, in the order in which they became ready."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SortedConfig(OverSampling):
-    """Loads a pool of several batches and trains its short groups first."""
+    """Loads a pool of several batches and trains its short groups first.
+
+    Example: ``SortedConfig(over_sampling_batch_size=64)`` loads pools of four batches of 16 groups.
+    """
 
     builds = Sorted
     sorts_by_length = True

@@ -20,7 +20,11 @@ from rollover.rollout.strategies.oversample import Oversample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailRounds(Oversample):
     """A short round launches ``launched_groups``, a long one ``batch_size`` groups. Nothing that has a token is carried
-    over, but for groups whose rewards are late."""
+    over, except groups whose rewards are late.
+
+    Example: with ``launched_groups=40, batch_size=32``, four short rounds discard 8 groups each; a long round of their
+    32 prompts follows.
+    """
 
     def groups_to_open(self, view: View) -> int:
         if view.ledger.num_unconsumed >= self.batch_size:
@@ -30,11 +34,12 @@ class TailRounds(Oversample):
         return min(wanted - view.ledger.num_unconsumed, self.headroom(view))
 
     def takes_returned(self, view: View) -> bool:
-        """Prompts of discarded groups go out again when they fill a batch; until then new ones are drawn."""
+        """Return whether the prompts of discarded groups go out again: they do when they fill a batch; until then new
+        ones are drawn."""
         return len(view.ledger.returned) >= self.batch_size
 
     def surplus(self, view: View) -> tuple[int, ...]:
-        """Whole groups beyond the batch have lost like the others: the next round has newer weights."""
+        """Discard whole groups beyond the batch like the others: the next round has newer weights."""
         return tuple(view.ledger.ready)
 
     def _has_begun(self, view: View) -> bool:
@@ -45,7 +50,11 @@ class TailRounds(Oversample):
 
 @dataclass(frozen=True, kw_only=True)
 class TailRoundsConfig(OverSampling):
-    """Discards what a short round leaves, and runs the discarded prompts by themselves."""
+    """Discards what a short round leaves, and runs the discarded prompts by themselves.
+
+    Example: ``TailRoundsConfig(over_sampling_batch_size=40)`` with batches of 32 groups discards 8 groups of each short
+    round.
+    """
 
     builds = TailRounds
 

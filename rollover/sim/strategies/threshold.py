@@ -22,7 +22,10 @@ from rollover.rollout.strategies.config import Knob, NumRunning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold(BoundedAsync):
-    """``num_running`` samples decode while the quota lasts; generation goes on while the trainer trains."""
+    """``num_running`` samples decode while the quota lasts; generation continues while the trainer trains.
+
+    Example: with ``threshold=0.5, batch_size=32``, at most 48 groups are open or opened between two weight updates.
+    """
 
     threshold: float
     """Number of groups opened ahead, in batches."""
@@ -35,7 +38,10 @@ class Threshold(BoundedAsync):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(NumRunning):
-    """Bounds the groups opened between two weight updates."""
+    """Bounds the groups opened between two weight updates.
+
+    Example: ``ThresholdConfig(staleness_threshold=0.5)`` needs a ``max_staleness`` of at least 1.
+    """
 
     builds = Threshold
     knob = Knob(key="staleness_threshold", symbol="s", scale="plain", values=(0.25, 0.5, 1.0, 2.0, 3.0))

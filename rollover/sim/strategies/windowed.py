@@ -22,7 +22,10 @@ from rollover.rollout.strategies.config import NumRunning
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed(BoundedAsync):
     """``bounded_async`` with a narrower choice of batches. It never locks up: the head is open, so it is running or
-    first in line to run, or it is ready and can be taken; once all groups are ready, so can all be."""
+    first in line to run, or it is ready and can be taken; once all groups are ready, so can all be.
+
+    Example: with ``window=32``, while group 7 is the oldest open one, ready groups up to 38 may be trained.
+    """
 
     window: int
     """Number of groups, counted from the head, that may be trained."""
@@ -41,15 +44,19 @@ class Windowed(BoundedAsync):
         return chosen if chosen is not None and within.issuperset(chosen) else None
 
     def _within_window(self, view: View) -> set[int]:
-        """Ready groups that can be taken in order of opening: those before the oldest open group are taken first, and
-        then it is the head."""
+        """Return the ready groups that can be taken in order of opening: those before the oldest open group are taken
+        first, and then it is the head."""
         head = min(view.ledger.open, default=view.ledger.next_group_id)
         return {group_id for group_id in view.ledger.ready if group_id < head + self.window}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(NumRunning):
-    """Limits how far short responses overtake; generation goes on while the trainer trains."""
+    """Limits how far short responses overtake; generation continues while the trainer trains.
+
+    Example: ``WindowedConfig(window_groups=64)`` with batches of 32 groups trains any of the 64 groups from the oldest
+    one on.
+    """
 
     builds = Windowed
 

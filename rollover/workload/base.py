@@ -25,18 +25,19 @@ class Workload(Protocol):
 
     @property
     def cap(self) -> int:
-        """Longest response, in tokens."""
+        """Return the length of the longest possible response, in tokens."""
         ...
 
     def prompt_id(self, index: int) -> str:
-        """``"<source>/<row>@<epoch>"`` of the ``index``-th prompt drawn from the source."""
+        """Return ``"<source>/<row>@<epoch>"`` of the ``index``-th prompt drawn from the source."""
         ...
 
     def prompt_tokens(self, index: int) -> int:
-        """Length of the ``index``-th prompt."""
+        """Return the length of the ``index``-th prompt."""
         ...
 
     def group_lengths(self, index: int, group_size: int, attempt: int = 0) -> tuple[int, ...]:
-        """Response lengths, at least one token each, of the group opened for the ``index``-th prompt. ``attempt``
-        counts how often the prompt was discarded and drawn again: its samples then differ, it does not."""
+        """Return the response lengths, at least one token each, of the group opened for the ``index``-th prompt.
+        ``attempt`` counts how often the prompt was discarded and drawn again: its samples then differ, but the prompt
+        does not."""
         ...

@@ -23,7 +23,7 @@ DEFAULT_PROMPT_TOKENS = 150
 
 
 def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:
-    """The trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap.
+    """Return the trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap.
 
     Raises:
         DataError: the file cannot be read, or one of its rows is invalid.

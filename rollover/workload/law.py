@@ -102,13 +102,13 @@ class LengthLaw:
         return Generator(self, seed)
 
     def capped(self, cap_tokens: int) -> LengthLaw:
-        """The same responses under another cap."""
+        """Return the law of the same responses under another cap."""
         return replace(self, cap_tokens=cap_tokens, min_tokens=min(self.min_tokens, cap_tokens))
 
     # -- the marginal law of one sample of the first prompts, in closed form ------------------------------------
 
     def quantile(self, p: float) -> int:
-        """Smallest length with at least the share ``p`` of samples at or below it."""
+        """Return the smallest length with at least the share ``p`` of samples at or below it."""
         p_ended = p / (1 - self.loop_probability) if self.loop_probability < 1 else math.inf
         if p_ended >= 1:
             return self.cap_tokens
@@ -122,7 +122,7 @@ class LengthLaw:
         return max(self.min_tokens, int(math.exp(log_length)))
 
     def cdf(self, lengths: Floats) -> Floats:
-        """P(L <= x) for whole-numbered lengths x."""
+        """Return P(L <= x) for whole-numbered lengths x."""
         from scipy.special import ndtr
 
         # int() puts [x, x + 1) on x.
@@ -136,12 +136,12 @@ class LengthLaw:
 
     @property
     def truncated(self) -> float:
-        """Share of responses at the cap."""
+        """Return the share of responses at the cap."""
         return float(1 - self.cdf(np.array([self.cap_tokens - 1.0]))[0])
 
     @property
     def mean_tokens(self) -> float:
-        """E[L], the sum of P(L > x) over x."""
+        """Return E[L], the sum of P(L > x) over x."""
         return float(np.sum(1 - self.cdf(np.arange(self.cap_tokens, dtype=np.float64))))
 
 
@@ -178,11 +178,11 @@ class Generator:
         return tuple(n for c in chunks for n in self._lengths(block, c, attempt)[row])[:group_size]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(epoch, row of the dataset) of the ``index``-th prompt; the rows keep their order."""
+        """Return (epoch, row of the dataset) of the ``index``-th prompt; the rows keep their order."""
         return (0, index) if self.law.num_prompts is None else divmod(index, self.law.num_prompts)
 
     def _draw_lengths(self, block: int, chunk: int, attempt: int) -> list[tuple[int, ...]]:
-        """Lengths of samples ``16 chunk ...`` of prompts ``256 block ...``, by prompt."""
+        """Draw the lengths of samples ``16 chunk ...`` of prompts ``256 block ...``, by prompt."""
         law, first = self.law, block * _PROMPTS
         effects_P1 = self._effects_of(first)[:, None]
         noise_PS = self._rng(_SAMPLE, block, chunk, attempt).standard_normal((_PROMPTS, _SAMPLES))
@@ -199,7 +199,7 @@ class Generator:
         return list(map(tuple, np.where(loops_PS, law.cap_tokens, lengths_PS).tolist()))
 
     def _effects_of(self, first: int) -> Floats:
-        """z of a block of prompts: standard normal, and over the epochs of a row a stationary AR(1) process."""
+        """Return z of a block of prompts: standard normal, and over the epochs of a row a stationary AR(1) process."""
         if self.law.num_prompts is None:
             return self._effects_in(0, first // _PROMPTS)
         places = [self._place(index) for index in range(first, first + _PROMPTS)]

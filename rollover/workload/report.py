@@ -36,7 +36,7 @@ _SURE = "Maximum likelihood; cut samples are lower bounds, siblings correlated; 
 
 
 def law_toml(law: LengthLaw, comments: tuple[str, ...] = ()) -> str:
-    """The law as a workload file."""
+    """Return the law as a workload file."""
     values = {key: float(f"{v:.5g}") if isinstance(v, float) else v for key, v in asdict(law).items()}
     return "".join(f"# {comment}\n" for comment in comments) + toml.dumps(values)
 
@@ -57,7 +57,7 @@ def described(trace: Trace) -> str:
 
 
 def parameter_rows(fit: Fit) -> list[tuple[str, str, str]]:
-    """(name, value, standard error)."""
+    """Return rows of (name, value, standard error)."""
     rows = []
     for key, label in _LABELS.items():
         value = getattr(fit.law, key)
@@ -74,7 +74,7 @@ def parameter_rows(fit: Fit) -> list[tuple[str, str, str]]:
 
 
 def length_rows(trace: Trace, law: LengthLaw) -> list[tuple[str, str, str]]:
-    """(measure, trace, law)."""
+    """Return rows of (measure, trace, law)."""
     found = trace.empirical_law()
     below_cap = float(found.at(np.array([trace.cap_tokens - 1]))[0])
     rows = [("mean", f"{found.mean(trace.cap_tokens):,.0f}", f"{law.mean_tokens:,.0f}")]
@@ -97,7 +97,7 @@ def fit_table(trace: Trace, fit: Fit) -> Table:
 
 
 def render_fit(trace: Trace, fit: Fit) -> str:
-    """The page of a fit: lengths, tail, parameters, and the workload file."""
+    """Return the page of a fit: lengths, tail, parameters, and the workload file."""
     law = fit.law
     page = Page(f"{trace.name} · Rollover workload")
     page.add(header("Rollover workload", trace.name, [described(trace)]))
@@ -128,7 +128,7 @@ def render_fit(trace: Trace, fit: Fit) -> str:
 
 
 def _grid(trace: Trace) -> Floats:
-    """Whole lengths, evenly spaced on a logarithmic axis, up to just below the cap."""
+    """Return whole lengths, evenly spaced on a logarithmic axis, up to just below the cap."""
     shortest = min(n for p in trace.prompts for n in p.lengths)
     edges = np.geomspace(max(shortest, 1), max(trace.cap_tokens - 1, shortest + 1), _POINTS)
     return np.unique(np.floor(edges))

@@ -17,7 +17,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: Path) -> Trace:
-    """The trace of the run in ``path``, capped at its ``max_new_tokens``.
+    """Return the trace of the run in ``path``, capped at its ``max_new_tokens``.
 
     Raises:
         RunError: it is not a run directory, or its journal cannot be read.
@@ -37,7 +37,8 @@ def read_run(path: Path) -> Trace:
 
 
 def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:
-    """Prompts in the order of their first group; samples that decoded nothing say nothing and are left out."""
+    """Return the prompts in the order of their first group; samples that decoded nothing say nothing and are left
+    out."""
     prompts: dict[str, list[SampleTrace]] = {}
     for sample in samples:
         if sample.num_tokens:

@@ -40,10 +40,10 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
 
 
 def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
-    """Recorded lengths: of a run, or of a JSONL or Parquet file.
+    """Read recorded lengths from a run, or from a JSONL or Parquet file.
 
     Raises:
-        DataError, RunError: as ``read_lengths``; also where ``name`` is neither.
+        DataError, RunError: as ``read_lengths``, and where ``name`` is neither.
     """
     path = Path(name)
     if not is_run(path) and (path.suffix not in FORMATS or path.is_dir()):
@@ -65,7 +65,7 @@ def preset(name: str) -> LengthLaw:
 
 
 def read_law(file: Path) -> LengthLaw:
-    """A workload file: the keys of ``LengthLaw``; with ``preset``, those left out are the preset's."""
+    """Read a workload file: the keys of ``LengthLaw``; with ``preset``, keys that are left out are the preset's."""
     document = toml.read(file)
     base = document.data.pop("preset", None)
     if base is not None:
@@ -82,7 +82,7 @@ def read_law(file: Path) -> LengthLaw:
 
 
 def capped(lengths: Lengths, cap_tokens: int | None) -> Lengths:
-    """The same responses under another cap, if there is one; raises ``ConfigError`` for one that cannot be."""
+    """Return the same responses under another cap, if there is one; raises ``ConfigError`` for an impossible cap."""
     _check_cap(cap_tokens)
     return lengths if cap_tokens is None else lengths.capped(cap_tokens)
 

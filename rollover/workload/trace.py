@@ -24,7 +24,11 @@ _ORDER, _COMPLETE, _AGAIN = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracePrompt:
-    """One prompt and the recorded lengths of its samples."""
+    """One prompt and the recorded lengths of its samples.
+
+    Example: ``TracePrompt(prompt_id="trace/7@0", prompt_tokens=64, lengths=(210, 512), unfinished=frozenset({1}))``:
+    the second sample was cut off after 512 tokens.
+    """
 
     prompt_id: str
     prompt_tokens: int
@@ -37,6 +41,9 @@ class TracePrompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Prompts in the order in which they were drawn.
+
+    Example: a trace of two prompts with samples of 210 and 512, and of 90 tokens has ``num_samples`` 3 and
+    ``group_size`` 2.
 
     Raises:
         DataError: there is no sample, or a length is not between 1 and the cap.
@@ -64,7 +71,7 @@ class Trace:
 
     @property
     def group_size(self) -> int:
-        """Most samples that a prompt has."""
+        """Return the largest number of samples that a prompt has."""
         return max(len(p.lengths) for p in self.prompts)
 
     def columns(self) -> tuple[Floats, NDArray[np.bool_], NDArray[np.int64]]:
@@ -82,7 +89,7 @@ class Trace:
         return Replay(self, seed)
 
     def capped(self, cap_tokens: int) -> Trace:
-        """The same responses, cut at ``cap_tokens``.
+        """Return the same responses, cut at ``cap_tokens``.
 
         Raises:
             ConfigError: the cap is above the recorded one; how long the responses would have become is unknown.
@@ -103,7 +110,11 @@ def _cut(prompt: TracePrompt, cap_tokens: int) -> TracePrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmpiricalLaw:
-    """Kaplan-Meier estimate of P(L <= x): a step function. It ends below 1 if the longest sample is unfinished."""
+    """Kaplan-Meier estimate of P(L <= x): a step function. It ends below 1 if the longest sample is unfinished.
+
+    Example: of samples of 2, 4, 4 and 5 tokens, the last one cut off, ``values`` are (2, 4) and ``cdf`` is (0.25,
+    0.75).
+    """
 
     values: Floats
     """Finished lengths, ascending, without repetition."""
@@ -112,17 +123,19 @@ class EmpiricalLaw:
 
     @classmethod
     def of(cls, lengths: Floats, finished: NDArray[np.bool_]) -> EmpiricalLaw:
-        """``finished``: of samples that ended by themselves or at the cap; the others are lower bounds."""
+        """Estimate the law. ``finished`` marks the samples that ended by themselves or at the cap; the others are lower
+        bounds."""
         values, ended = np.unique(lengths[finished], return_counts=True)
         at_risk = len(lengths) - np.searchsorted(np.sort(lengths), values, side="left")
         return cls(values=values, cdf=np.asarray(1 - np.cumprod(1 - ended / at_risk), np.float64))
 
     def at(self, lengths: Floats) -> Floats:
-        """P(L <= x)."""
+        """Return P(L <= x)."""
         return np.concatenate([[0.0], self.cdf])[np.searchsorted(self.values, lengths, side="right")]
 
     def quantile(self, p: float, cap_tokens: int) -> int:
-        """Smallest length with at least the share ``p`` at or below it; the cap where the record ends before that."""
+        """Return the smallest length with at least the share ``p`` at or below it; the cap where the record ends before
+        that."""
         place = int(np.searchsorted(self.cdf, p - math.ulp(1.0)))
         return int(self.values[place]) if place < len(self.values) else cap_tokens
 
@@ -132,7 +145,7 @@ class EmpiricalLaw:
         return float(shares @ self.values + (1 - shares.sum()) * cap_tokens)
 
     def longer_than(self, length: int, u: float) -> int | None:
-        """The quantile ``u`` of lengths above ``length``; ``None`` beyond everything that finished."""
+        """Return the quantile ``u`` of lengths above ``length``; ``None`` beyond everything that finished."""
         start = float(self.at(np.array([length]))[0])
         place = int(np.searchsorted(self.cdf, start + u * (1 - start), side="right"))
         return int(self.values[place]) if place < len(self.values) else None
@@ -140,9 +153,9 @@ class EmpiricalLaw:
 
 class Replay:
     """A ``Workload`` of recorded lengths. Seed 0 keeps the recorded order of prompts, others shuffle it; after the last
-    prompt another epoch begins, shuffled. The samples of a prompt are used in the order recorded, later attempts going
-    on behind earlier ones, and then drawn from them again. A sample that was cut off is completed once and for all, by
-    a draw from the recorded lengths above its own.
+    prompt another epoch begins, shuffled. The samples of a prompt are used in the order recorded, with later attempts
+    continuing where earlier ones stopped, and then drawn from them again. A sample that was cut off is completed once
+    and for all, with a draw from the recorded lengths above its own.
     """
 
     def __init__(self, trace: Trace, seed: int = 0) -> None:
@@ -180,7 +193,7 @@ class Replay:
         return int(rng.random(_DRAWS)[place % _DRAWS] * len(self._lengths[row]))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(epoch, row) of the ``index``-th prompt."""
+        """Return (epoch, row) of the ``index``-th prompt."""
         epoch, place = divmod(index, len(self._lengths))
         return epoch, self._order(epoch)[place]
 
@@ -192,7 +205,7 @@ class Replay:
 
 
 def _completed(trace: Trace) -> list[tuple[int, ...]]:
-    """Lengths by prompt, those cut off completed."""
+    """Return the lengths by prompt, with those that were cut off completed."""
     law = trace.empirical_law()
     rng = np.random.default_rng([_COMPLETE])
     completed = []

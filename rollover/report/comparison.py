@@ -32,7 +32,11 @@ from rollover.types import WasteCause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One measure of all runs."""
+    """One measure of all runs.
+
+    Example: ``ComparisonRow(name="trained tokens/s", texts=("1,000", "1,500"), values=(1000.0,
+    1500.0)).ratios`` is ``(1.5,)``.
+    """
 
     name: str
     texts: tuple[str, ...]
@@ -41,13 +45,13 @@ class ComparisonRow:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Ratio of every run but the first to the first."""
+        """Return the ratio of every run but the first to the first."""
         base, *others = self.values or (None,)
         return tuple(v / base if v is not None and base else None for v in others)
 
 
 def comparison(summaries: Sequence[RunSummary]) -> tuple[ComparisonRow, ...]:
-    """The measures side by side, throughput first, its price below it."""
+    """Return the measures side by side, throughput first, its price below it."""
 
     def row(
         name: str,
@@ -102,7 +106,7 @@ def _step_s(s: RunSummary) -> float | None:
 
 
 def compare_table(records: Sequence[RunRecord]) -> Table:
-    """For the terminal; the last columns are ratios to the first run."""
+    """Tabulate the runs for the terminal; the last columns are ratios to the first run."""
     names, summaries = distinct_names(records), [summarize(r.metrics, r.timeline) for r in records]
     found = Table(title=Text(" against ".join(names)), title_justify="left", title_style="bold")
     found.add_column("", style="dim", overflow="fold")
@@ -173,7 +177,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
 
 
 def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tuple[str, str, str, str]]:
-    """The last run's figures, under each those of all runs by name; throughput as a ratio to the first."""
+    """Return the last run's figures, with those of all runs by name under each; throughput is a ratio to the first."""
     rows = {row.name: row for row in comparison(summaries)}
 
     def tile(label: str, texts: Sequence[str], value: str | None = None) -> tuple[str, str, str, str]:
@@ -196,7 +200,7 @@ def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tup
 
 
 def _timelines(page: Page, records: Sequence[RunRecord], names: Sequence[str]) -> None:
-    """The same steps of every run on axes of the same length."""
+    """Draw the same steps of every run on axes of the same length."""
     steps = _common_window(records)
     if steps is None:
         cards = [page.figure("", None, "The runs have no training step in common yet.")]
@@ -211,7 +215,7 @@ def _timelines(page: Page, records: Sequence[RunRecord], names: Sequence[str]) -
 
 
 def _common_window(records: Sequence[RunRecord]) -> tuple[int, int] | None:
-    """Steps that all runs have: of the last run's stretches the one in which it resumes most."""
+    """Return steps that all runs have: of the last run's stretches the one in which it resumes most."""
     common = set.intersection(*({s.step for s in r.timeline.steps} for r in records))
     if not common:
         return None

@@ -18,7 +18,7 @@ def _coloured(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, RunRecor
 
 
 def learning(records: Sequence[RunRecord], *, over_time: bool) -> Figure | None:
-    """Accuracy above, smoothed reward below."""
+    """Draw accuracy above and smoothed reward below."""
     unit, unit_s = time_unit(max(map(run_figures.span_s, records)))
     data = []
     for name, colour, record in _coloured(records):
@@ -75,7 +75,7 @@ def head_lag(records: Sequence[RunRecord]) -> Figure | None:
 
 
 def time_spent(names: Sequence[str], summaries: Sequence[RunSummary]) -> Figure | None:
-    """One bar per run, its phases stacked."""
+    """Draw one bar per run, with its phases stacked."""
     if not any(s.phase_s for s in summaries):
         return None
     data = []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def stretches(steps: Sequence[T], most: int = MAX_POINTS) -> list[Sequence[T]]:
-    """``steps`` cut into at most ``most`` parts of equal length, the last one perhaps shorter."""
+    """Cut ``steps`` into at most ``most`` parts of equal length; the last one may be shorter."""
     size = max(1, -(-len(steps) // most))
     return [steps[i : i + size] for i in range(0, len(steps), size)]
 
@@ -27,7 +27,8 @@ def x_title(num_steps: int, most: int = MAX_POINTS, what: str = "means") -> str:
 
 
 def band(x: Sequence[float], y: Sequence[float], colour: str, **extra: Any) -> list[dict[str, Any]]:
-    """The area in which most of the steps of each stretch lie; nothing where every step has a point of its own."""
+    """Draw the area in which most of the steps of each stretch lie; draw nothing where every step has a point of its
+    own."""
     if len(y) <= MAX_POINTS:
         return []
     parts = [sorted(part) for part in stretches(y)]
@@ -49,12 +50,12 @@ def band(x: Sequence[float], y: Sequence[float], colour: str, **extra: Any) -> l
 
 
 def coarsened(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The curve through the means of its stretches; as it is where it is short."""
+    """Return the curve through the means of its stretches, or the curve itself if it is short."""
     if len(y) <= MAX_POINTS:
         return list(x), list(y)
     return [_mean(part) for part in stretches(x)], [_mean(part) for part in stretches(y)]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """To six digits: what a rounding error of a sum adds to a constant would else be drawn as a curve."""
+    """Return the mean to six digits: what a rounding error adds to a constant would otherwise be drawn as a curve."""
     return float(f"{fmean(values):.6g}")

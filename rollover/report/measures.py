@@ -15,7 +15,10 @@ from rollover.types import SampleId, WasteCause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSummary:
-    """Response lengths of a set of samples, in tokens."""
+    """Response lengths of a set of samples, in tokens.
+
+    Example: responses of 10, 20 and 90 tokens have ``mean=40.0, median=20, p95=90, max=90``.
+    """
 
     mean: float
     median: int
@@ -32,13 +35,13 @@ def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
 
 
 def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
-    """``None`` until a token has been trained."""
+    """Summarise the lags of the trained tokens; return ``None`` until a token has been trained."""
     lags = lag_histogram(steps)
     return LagSummary.of(lags, [lag for step in steps for lag in step.head_lags]) if lags else None
 
 
 def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
-    """Lengths of all samples that decoded; those stopped before their end count with what they had."""
+    """Return the lengths of all samples that decoded; those stopped before their end count with what they had."""
     return tuple(s.num_tokens for s in samples if s.num_tokens)
 
 
@@ -47,7 +50,7 @@ def trained_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:
 
 
 def lengths(values: Sequence[int]) -> LengthSummary | None:
-    """``None`` for no samples."""
+    """Summarise response lengths; return ``None`` for no samples."""
     if not values:
         return None
     counts = Counter(values)
@@ -60,7 +63,7 @@ def lengths(values: Sequence[int]) -> LengthSummary | None:
 
 
 def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[float, int], ...]]:
-    """Cumulative wasted tokens by cause: (time_s, tokens so far). Causes without tokens are left out."""
+    """Return the cumulative wasted tokens by cause: (time_s, tokens so far). Causes without tokens are left out."""
     curves: dict[WasteCause, list[tuple[float, int]]] = {}
     for point in points:
         if point.num_tokens:
@@ -70,7 +73,7 @@ def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[f
 
 
 def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float) -> tuple[tuple[float, int], ...]:
-    """The step curve inside an interval: from ``start_s`` to ``end_s``, with the values in force there."""
+    """Return the step curve inside an interval: from ``start_s`` to ``end_s``, with the values in force there."""
     first = bisect_right(curve, start_s, key=lambda point: point[0])
     level = curve[first - 1][1] if first else 0
     inside = ((start_s, level), *(p for p in curve[first:] if p[0] < end_s))
@@ -79,7 +82,10 @@ def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
-    """A stretch of consecutive training steps and the time it took."""
+    """A stretch of consecutive training steps and the time it took.
+
+    Example: ``StepWindow(first_step=8, last_step=11, start_s=96.0, end_s=140.5, num_resumes=31)``.
+    """
 
     first_step: int
     last_step: int
@@ -90,7 +96,7 @@ class StepWindow:
 
 
 def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[StepWindow, ...]:
-    """The run cut into stretches of ``num_steps`` steps; of many, ``max_windows`` spread evenly.
+    """Cut the run into stretches of ``num_steps`` steps; of many, return ``max_windows`` spread evenly.
 
     The first and the last stretch are always there. A run without a batch is one window with steps -1.
     """
@@ -108,7 +114,8 @@ def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[St
 
 
 def window_of(timeline: Timeline, first_step: int, last_step: int) -> StepWindow:
-    """From the end of the rollout before ``first_step`` to the end of ``last_step``; both must exist."""
+    """Return the window from the end of the rollout before ``first_step`` to the end of ``last_step``; both must
+    exist."""
     consumed = {s.step: s.consumed_s for s in timeline.steps}
     start_s = max((t for s, t in consumed.items() if s < first_step), default=timeline.start_s)
     is_last = last_step == timeline.steps[-1].step
@@ -129,12 +136,12 @@ def _window(timeline: Timeline, first: int, last: int, start_s: float, end_s: fl
 
 
 def visible(samples: Iterable[SampleTrace], window: StepWindow) -> tuple[SampleTrace, ...]:
-    """Samples that were decoding or parked at some moment of the window."""
+    """Return the samples that were decoding or parked at some moment of the window."""
     return tuple(s for s in samples if _bounds(s, window) is not None)
 
 
 def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[SampleTrace]]:
-    """Samples packed into few rows without overlap: row number to its samples, in time order.
+    """Pack samples into few rows without overlap: row number to its samples, in time order.
 
     A sample keeps its row from its first token to its end, parked time included.
     """
@@ -155,7 +162,7 @@ def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[
 
 
 def _bounds(sample: SampleTrace, window: StepWindow) -> tuple[float, float] | None:
-    """From when to when the sample is inside the window; ``None`` when it never is."""
+    """Return from when to when the sample is inside the window; ``None`` when it never is."""
     parts = [(p.start_s, p.end_s) for p in sample.spans] + [(g.start_s, g.end_s) for g in sample.gaps]
     inside = [(a, b) for a, b in parts if b > window.start_s and a < window.end_s]
     if not inside:

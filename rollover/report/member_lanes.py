@@ -28,7 +28,10 @@ _LANE = 0.86
 
 @dataclass(frozen=True, slots=True)
 class MemberSpan:
-    """A stretch that one member decoded, and its row inside the member's lane."""
+    """A stretch that one member decoded, and its row inside the member's lane.
+
+    Example: ``MemberSpan(sample, sample.spans[0], row=1)`` overlaps a span in row 0.
+    """
 
     sample: SampleTrace
     span: DecodedSpan
@@ -174,7 +177,7 @@ def _hover(name: str, each: MemberSpan) -> str:
 
 
 def _marks(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    """A mark where a member went on under newer weights."""
+    """Draw a mark where a member continued under newer weights."""
     found = [(lane, change) for lane, spans in enumerate(members.values()) for change in changes(spans)]
     inside = [(lane, change) for lane, change in found if window.start_s <= change.time_s <= window.end_s]
     if not inside:
@@ -198,6 +201,6 @@ def _marks(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, orig
 
 
 def _separators(num_lanes: int) -> list[dict[str, Any]]:
-    """Thin lines between lanes."""
+    """Draw thin lines between lanes."""
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"color": "--grid", "width": 1}}
     return [{**line, "y0": lane + 0.5, "y1": lane + 0.5} for lane in range(num_lanes - 1)]

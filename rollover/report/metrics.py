@@ -38,7 +38,11 @@ class MetricRow:
 
 
 class Sink(Protocol):
-    """A place where rows go besides the file."""
+    """A place where rows go besides the file.
+
+    Example: ``sink.write(MetricRow(kind="step", step=12, time_s=84.2, values={"loss":
+    0.02}))`` on a ``TensorBoardSink`` adds the point (12, 0.02) to the curve ``loss``.
+    """
 
     def write(self, row: MetricRow) -> None: ...
 
@@ -81,7 +85,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
-    """Rows of the run's current history, in the order they were written; empty when there is no file.
+    """Return the rows of the run's current history, in the order they were written; empty when there is no file.
 
     A row that goes back to an earlier step of its kind replaces that step and what had followed it. A torn
     last line is left out.
@@ -99,20 +103,20 @@ def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
 
 
 def series(rows: Iterable[MetricRow], kind: Kind, name: str) -> tuple[tuple[int, float, float], ...]:
-    """(step, time_s, value) of every row that holds a finite ``name``."""
+    """Return (step, time_s, value) of every row that holds a finite ``name``."""
     return tuple(
         (r.step, r.time_s, v) for r in rows if r.kind == kind and math.isfinite(v := r.values.get(name, math.nan))
     )
 
 
 def accuracies_by_dataset(rows: Iterable[MetricRow]) -> list[str]:
-    """Names of the accuracies that evaluations measured for single datasets, ``accuracy/<dataset>``."""
+    """Return the names of the accuracies that evaluations measured for single datasets, ``accuracy/<dataset>``."""
     names = (name for row in rows if row.kind == "eval" for name in row.values if name.startswith("accuracy/"))
     return list(dict.fromkeys(names))
 
 
 def standard_error_of(accuracy: str) -> str:
-    """Name of an accuracy's standard error.
+    """Name the standard error of an accuracy.
 
     Example: ``standard_error_of("accuracy/gsm8k") == "accuracy_se/gsm8k"``.
     """

@@ -46,8 +46,8 @@ class Page:
         labels: Sequence[str] = (),
         pressed: int = 0,
     ) -> str:
-        """A card with a figure, or with ``missing`` when there is none; of several variants, buttons with ``labels``
-        choose the one that is shown."""
+        """Return a card with a figure, or with ``missing`` when there is none; of several variants, buttons with
+        ``labels`` choose the one that is shown."""
         heading = f"<h3>{escape(title)}</h3>" if title else ""
         variants = [drawn] if isinstance(drawn, dict) else list(drawn or ())
         if not variants:
@@ -83,13 +83,13 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def script_json(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element, and no NaN."""
+    """Return JSON that can stand inside a script element: nothing in it can end the element, and no NaN."""
     text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def finite(value: Any) -> Any:
-    """``value`` as JSON can hold it: it has no infinity and no NaN, so they are null."""
+    """Return ``value`` as JSON can hold it: it has no infinity and no NaN, so they become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def header(eyebrow: str, title: str, facts: Iterable[str]) -> str:
 
 
 def tiles(entries: Iterable[tuple[str, str, str, str]]) -> str:
-    """(label, value, unit, note) each."""
+    """Draw one tile for each (label, value, unit, note)."""
     cells = "\n".join(
         f'<div class="card tile"><div class="label">{escape(label)}</div>'
         f'<div class="value">{escape(value)} <small>{escape(unit)}</small></div>'
@@ -118,7 +118,7 @@ def tiles(entries: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def _choices(figure: str, labels: Sequence[str], pressed: int) -> str:
-    """Buttons that switch a figure to one of its variants."""
+    """Draw buttons that switch a figure to one of its variants."""
     buttons = "".join(
         f'<button type="button" data-figures="{figure}" data-variant="{i}"'
         f' aria-pressed="{"true" if i == pressed else "false"}">{escape(label)}</button>'
@@ -128,7 +128,7 @@ def _choices(figure: str, labels: Sequence[str], pressed: int) -> str:
 
 
 def fate_bar(parts: Sequence[tuple[str, str, int]]) -> str:
-    """(name, colour variable, tokens): one bar whose parts add up to everything that was decoded."""
+    """Draw one bar whose parts, (name, colour variable, tokens), add up to everything that was decoded."""
     total = sum(n for _, _, n in parts) or 1
     bar = "".join(
         f'<span style="flex:{n} 0 0;background:var({colour})" title="{escape(name)}: {n:,}"></span>'
@@ -143,7 +143,7 @@ def fate_bar(parts: Sequence[tuple[str, str, int]]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """First cell of a row is its heading."""
+    """Draw a table; the first cell of a row is its heading."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
@@ -158,5 +158,5 @@ def details(title: str, content: str) -> str:
 
 
 def preformatted(value: Any) -> str:
-    """A nested mapping as readable JSON."""
+    """Show a nested mapping as readable JSON."""
     return f"<pre>{escape(json.dumps(value, indent=2, ensure_ascii=False, default=str))}</pre>"

@@ -17,7 +17,7 @@ PHASES = ("rollout", "reward", "train", "publish", "other")
 
 
 def by_step(rows: Sequence[MetricRow], timeline: Timeline) -> dict[int, dict[str, float]]:
-    """Seconds by phase of every step whose time was measured; ``other`` is what no phase accounts for."""
+    """Return the seconds by phase of every step whose time was measured; ``other`` is what no phase accounts for."""
     waits = reward_waits_s(timeline)
     return {
         row.step: _phases(row.values, waits.get(row.step, 0.0))
@@ -52,7 +52,8 @@ def reward_waits_s(timeline: Timeline) -> dict[int, float]:
 
 
 def percentages(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Whole percents that add up to 100: those that lose most by rounding down get what is left. All 0 for no time."""
+    """Return whole percentages that add up to 100: those that lose most to rounding down share the remainder. All are 0
+    for no time."""
     total = sum(seconds.values())
     if total <= 0:
         return dict.fromkeys(seconds, 0)

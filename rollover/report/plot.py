@@ -55,7 +55,7 @@ def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> 
 
 
 def line(x: Sequence[float], y: Sequence[float], name: str, colour: str, **extra: Any) -> dict[str, Any]:
-    """A curve; a single point of it is marked, since a line through one point is not seen."""
+    """Draw a curve; if it has a single point, mark it, since a line through one point is not seen."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -69,7 +69,7 @@ def line(x: Sequence[float], y: Sequence[float], name: str, colour: str, **extra
 
 
 def step_axis(num_steps: int, title: str = "training step") -> dict[str, Any]:
-    """Few steps are numbered one by one: there is nothing between two of them."""
+    """Return an axis of training steps. Few steps are numbered one by one: there is nothing between two of them."""
     return axis(title, showgrid=False, **({"dtick": 1} if num_steps <= _MAX_NUMBERED else {}))
 
 
@@ -79,12 +79,12 @@ def bar(x: Sequence[float], y: Sequence[Any], name: str, colour: str) -> dict[st
 
 
 def label(text: str) -> str:
-    """Text from outside as Plotly may show it."""
+    """Escape text from outside so that Plotly may show it."""
     return html.escape(text)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Centred moving mean over a tenth of the run, at least five steps, narrower towards the ends.
+    """Return the centred moving mean over a tenth of the run, at least five steps, narrower towards the ends.
 
     Being symmetric everywhere it leaves a straight line alone: it neither lags behind a rise nor lifts the start.
     """
@@ -94,7 +94,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def time_unit(span_s: float) -> tuple[str, float]:
-    """(name, seconds) of the unit a wall-clock axis of this length reads best in."""
+    """Return (name, seconds) of the unit in which a wall-clock axis of this length reads best."""
     if span_s < 300:
         return "seconds", 1.0
     return ("minutes", 60.0) if span_s < 3 * 3600 else ("hours", 3600.0)

@@ -56,7 +56,7 @@ class Progress:
     # -- what the loop reports ------------------------------------------------------------------------------
 
     def warmup(self, step: int, total: int, loss: float) -> None:
-        """``step`` of ``total`` supervised steps are done."""
+        """Show that ``step`` of ``total`` supervised steps are done."""
         if self._mode == "plain" and (step % max(1, total // 10) == 0 or step == total):
             self._line(f"warm-up {step}/{total}  loss {loss:.3f}")
         self._update("warm-up", step, total, f"loss {loss:.3f}")
@@ -64,7 +64,7 @@ class Progress:
             self._finish("warm-up")
 
     def rollout(self, ready: int, needed: int, running: int, parked: int, decoded_tokens: int) -> None:
-        """``ready`` of ``needed`` groups are complete; ``decoded_tokens`` counts over the whole run."""
+        """Show that ``ready`` of ``needed`` groups are complete; ``decoded_tokens`` counts over the whole run."""
         now = self._now_s()
         if self._rollout_from is None:
             self._rollout_from = (now, decoded_tokens)
@@ -74,7 +74,7 @@ class Progress:
         self._update("rollout", min(ready, needed), needed, text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """One training step is done. ``metrics`` is the row that was logged.
+        """Show that one training step is done. ``metrics`` is the row that was logged.
 
         What is shown are means since the last line, or over as many steps: where several batches are trained from one
         round, a single step is fast or slow, and its answers long or short, by its place among them.
@@ -89,28 +89,28 @@ class Progress:
         self._update("train", done, self.total_steps, text, draw=True)
 
     def resumed(self, step: int) -> None:
-        """The run resumes at ``step``."""
+        """Show that the run resumes at ``step``."""
         self._recent = []
         self._update("train", step, self.total_steps, f"resumed at step {step}", draw=True)
         if self._mode == "plain":
             self._line(f"resumed at step {step}/{self.total_steps}")
 
     def evaluating(self, done: int, total: int) -> None:
-        """``done`` of ``total`` evaluation samples are decoded."""
+        """Show that ``done`` of ``total`` evaluation samples are decoded."""
         self._update("eval", done, total, "")
         if done >= total:
             self._finish("eval")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation before training step ``step`` ended."""
+        """Show the result of an evaluation before training step ``step``."""
         self.message(f"eval at step {step}  " + "  ".join(_eval_parts(metrics)))
 
     def result(self, text: str) -> None:
-        """A line that answers a request, printed literally; it is shown in every mode."""
+        """Print a line that answers a request, literally; it is shown in every mode."""
         self._print(text)
 
     def message(self, text: str) -> None:
-        """A line above the bars, printed literally."""
+        """Print a line above the bars, literally."""
         if self._mode != "off":
             self._print(text)
 
@@ -185,7 +185,7 @@ def _step_parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
-    """``accuracy`` first, then its parts by dataset, then pass@k."""
+    """List ``accuracy`` first, then its parts by dataset, then pass@k."""
     parts = []
     for name, value in metrics.items():
         if name == "accuracy" or name.startswith("accuracy/"):

@@ -20,7 +20,11 @@ JOURNAL = "journal.sqlite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run as recorded in its directory. Secrets in the config are blanked."""
+    """One run as recorded in its directory. Secrets in the config are blanked.
+
+    Example: ``record.name == "quickstart"``, ``record.config["rollout"]["group_size"] == 8``,
+    ``record.metrics[0].step == 0``.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -51,7 +55,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The resolved config, with version, seed and machine under ``meta``.
+    """Read the resolved config, with version, seed and machine under ``meta``.
 
     Raises:
         RunError: there is none, or it cannot be read.
@@ -69,7 +73,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """The timeline that the journal tells; empty until there is a journal.
+    """Read the timeline that the journal tells; it is empty until there is a journal.
 
     Raises:
         RunError: it is not a journal.
@@ -80,6 +84,6 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def distinct_names(records: Sequence[RunRecord]) -> list[str]:
-    """Names of the runs; those that repeat are numbered."""
+    """Return the names of the runs; those that repeat are numbered."""
     count = Counter(r.name for r in records)
     return [r.name if count[r.name] == 1 else f"{r.name} ({i})" for i, r in enumerate(records, start=1)]

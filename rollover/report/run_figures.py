@@ -28,7 +28,7 @@ def origin_s(record: RunRecord) -> float:
 
 
 def points(record: RunRecord, kind: Kind, name: str, *, unit_s: float | None = None) -> tuple[list[float], list[float]]:
-    """(x, y) of a metric over wall-clock in units of ``unit_s`` seconds, or over steps without it."""
+    """Return (x, y) of a metric over wall-clock in units of ``unit_s`` seconds, or over steps without it."""
     found = series(record.metrics, kind, name)
     if unit_s is None:
         return [float(s) for s, _, _ in found], [v for _, _, v in found]
@@ -41,7 +41,7 @@ def span_s(record: RunRecord) -> float:
 
 
 def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
-    """Held-out accuracy above, training reward below."""
+    """Draw held-out accuracy above and training reward below."""
     unit, seconds = time_unit(span_s(record))
     unit_s = seconds if over_time else None
     x, reward = points(record, "step", "reward/mean", unit_s=unit_s)
@@ -130,7 +130,7 @@ def lag_over_steps(record: RunRecord) -> Figure | None:
 
 
 def lengths(record: RunRecord) -> Figure | None:
-    """Both histograms as shares of their own samples, over the same bins."""
+    """Draw both histograms as shares of their own samples, over the same bins."""
     generated = measures.generated_lengths(record.timeline.samples)
     trained = measures.trained_lengths(record.timeline.samples)
     if not generated:
@@ -150,7 +150,7 @@ def lengths(record: RunRecord) -> Figure | None:
 
 
 def length_curve(values: Sequence[int], name: str, colour: str, longest: int) -> dict[str, Any]:
-    """Histogram as a stepped line: share of ``values`` in some forty bins from 0 to ``longest``."""
+    """Draw a histogram as a stepped line: the share of ``values`` in some forty bins from 0 to ``longest``."""
     width = max(1, -(-longest // 40))
     starts = range(0, longest + 1, width)
     counts = [0] * len(starts)
@@ -207,7 +207,7 @@ def time_split(record: RunRecord) -> Figure | None:
 
 
 def throughput(record: RunRecord) -> Figure | None:
-    """Tokens over seconds of a tenth of the run around each step: the steps of one round differ by their place."""
+    """Draw tokens over seconds of a tenth of the run around each step: the steps of one round differ by their place."""
     data = []
     for speed, name, colour in (
         (DECODED, "decoded, of rollout time", "--blue"),
@@ -223,7 +223,7 @@ def throughput(record: RunRecord) -> Figure | None:
 
 
 def _moving(record: RunRecord, speed: Speed) -> tuple[list[float], list[float]]:
-    """(steps, speeds), each over the steps around it, fewer at the ends."""
+    """Return (steps, speeds), each speed taken over the steps around it, fewer at the ends."""
     rows = [r for r in record.metrics if r.kind == "step"]
     found = [(float(r.step), parts) for r in rows if (parts := speed.parts(r.values)) is not None]
     tokens, seconds = ([0.0, *accumulate(parts[i] for _, parts in found)] for i in (0, 1))
@@ -234,7 +234,7 @@ def _moving(record: RunRecord, speed: Speed) -> tuple[list[float], list[float]]:
 
 
 def small(record: RunRecord, name: str) -> Figure | None:
-    """One metric over steps, small."""
+    """Draw one metric over steps, small."""
     x, y = points(record, "step", name)
     if not y:
         return None

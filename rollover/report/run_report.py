@@ -156,7 +156,7 @@ def _timeline(page: Page, record: RunRecord) -> None:
 
 
 def most_resumed(found: Sequence[StepWindow]) -> int:
-    """The window that shows the most rolling over; of equals the first."""
+    """Return the index of the window in which most samples were resumed, the first of several."""
     return max(range(len(found)), key=lambda i: found[i].num_resumes, default=0)
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def open_sinks(
     config: LoggingConfig, run_dir: Path, *, run_config: Mapping[str, Any], resume_step: int | None = None
 ) -> tuple[Sink, ...]:
-    """One sink per tracker switched on. ``run_config`` is sent along with secrets blanked.
+    """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked.
 
-    ``resume_step`` is the training step a resumed run goes on from: what an earlier process wrote at that
+    ``resume_step`` is the training step from which a resumed run continues: what an earlier process wrote at that
     step and after is superseded.
 
     Raises:
@@ -95,7 +95,7 @@ class WandbSink:
         self._run = wandb.init(
             project=project,
             name=name,
-            # The same directory is the same run, also after a resume; names alone may repeat.
+            # The same directory is the same run, even after a resume; names alone may repeat.
             id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run_dir),
@@ -128,7 +128,7 @@ class TrackioSink:
 
 
 def tagged(row: MetricRow) -> dict[str, float]:
-    """The row's finite values under the names trackers see."""
+    """Return the row's finite values under the names that trackers see."""
     prefix = "warmup/" if row.kind == "warmup" else ""
     return {prefix + k: v for k, v in row.values.items() if math.isfinite(v)}
 

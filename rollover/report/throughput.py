@@ -3,7 +3,7 @@
 * **Trained tokens/s** are trained tokens over wall-clock of the whole loop: rollout, rewards, training, publishing and
   what lies between them. Warm-up and evaluations are no part of it.
 * **Decoded tokens/s** are decoded tokens over the wall-clock in which rollouts are decoded: the rollout's part of a
-  step, or all of it where generation goes on while the trainer trains.
+  step, or all of it where generation continues while the trainer trains.
 
 A row of ``metrics.jsonl`` holds both for its step. Of several steps they are means weighted by seconds, which is tokens
 over seconds: where several batches are trained from one round, the mean of the steps' own speeds says nothing.
@@ -21,20 +21,23 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A speed as recorded in the metrics of a step."""
+    """A speed as recorded in the metrics of a step.
+
+    Example: ``TRAINED.parts({"perf/trained_tokens_per_s": 500.0, "time/step_s": 4.0})`` is ``(2000.0, 4.0)``.
+    """
 
     name: str
     seconds: tuple[str, ...]
     """Names of the metric that holds its seconds: the first of these that the step has."""
 
     def parts(self, step: Values) -> tuple[float, float] | None:
-        """Tokens and seconds of one step; ``None`` where they were not measured."""
+        """Return tokens and seconds of one step; ``None`` where they were not measured."""
         speed = step.get(self.name, math.nan)
         seconds = next((step[name] for name in self.seconds if name in step), math.nan)
         return (speed * seconds, seconds) if math.isfinite(speed) and math.isfinite(seconds) else None
 
     def over(self, steps: Sequence[Values]) -> float | None:
-        """Tokens over seconds of all steps together; ``None`` where nothing was measured."""
+        """Return tokens over seconds of all steps together; ``None`` where nothing was measured."""
         found = [parts for step in steps if (parts := self.parts(step)) is not None]
         seconds = sum(s for _, s in found)
         return sum(tokens for tokens, _ in found) / seconds if seconds > 0 else None
@@ -46,7 +49,7 @@ DECODED = Speed(name="rollout/tokens_per_s", seconds=("time/decoding_s", "time/r
 
 
 def of_step(*, trained_tokens: int, decoded_tokens: int, step_s: float, decoding_s: float) -> dict[str, float]:
-    """Both speeds of one step and the seconds they are over, as its metrics hold them."""
+    """Return both speeds of one step and the seconds they are over, as its metrics hold them."""
     return {
         TRAINED.seconds[0]: step_s,
         DECODED.seconds[0]: decoding_s,

@@ -25,7 +25,7 @@ def gantt(
     length_s: float | None = None,
     time_title: str = "seconds since the first rollout",
 ) -> Figure:
-    """One window's samples above, the active-batch curve below, on one time axis.
+    """Draw one window's samples above and the active-batch curve below, on one time axis.
 
     ``length_s`` sets the axis' length, so that windows of several runs can be compared.
     """
@@ -59,7 +59,7 @@ def gantt(
 
 
 def aligned(shown: Sequence[tuple[Timeline, StepWindow]], *, time_title: str) -> list[Figure]:
-    """One window of each run, from its own zero, on axes of equal length."""
+    """Draw one window of each run, from its own zero, on axes of equal length."""
     length_s = max(window.end_s - window.start_s for _, window in shown)
     return [
         gantt(timeline, window, origin_s=window.start_s, length_s=length_s, time_title=time_title)
@@ -68,7 +68,7 @@ def aligned(shown: Sequence[tuple[Timeline, StepWindow]], *, time_title: str) ->
 
 
 def thinned(samples: Sequence[SampleTrace]) -> tuple[list[SampleTrace], int]:
-    """Samples of every k-th group, with the smallest k that keeps within ``MAX_SPANS``."""
+    """Return the samples of every k-th group, and k, the smallest that keeps within ``MAX_SPANS``."""
     every = -(-sum(len(s.spans) for s in samples) // MAX_SPANS) or 1
     return [s for s in samples if s.sample_id.group % every == 0], every
 
@@ -153,7 +153,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
 
 
 def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    """A cross where a sample ended that was never trained."""
+    """Draw a cross where a sample ended that was never trained."""
     ends = [
         (sample.spans[-1].end_s, lane, sample.waste)
         for lane, sample in placed
@@ -184,7 +184,7 @@ def _active(active: Sequence[tuple[float, int]], origin_s: float) -> dict[str, A
 
 
 def training_bands(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    """Bands from the batch's consumption to the publication of the weights it made."""
+    """Draw bands from the batch's consumption to the publication of the weights it made."""
     published = {p.policy_version: p.time_s for p in timeline.publishes}
     bands = []
     for step in timeline.steps:
@@ -204,12 +204,12 @@ def training_bands(timeline: Timeline, window: StepWindow, origin_s: float) -> l
 
 
 def _restarts(timeline: Timeline, window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    """A dashed line where a new process took over."""
+    """Draw a dashed line where a new process took over."""
     inside = (t for t in timeline.restarts_s if window.start_s <= t <= window.end_s)
     dashes = {"type": "line", "line": {"color": "--red", "width": 1.4, "dash": "dash"}}
     return [{**_upright(t - origin_s, t - origin_s), **dashes} for t in inside]
 
 
 def _upright(x0: float, x1: float) -> dict[str, Any]:
-    """A shape over the whole height of the picture."""
+    """Return a shape over the whole height of the picture."""
     return {"xref": "x", "yref": "paper", "x0": round(x0, 3), "x1": round(x1, 3), "y0": 0, "y1": 1}

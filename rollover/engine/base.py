@@ -10,9 +10,9 @@ Laws every implementation keeps (``tests/engine/contract.py`` proves them):
   that they have not asked for as a failure.
 * ``abort`` returns once each of those calls has put its final chunk on its stream. Unknown and finished ids
   are no error, an empty collection stops nothing.
-* After ``pause`` returns no token is sampled until ``resume``. Running calls stay open across a weight load
-  and go on afterwards under the new version when ``Capabilities.in_flight_update``; otherwise the caller
-  aborts them first.
+* After ``pause`` returns no token is sampled until ``resume``. Running calls stay open across a weight load and
+  continue afterwards under the new version when ``Capabilities.in_flight_update``; otherwise the caller aborts them
+  first.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class EngineStats:
     accepted_tokens: int = 0
     """Draft tokens that were accepted: decoded in the iteration of the token before them."""
     reexecuted_tokens: int = 0
-    """Decoded to check what another member of the engine has sampled; nobody trains them."""
+    """Decoded to check what another member of the engine has sampled; they are not trained."""
     busy_s: float = 0.0
     """Time spent in prefill and decode."""
     kv_bytes: int = 0
@@ -194,7 +194,7 @@ class Sleeps(Protocol):
     """
 
     async def sleep(self) -> None:
-        """Give weights and cache back. No call is open. One that sleeps goes on sleeping.
+        """Give back the memory of weights and cache. No call may be open. An engine that sleeps already stays asleep.
 
         Raises ``EngineError`` naming who holds memory still, after a deadline at the latest.
         """
@@ -229,7 +229,7 @@ class CallPlacement(Protocol):
     def takes_one(
         self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
     ) -> bool:
-        """Return whether ``reserve`` would promise a place now, to whichever sample."""
+        """Return whether ``reserve`` would promise a place to some sample now."""
         ...
 
     def reserve(
@@ -246,9 +246,9 @@ class CallPlacement(Protocol):
         something else has changed than that fewer of them do.
 
         Args:
-            num_waiting: samples that are to be placed beside this one.
-            max_staleness: the step that trains the sample waits for it once so many versions have been published after
-                the one that is returned. ``None``: no step will wait for it, as far as is known.
+            num_waiting: samples that are to be placed beside this one. max_staleness: the step that trains the sample
+            waits for it once this number of versions has been published after the one that is returned. ``None``: no
+            step will wait for it, as far as is known.
         """
         ...
 
@@ -262,7 +262,7 @@ class CallPlacement(Protocol):
         ...
 
     def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
-        """Say that the first so many tokens of these samples, by sample key, are written down."""
+        """Say that the first ``num_tokens`` tokens of each of these samples, given by sample key, are written down."""
         ...
 
     def run_ended(self) -> None:

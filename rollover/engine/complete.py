@@ -21,13 +21,12 @@ _FIRST_BACK_OFF_S = 0.1
 
 
 async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float = STALL_S) -> AsyncIterator[Chunk]:
-    """The chunks of a response up to its stop or limit. A call that fails or is stopped, which nobody asks for here, is
-    followed after a growing time by another that goes on from its last token; ``request.request_id`` is their common
-    beginning.
+    """Yield the chunks of a response up to its stop or limit. A call that fails, or that is stopped although the caller
+    did not ask for it, is followed after a growing time by another that continues from its last token;
+    ``request.request_id`` is their common beginning.
 
     Raises ``EngineError`` when calls fail or are stopped four times in a row without a token (being displaced does not
-    count), ``EngineTimeout`` when
-    none has come for ``stall_s``.
+    count), ``EngineTimeout`` when none has come for ``stall_s``.
     """
     name = f"{request.request_id}{secrets.token_hex(8)}"
     ids = list(request.response_ids)
@@ -62,7 +61,7 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
 
 
 async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> AsyncGenerator[Chunk, None]:
-    """The chunks of one call. Raises ``EngineTimeout`` when no token has come for ``stall_s``."""
+    """Yield the chunks of one call. Raises ``EngineTimeout`` when no token has come for ``stall_s``."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + stall_s
     stream = engine.generate(call)
@@ -85,7 +84,7 @@ async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> A
 
 
 def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int, last_token: int | None) -> None:
-    """Refuse a chunk that ends a call where it cannot have come to its end. ``num_tokens`` and ``last_token`` are the
+    """Refuse a chunk that ends a call before its end can have come. ``num_tokens`` and ``last_token`` are the
     response's, including the chunk's.
 
     Where a call has stop strings, its last token alone does not tell whether one is complete, so any is believed.
@@ -109,7 +108,7 @@ def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int
 
 
 def reached_end(params: SamplingParams, ids: Sequence[int]) -> FinishReason | None:
-    """Return why nothing is left to decode behind the response ``ids``: the engine or the process died between the last
+    """Return why nothing is left to decode after the response ``ids``: the engine or the process died between the last
     token and the news that it was the last. ``None`` while something is."""
     if ids and ids[-1] in params.stop_token_ids:
         return FinishReason.STOP

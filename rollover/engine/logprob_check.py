@@ -3,7 +3,7 @@
 An engine that reports them before temperature, computes in another number format or serves other weights makes
 every importance ratio wrong, and nothing else looks amiss. So each engine draws one token after each of some prompts,
 and the log-prob it reports is looked up in what the trainer's weights say of that token. The trainer is asked once for
-a version of the weights, while it rests: an engine can be compared at any later time, also while a step changes the
+a version of the weights, while it rests: an engine can be compared at any later time, even while a step changes the
 weights.
 
 Tolerances are means in nats. Rounding makes less than 1e-5 in float32 and some .001 in TF32; computing in bfloat16
@@ -31,7 +31,8 @@ from rollover.types import SamplingParams
 TEMPERATURES = (1.0, 0.5)
 """Two, so that one of them is not the temperature at which nothing is divided."""
 FLOAT32_TOLERANCE = 0.002
-"""Tolerance where both sides compute in float32: above its rounding, also TF32's, and below all coarser formats."""
+"""Tolerance where both sides compute in float32: above its rounding, including TF32's, and below all coarser
+formats."""
 HALF_TOLERANCE = 0.1
 """Tolerance where one side computes in half precision: above its rounding, which hides finer errors."""
 
@@ -67,7 +68,7 @@ class CheckedMembers(Protocol):
         ...
 
     def distrust(self, name: str, reason: str) -> None:
-        """Give a member no call any more. Raises ``EngineMismatch`` when none is left."""
+        """Give a member no further calls. Raises ``EngineMismatch`` when none is left."""
         ...
 
 
@@ -94,7 +95,7 @@ class Reference:
         return float(scaled_V[token] - peak - np.log(np.exp(scaled_V - peak).sum()))
 
     def mean_difference(self, drawn: Mapping[int, tuple[int, float]], temperature: float) -> float:
-        """Average over some prompts, by number, how far the log-prob that was reported of a token after each is from
+        """Average, over some prompts given by number, how far the reported log-prob of the token after each is from
         ours."""
         differences = (abs(p - self.logprob(i, token, temperature)) for i, (token, p) in drawn.items())
         return sum(differences) / len(drawn)
@@ -124,8 +125,8 @@ def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, 
 
 
 def some_prompts(version: int) -> tuple[int, ...]:
-    """Return the numbers of the prompts that are asked first of who is known: a quarter of them, another for the next
-    version.
+    """Return the numbers of the prompts that an engine which has passed before is asked first: a quarter of them, and
+    another quarter for the next version.
 
     Example: ``some_prompts(6)`` is ``(2, 6, 10, 14, 18, 22)``.
     """
@@ -150,7 +151,7 @@ async def check_logprobs(
 
     Args:
         first: numbers of prompts that are asked before the others, which are left out where these leave no doubt: with
-            a mean difference of half the tolerance at most. So nobody fails by fewer prompts than all.
+            a mean difference of half the tolerance at most. So no engine fails on fewer prompts than all.
 
     Raises:
         EngineMismatch: the mean difference exceeds ``tolerance`` nats, or fits log-probs without temperature better;

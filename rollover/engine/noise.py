@@ -16,15 +16,14 @@ _NUM_TRIED = 2**16
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 finaliser (Steele, Lea & Flood, OOPSLA 2014): every input bit flips half of the
-    output's."""
+    """Apply the splitmix64 finaliser (Steele, Lea & Flood, OOPSLA 2014): every input bit flips half of the output's."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in ``(0, 1)`` for each (seed, position); seeds are taken modulo 2**64."""
+    """Return one number in ``(0, 1)`` for each (seed, position); seeds are taken modulo 2**64."""
     seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
     return _of(seed, np.array(positions, dtype=np.uint64))
 

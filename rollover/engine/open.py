@@ -25,7 +25,11 @@ ReadModel = Callable[[], Architecture]
 
 
 class TrainedEngine(Engine, WeightTarget, Protocol):
-    """Decodes, and takes new weights."""
+    """Decodes, and takes new weights.
+
+    Example: an ``EmbeddedEngine``: after ``await engine.load(3, source)``, the chunks that ``engine.generate(request)``
+    yields have ``policy_version`` 3.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ where the noise lies on the border between two tokens. The rule:
 * **Log-probs** of the same tokens differ by the tolerance of the log-prob check at most, in nats, on average.
 * **A token that differs** is asked for twice more, with noise that is moved a little to either side (``Slack``). These
   two tokens are the bounds of what rounding can explain: the first engine's must lie between them, in the order of ids.
-  The comparison then goes on behind it. In float32 the two engines disagree at the first token outside of its bounds;
+  The comparison then continues after it. In float32 the two engines disagree at the first token outside of its bounds;
   in half precision, where one token in some thousands is, at the fourth of the first eight that differ.
 
 So tokens that were drawn by other noise are found whatever log-probs are claimed for them: in float32 a single one,
-unless it lies within the bounds by luck. Who is right, a third opinion says: another engine's, or the trainer's. The
-one whose tokens are outside of the bounds of that opinion, where the other's are not, has lied.
+unless it lies within the bounds by luck. A third opinion, of another engine or of the trainer, decides which of them is
+right. The one whose tokens are outside of the bounds of that opinion, where the other's are not, has lied.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Stretch:
 
     @property
     def start(self) -> int:
-        """Position of its first token in the response."""
+        """Return the position of its first token in the response."""
         return len(self.request.response_ids)
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Return the position after its last token."""
         return self.start + len(self.token_ids)
 
     def token(self, position: int) -> int:
@@ -120,7 +120,7 @@ class Slack:
 
     @property
     def is_half(self) -> bool:
-        """One side computes in half precision."""
+        """Return True if one side computes in half precision."""
         return self.logprobs >= HALF_TOLERANCE
 
     @property
@@ -131,13 +131,13 @@ class Slack:
 
     @property
     def max_outside(self) -> int:
-        """Tokens of a stretch that may lie outside of their bounds."""
+        """Return the number of tokens of a stretch that may lie outside of their bounds."""
         return 3 if self.is_half else 0
 
 
 def can_be_compared(request: GenerateRequest) -> bool:
-    """Return whether rounding is told from lies for tokens of a call: only where noise draws from all of the
-    vocabulary. The edge of ``top_p`` and ``top_k`` moves by rounding, and so do all probabilities behind it."""
+    """Return whether rounding can be told from lies for tokens of a call: only where noise draws from all of the
+    vocabulary. The edge of ``top_p`` and ``top_k`` moves with rounding, and so do all probabilities after it."""
     return request.params.temperature > 0 and request.params.top_p == 1 and request.params.top_k == 0
 
 
@@ -220,7 +220,7 @@ class Dispute:
 
     @property
     def answers(self) -> tuple[SecondAnswer, ...]:
-        """The disputed answers: the tokens outside of their bounds, or the log-probs that are farthest apart."""
+        """Return the disputed answers: the tokens outside of their bounds, or the log-probs that are farthest apart."""
         if self.comparison.doubt is Doubt.TOKEN:
             return self.comparison.outside
         same = [a for a in self.comparison.answers if a.token == self.stretch.token(a.position)]
@@ -228,12 +228,12 @@ class Dispute:
 
     @property
     def contexts(self) -> tuple[tuple[int, ...], ...]:
-        """All tokens before each answer."""
+        """Return all tokens before each answer."""
         return tuple(self.stretch.context(answer.position) for answer in self.answers)
 
     @property
     def about(self) -> str:
-        """The two claims, in words."""
+        """Put the two claims into words."""
         engine, answer = self.stretch.engine, self.answers[0]
         where = f"token {answer.position} of {self.stretch.request.sample_key}"
         if self.comparison.doubt is Doubt.TOKEN:

@@ -32,7 +32,7 @@ class StopStrings:
             raise EngineError(f"stop strings need a tokenizer, and the one in {folder} does not load: {e}") from e
 
     def complete(self, response_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
-        """True when the last token completes a stop string. A character takes up to four byte-level tokens, so
+        """Return True when the last token completes a stop string. A character takes up to four byte-level tokens, so
         the end that can matter is four tokens long for each character of the longest string."""
         end = 4 * max(map(len, stop_strings)) + 4
         tail = self._text(response_ids[-end:])

@@ -9,7 +9,7 @@ sample is releasing its blocks, resuming it is finding them again; a system prom
 Invariants:
 
 * Every block is in one place: referenced (``ref_count`` block tables hold it), evictable (cached and unreferenced) or
-  empty. Block 0 is nobody's: its keys and values stay zero, and unused entries of block tables point at it.
+  empty. Block 0 is never handed out: its keys and values stay zero, and unused entries of block tables point at it.
 * No two blocks have the same key, and what a cached block is said to hold is never overwritten.
 * Unreferenced blocks alone are evicted, one at a time and when no block is empty: those of finished responses first,
   then the least recently used; of a prefix, the later block before the earlier one. Finished responses keep no more
@@ -34,12 +34,12 @@ Key = bytes
 
 
 def root_key(*parts: object) -> Key:
-    """The first key of the chains that may share blocks."""
+    """Return the first key of the chains that may share blocks."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 def block_key(parent: Key, token_ids: Sequence[int]) -> Key:
-    """The key of a block with these tokens after the block with key ``parent``."""
+    """Return the key of a block with these tokens after the block with key ``parent``."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -49,7 +49,7 @@ class Block:
     and it follows the block with key ``parent``.
 
     Example:
-        The second block of the prefix ``1 .. 6``, in blocks of 4 tokens and held by nobody: ``Block(index=5,
+        The second block of the prefix ``1 .. 6``, in blocks of 4 tokens and not referenced: ``Block(index=5,
         ref_count=0, key=block_key(k, (5, 6)), parent=k, token_ids=(5, 6))``, where ``k`` is the key of the first one.
     """
 
@@ -90,16 +90,16 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``allocate`` can give: those that are empty and those that it may evict."""
+        """Return the number of blocks that ``allocate`` can give: those that are empty and those that it may evict."""
         return len(self._empty) + len(self._evict_first) + len(self._evictable)
 
     @property
     def num_used(self) -> int:
-        """Blocks that are referenced."""
+        """Return the number of blocks that are referenced."""
         return self.num_blocks - 1 - self.num_available
 
     def num_for(self, num_tokens: int) -> int:
-        """The number of blocks that hold ``num_tokens``."""
+        """Return the number of blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def extend_keys(self, keys: list[Key], token_ids: Sequence[int], num_tokens: int) -> None:
@@ -110,7 +110,7 @@ class BlockManager:
             keys.append(block_key(keys[-1], token_ids[end - size : end]))
 
     def find(self, keys: Sequence[Key], token_ids: Sequence[int]) -> CachedPrefix:
-        """The longest cached prefix of ``token_ids``; ``keys`` are a root and the keys of their full blocks."""
+        """Find the longest cached prefix of ``token_ids``; ``keys`` are a root and the keys of their full blocks."""
         blocks: list[int] = []
         for key in keys[1:]:
             if (block := self._cached.get(key)) is None:
@@ -121,9 +121,9 @@ class BlockManager:
         return CachedPrefix(tuple(blocks), start + num_shared, tail.index if tail else None)
 
     def take(self, prefix: CachedPrefix, num_blocks: int, spare: int) -> tuple[list[int], list[BlockCopy]] | None:
-        """Give a block table of ``num_blocks`` whose first ones hold ``prefix``, and what must be copied for that;
-        ``None``, and nothing changed, unless ``spare`` blocks are then left. A tail that nobody holds, with nothing in
-        it but what is wanted, is taken over instead of copied."""
+        """Give a block table of ``num_blocks`` whose first ones hold ``prefix``, and the copies that this needs;
+        ``None``, and nothing changed, unless ``spare`` blocks are then left. A tail that is not referenced, with no
+        token beyond those wanted, is taken over instead of copied."""
         tail = [] if prefix.tail is None else [prefix.tail]
         held, num_tail_tokens = [*prefix.blocks, *tail], prefix.num_tokens - len(prefix.blocks) * self.block_size
         copied = [i for i in tail if self.blocks[i].ref_count or len(self.blocks[i].token_ids) > num_tail_tokens]
@@ -175,8 +175,8 @@ class BlockManager:
             self._evict_one()
 
     def cache(self, index: int, parent: Key, token_ids: Sequence[int], key: Key | None = None) -> None:
-        """Let others find a referenced block: it holds ``token_ids`` and follows the block with key ``parent``. What it
-        was said to hold before is a part of that. Where another block holds the same, that one is found."""
+        """Let others find a referenced block: it holds ``token_ids`` and follows the block with key ``parent``. These
+        begin with the tokens that it was said to hold before. Where another block holds the same, that one is found."""
         block, key = self.blocks[index], key or block_key(parent, token_ids)
         if block.key == key:
             return
@@ -188,13 +188,13 @@ class BlockManager:
             followers.insert(bisect_left(followers, block.token_ids, key=_token_ids), block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Let nobody find the blocks among these that have one reference; they are empty once it is dropped."""
+        """Hide the blocks among these that have one reference; they are empty once it is dropped."""
         for index in blocks:
             if self.blocks[index].ref_count == 1:
                 self._forget(self.blocks[index])
 
     def forget_all(self) -> None:
-        """Let nobody find anything; what is unreferenced is empty."""
+        """Hide all blocks; those without a reference are empty."""
         for block in list(self._cached.values()):
             self._forget(block)
         self._empty = sorted([*self._empty, *(b.index for b in (*self._evict_first, *self._evictable))])
@@ -214,8 +214,8 @@ class BlockManager:
         return new
 
     def _longest_match(self, parent: Key, token_ids: tuple[int, ...]) -> tuple[Block | None, int]:
-        """The block after ``parent`` that begins with most of ``token_ids``, and with how many. It is next to where
-        they would stand in the sorted list."""
+        """Return the block after ``parent`` that begins with most of ``token_ids``, and with how many. It is next to
+        where they would stand in the sorted list."""
         followers = self._followers.get(parent, [])
         place = bisect_left(followers, token_ids, key=_token_ids)
         best: tuple[Block | None, int] = None, 0

@@ -226,7 +226,7 @@ class EngineCore:
         return []
 
     def end_fill(self, policy_version: int, *, keeps_kv: bool, is_whole: bool = True) -> list[Output]:
-        """Call what has come a version, and give the chunks that end at this boundary.
+        """Give a version to the weights that have come, and give the chunks that end at this boundary.
 
         Args:
             is_whole: raise ``EngineError``, and change nothing, unless all parts have come.

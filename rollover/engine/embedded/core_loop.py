@@ -34,11 +34,11 @@ class CoreLoop(Protocol):
     paused: bool
 
     def submit(self, command: Command) -> asyncio.Future[None]:
-        """Queue a command. Raises nothing: an exception of the command is the future's."""
+        """Queue a command. Raises nothing: an exception of the command goes to the future."""
         ...
 
     def processed(self, num_chunks: int) -> None:
-        """Take note that consumers are done with so many delivered chunks."""
+        """Take note that consumers are done with ``num_chunks`` delivered chunks."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -41,28 +41,29 @@ class _Pass:
         self._scale = kv.head_dim**-0.5 / math.log(2)
 
     def scores(self, layer: int, q_BHD: Tensor) -> Tensor:
-        """``[E, H, S]`` in float32, masked and scaled to be exponents of 2: ``exp`` is slow where it underflows."""
+        """Compute ``[E, H, S]`` in float32, masked and scaled to be exponents of 2: ``exp`` is slow where it
+        underflows."""
         kv = self._kv
         keys = kv.keys[layer][self._blocks].flatten(0, 1)
         products = torch.bmm(self._by_block(q_BHD.index_select(0, self.owners), kv.head_dim), keys)
         return torch.add(self._mask_E1S, self._by_entry(products).float(), alpha=self._scale)
 
     def weighted(self, layer: int, weights_EHS: Tensor) -> Tensor:
-        """``[E * H, D]`` in float32: the values of each block, summed with the weights of each entry."""
+        """Compute ``[E * H, D]`` in float32: the values of each block, summed with the weights of each entry."""
         kv = self._kv
         values = kv.values[layer][self._blocks].flatten(0, 1)
         weights = self._by_block(weights_EHS.to(values.dtype), kv.block_size)
         return self._by_entry(torch.bmm(weights, values)).float().view(-1, kv.head_dim)
 
     def _by_block(self, rows_EHX: Tensor, size: int) -> Tensor:
-        """``[E, H, size]`` to ``[P * K, U * G, size]``."""
+        """Reorder ``[E, H, size]`` to ``[P * K, U * G, size]``."""
         num_kv = self._kv.num_kv_heads
         if self._users > 1:
             rows_EHX = rows_EHX.view(self._num_blocks, self._users, num_kv, -1).transpose(1, 2).contiguous()
         return rows_EHX.view(self._num_blocks * num_kv, -1, size)
 
     def _by_entry(self, products: Tensor) -> Tensor:
-        """``[P * K, U * G, size]`` to ``[E, H, size]``."""
+        """Reorder ``[P * K, U * G, size]`` to ``[E, H, size]``."""
         size = products.shape[-1]
         if self._users > 1:
             split = products.view(self._num_blocks, self._kv.num_kv_heads, self._users, -1)
@@ -102,15 +103,15 @@ class DecodeAttention:
         self._slot_mapping = SlotMapping(kv.to_device(tails_B), kv.to_device(offsets_B))
 
     def _scan(self, block_E: Ints, seq_E: Ints, visible_E: Ints) -> _Pass:
-        """The pool up to the last of these blocks, where it lies: its entries are the blocks. Those that nobody
-        uses compute something that nobody reads."""
+        """Read the pool up to the last of these blocks, where it lies: its entries are the blocks. Unused blocks are
+        computed too, and their results are not read."""
         end = int(block_E.max(initial=0)) + 1
         owners_P1, visible_P = np.zeros((end, 1), dtype=np.int64), np.zeros(end, dtype=np.int64)
         owners_P1[block_E, 0], visible_P[block_E] = seq_E, visible_E
         return _Pass(self._kv, slice(0, end), owners_P1, visible_P, self._num_heads)
 
     def _gather(self, block_E: Ints, seq_E: Ints, visible_E: Ints) -> tuple[_Pass, Ints]:
-        """Copies of blocks of several users, and the entry of each (block, sequence)."""
+        """Copy the blocks of several users; return the copies and the entry of each (block, sequence)."""
         blocks_P, place_E, counts_P = np.unique(block_E, return_inverse=True, return_counts=True)
         order = np.argsort(place_E, kind="stable")
         rank_E = np.empty_like(place_E)
@@ -123,7 +124,7 @@ class DecodeAttention:
         return _Pass(self._kv, self._kv.to_device(blocks_P), owners_PU, visible, self._num_heads), entry_E
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
-        """``[B, H * D]``"""
+        """Return ``[B, H * D]``."""
         kv, num_seqs, num_heads = self._kv, len(qkv_BF), self._num_heads
         q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
         kv.write(index, self._slot_mapping, keys_BKD, values_BKD)

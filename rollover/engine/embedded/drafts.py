@@ -5,7 +5,7 @@ of its prompt, the tokens that followed there are its draft (prompt lookup: Saxe
 et al., REST, arXiv 2311.08252). A decode iteration verifies draft tokens in rows of its own, so a rejected one costs a
 row and changes nothing; hence no draft need be right, and a weight update leaves the texts as they are.
 
-Invariants: a row is spent only on a draft token that, by the acceptance rate of late, earns more tokens for its time
+Invariants: a row is spent only on a draft token that, by the recent acceptance rate, earns more tokens for its time
 than the iteration does without it; what is proposed depends on tokens and counts alone, never on a clock; memory is
 bounded.
 """
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from rollover.engine.embedded.sequence import Sequence
 
 SHORTEST, LONGEST = 2, 4
-"""The n-grams that are looked up have from so many to so many tokens."""
+"""Lengths of the shortest and the longest n-grams that are looked up."""
 COMPARED = 16
-"""So many tokens before a draft are compared with the end of the sequence, at most."""
+"""Maximum number of tokens before a draft that are compared with the end of the sequence."""
 INDEXED_AT_ONCE = 8
 """InputBatch, at least."""
 _TOKEN_BITS = 32
@@ -74,8 +74,8 @@ class NgramIndex:
         return sum(len(text.token_ids) for text in self._texts)
 
     def follow(self, name: str, token_ids: list[int], num_prompt: int) -> None:
-        """Index this list, now and as it grows. A list that goes on where that of the same name ended replaces it. The
-        prompt is indexed from the first list alone."""
+        """Index this list, now and as it grows. A list that continues where the one of the same name ended replaces it.
+        The prompt is indexed from the first list alone."""
         old = self._by_name.get(name)
         if old is not None and old.token_ids[: old.num_indexed + 1] == token_ids[: old.num_indexed + 1]:
             old.token_ids = token_ids
@@ -108,8 +108,8 @@ class NgramIndex:
         return length
 
     def continued(self, place: Place, token_ids: AbstractSequence[int], num_tokens: int) -> list[int]:
-        """Read so many tokens from there; where that text ends, look up the end of ``token_ids`` and of what has been
-        read."""
+        """Read at most ``num_tokens`` tokens from there; where that text ends, look up the end of ``token_ids`` and of
+        the tokens read so far."""
         tail, found = list(token_ids[-LONGEST:]), self._read(place, num_tokens)
         while len(found) < num_tokens and (more := self.find((tail + found)[-LONGEST:])):
             found += self._read(more, num_tokens - len(found))
@@ -161,7 +161,7 @@ class NgramDrafter:
         index.follow(sequence.request.sample_key, sequence.token_ids, sequence.num_prompt)
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence grows no more; its text is kept for others."""
+        """End the sequence, which grows no more; its text is kept for others."""
         key = sequence.request.prompt_key
         self._num_open[key] -= 1
         if self._num_open[key]:
@@ -212,14 +212,14 @@ class AcceptanceModel:
     def __init__(self) -> None:
         self._rates = [self._first] * len(self._kinds)
         self._gain = 8 * self._least_gain
-        """Accepted tokens per sequence and look-up, of late."""
+        """Recent number of accepted tokens per sequence and look-up."""
         self._num_drafting = self._num_accepted = 0
 
     def rate(self, match: int) -> float:
         return self._rates[self._kind(match)]
 
     def should_draft(self, num_sequences: int) -> bool:
-        """Decide whether to look for drafts for so many sequences."""
+        """Decide whether to look for drafts for ``num_sequences`` sequences."""
         if self._num_drafting:
             self._gain += self._step * (self._num_accepted / self._num_drafting - self._gain)
         self._num_drafting = self._num_accepted = 0
@@ -250,7 +250,8 @@ class AcceptanceModel:
         return lengths
 
     def observe(self, match: int, num_accepted: int, *, rejected: bool) -> None:
-        """Take note that so many tokens of a draft were accepted, and the next one was rejected or not verified."""
+        """Take note that ``num_accepted`` tokens of a draft were accepted, and the next one was rejected or not
+        verified."""
         self._num_accepted += num_accepted
         kind = self._kind(match)
         for accepted in [True] * num_accepted + [False] * rejected:

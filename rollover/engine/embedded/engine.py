@@ -73,7 +73,7 @@ class EmbeddedEngine:
 
     @property
     def device(self) -> torch.device:
-        """The device that holds weights and cache."""
+        """Return the device that holds weights and cache."""
         return self._core.device
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -110,7 +110,7 @@ class EmbeddedEngine:
 
     async def load(self, version: int, source: WeightSource, *, keeps_kv: bool | None = None) -> None:
         """See ``WeightTarget.load``; ``keeps_kv`` as in ``EngineCore.load``. Raises ``ResourceError`` when it wakes and
-        its memory is not to be had again."""
+        cannot get its memory again."""
         with _fitting(self._config):
             await self._do("load", lambda core: core.load(version, source, keeps_kv=keeps_kv))
 

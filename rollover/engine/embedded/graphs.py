@@ -64,7 +64,7 @@ class GraphModelRunner(TorchModelRunner):
         return [int(i) for i in ids], logprobs
 
     def _iteration(self, size: int) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""
+        """Compute logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""
         given = self._inputs
         logits_BV = self._decoder.logits(given.token_ids[:size], self._attention(size)).float()
         scales_B1, greedy_B1, noise_B1 = given.drawing[:, :size].unsqueeze(2)
@@ -92,7 +92,7 @@ class GatheredAttention:
         self._hidden_B1L = (places > lengths_B.unsqueeze(1)).unsqueeze(1)
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
-        """``[B, H * D]``"""
+        """Return ``[B, H * D]``."""
         kv, num_seqs = self._kv, len(qkv_BF)
         q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
         kv.write(index, self._slot_mapping, keys_BKD, values_BKD)
@@ -167,7 +167,8 @@ class _Recording:
 
 
 def bucket(num_seqs: int, most: int) -> int:
-    """The batch size that is recorded for so many sequences: at most an eighth more than they are, or ``most``."""
+    """Return the batch size that is recorded for ``num_seqs`` sequences: at most an eighth more than they are, or
+    ``most``."""
     step = max(1, 2 ** (num_seqs - 1).bit_length() // _STEPS)
     return min(most, -(-num_seqs // step) * step)
 

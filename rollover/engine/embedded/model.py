@@ -36,7 +36,11 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Layer(Generic[M]):
-    """Holds the weights of a layer; queries, keys and values are one matrix, gate and up another."""
+    """Holds the weights of a layer; queries, keys and values are one matrix, gate and up another.
+
+    Example: with hidden size 1024, 16 heads and 8 key-value heads of 128, ``qkv`` maps 1024 to (16 + 2 * 8) * 128 =
+    4096.
+    """
 
     input_norm: Tensor
     qkv: M
@@ -58,7 +62,7 @@ class Attention(Protocol):
     """
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor, /) -> Tensor:
-        """``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; writes keys and values to the cache."""
+        """Return ``[T, H * D]`` from the joint projection ``[T, (H + 2 K) D]``; write keys and values to the cache."""
         ...
 
 
@@ -90,7 +94,7 @@ class Weights(Generic[M]):
         return is_there and (not self.arch.tied_embeddings or self.lm_head.holds(0, self.embedding))
 
     def _vector(self, name: str, size: int) -> Tensor:
-        """A norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
+        """Make a norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
         vector = torch.empty(size, dtype=self._layout.dtype, device=self._device)
         self.slots[name] = self._vector_slot(vector)
         return vector
@@ -110,7 +114,7 @@ class Weights(Generic[M]):
         vector.copy_(weights.to(self._layout.weight_dtype))
 
     def _matrix(self, rows: Mapping[str, int], in_size: int) -> M:
-        """One matrix for several parameters ``[rows, in]``."""
+        """Make one matrix for several parameters ``[rows, in]``."""
         return self._with_slots(self._layout.matrix(in_size, sum(rows.values())), rows, in_size)
 
     def _with_slots(self, matrix: M, rows: Mapping[str, int], in_size: int) -> M:
@@ -158,12 +162,12 @@ class Decoder:
         self._weights, self._eps, self._dtype = weights, weights.arch.norm_eps, dtype
 
     def logits(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
-        """``[T, vocab]``; writes the tokens' keys and values to the cache."""
+        """Compute logits ``[T, vocab]``; write the tokens' keys and values to the cache."""
         hidden_TH = self.prefill(token_ids_T, attention)
         return self._weights.lm_head.times(rms_norm(hidden_TH, self._weights.norm, self._eps))
 
     def prefill(self, token_ids_T: Tensor, attention: Attention) -> Tensor:
-        """``[T, H]`` before the last norm; writes the tokens' keys and values to the cache."""
+        """Compute ``[T, H]`` before the last norm; write the tokens' keys and values to the cache."""
         x_TH = F.embedding(token_ids_T, self._weights.embedding).to(self._dtype)
         for index, layer in enumerate(self._weights.layers):
             qkv_TF = layer.qkv.times(rms_norm(x_TH, layer.input_norm, self._eps))

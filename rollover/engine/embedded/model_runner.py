@@ -79,7 +79,7 @@ class ModelRunner(Protocol):
 
     @property
     def scans_pool(self) -> bool:
-        """True when decoding reads over gaps between the blocks in use."""
+        """Return True when decoding reads over gaps between the blocks in use."""
         ...
 
     def prefill(self, tokens: InputBatch) -> None:

@@ -2,7 +2,7 @@
 
 PyTorch's operations read and write every intermediate, cost some microseconds each, and leave threads behind that look
 for more work in the way of others. Here the threads go through an iteration together (``kernels.c``), from token ids to
-logits. Arithmetic and cache are in float32, also over bfloat16 weights. Results are those of ``TorchModelRunner`` up to
+logits. Arithmetic and cache are in float32, even over bfloat16 weights. Results are those of ``TorchModelRunner`` up to
 rounding, and do not depend on the rest of the batch. The library is built in a directory of its own and loaded at once:
 nothing stays on disk, and nothing built elsewhere is ever loaded.
 """
@@ -163,7 +163,7 @@ class PackedMatrix:
         return self._unpacked()[first_row : first_row + num_rows]
 
     def _unpacked(self) -> Tensor:
-        """``[out, in]``, the gates of a gated matrix first; see ``pack`` in ``kernels.c``."""
+        """Return ``[out, in]``, the gates of a gated matrix first; see ``pack`` in ``kernels.c``."""
         m, width = self._record, self._kernels.panel_width
         panels = self._packed.view(-1, m.in_size, width)
         if m.bfloat16:  # two columns share a word
@@ -278,7 +278,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _runs(firsts_B: Ints, counts_B: Ints, longest: int) -> tuple[Ints, Ints]:
-    """The tokens of each sequence cut into runs of at most ``longest``: first token and length of each run."""
+    """Cut the tokens of each sequence into runs of at most ``longest``: first token and length of each run."""
     runs_B = -(-counts_B // longest)
     sequence_R = np.repeat(np.arange(len(counts_B)), runs_B)
     offset_R = (np.arange(len(sequence_R)) - (np.cumsum(runs_B) - runs_B)[sequence_R]) * longest

@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 class Matrix(Protocol):
-    """The weights of one or more linear maps with the same input, laid out as their owner multiplies best."""
+    """The weights of one or more linear maps with the same input, laid out as their owner multiplies best.
+
+    Example: a ``TorchMatrix`` of zeros ``[1024, 4096]``: after ``fill(2048, keys_OI)`` with ``[1024, 1024]`` weights,
+    ``read(2048, 1024)`` gives them back.
+    """
 
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""
@@ -30,7 +34,11 @@ MC = TypeVar("MC", bound=Matrix, covariant=True)
 
 
 class Layout(Protocol[MC]):
-    """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache."""
+    """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache.
+
+    Example: ``TorchLayout(torch.bfloat16, device).matrix(1024, 4096)`` is a ``TorchMatrix`` for products of
+    ``[T, 1024]`` that give ``[T, 4096]``.
+    """
 
     weight_dtype: torch.dtype
     dtype: torch.dtype
@@ -62,7 +70,7 @@ class TorchMatrix:
         return self._weights_IO[:, first_row : first_row + num_rows].t()
 
     def times(self, x_TI: Tensor) -> Tensor:
-        """``[T, out]``, all outputs."""
+        """Compute ``[T, out]``, all outputs."""
         return torch.mm(x_TI, self._weights_IO)
 
     def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
@@ -90,7 +98,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(held: Tensor, given: Tensor) -> bool:
-    """Say whether ``held`` is ``given``, rounded to its number format: not-a-numbers and zeros of either sign too."""
+    """Say whether ``held`` is ``given``, rounded to its number format; this includes not-a-numbers and zeros of either
+    sign."""
     integers = _INTEGERS[held.element_size()]
     given = given.to(held.device, held.dtype)
     return torch.equal(
@@ -99,20 +108,21 @@ def same_bits(held: Tensor, given: Tensor) -> bool:
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Zhang & Sennrich, arXiv 1910.07467."""
+    """Divide ``x`` by the root of the mean square of its last dimension and multiply it by ``weight`` (Zhang &
+    Sennrich, arXiv 1910.07467)."""
     if x_TH.is_cuda:
         return F.rms_norm(x_TH, x_TH.shape[-1:], weight_H, eps)
     return unit_rms(x_TH, eps).mul_(weight_H)
 
 
 def silu_product(gate_up_TF: Tensor) -> Tensor:
-    """``silu(gate) * up``, ``[T, F / 2]``, of the two halves."""
+    """Return ``silu(gate) * up``, ``[T, F / 2]``, of the two halves."""
     gate, up = gate_up_TF.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """``x`` over the root of the mean square of its last dimension."""
+    """Divide ``x`` by the root of the mean square of its last dimension."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, x.shape[-1:], None, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # F.rms_norm takes three times as long on a CPU

@@ -30,7 +30,8 @@ def _place(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cosines, sines, keys, values, tables, lengths, row_stride, table_stride, eps,
     num_heads, num_kv, NORM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h): query heads are normed and rotated in place, key and value heads go to the cache."""
+    """Norm and rotate a query head in place, or write a key or value head to the cache. Program (b, h): head h of
+    sequence b."""
     b, h = tl.program_id(0), tl.program_id(1)
     position = tl.load(lengths + b)
     block = tl.load(tables + b * table_stride + position // S)
@@ -66,7 +67,7 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, k, split): the queries of key-value head k over a part of the blocks of sequence b."""
+    """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split)."""
     b, k, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b) + 1
     num_blocks = tl.cdiv(length, S)
@@ -96,7 +97,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine(sums, peaks, totals, out, D: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (row): one query head. A part without blocks has peak minus infinity and weighs nothing."""
+    """Combine the parts of one query head. Program (row). A part without blocks has peak minus infinity and weighs
+    nothing."""
     row = tl.program_id(0)
     part, d = tl.arange(0, SPLITS), tl.arange(0, D)
     peak = tl.load(peaks + row * SPLITS + part)
@@ -107,7 +109,7 @@ def _combine(sums, peaks, totals, out, D: tl.constexpr, SPLITS: tl.constexpr):  
 
 
 def fits(head_dim: int, block_size: int) -> bool:
-    """True for powers of two, which Triton's vectors need."""
+    """Return True for powers of two, which Triton's vectors need."""
     return all(n >= _LEAST_ROWS and n & (n - 1) == 0 for n in (head_dim, block_size))
 
 
@@ -120,7 +122,7 @@ class TritonAttention:
         self._splits = min(16, triton.next_power_of_2(parts))
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
-        """``[B, H * D]``"""
+        """Return ``[B, H * D]``."""
         kv, rotary, splits = self._kv, self._rotary, self._splits
         num_seqs, num_heads, num_kv, size = len(qkv_BF), rotary.num_heads, kv.num_kv_heads, kv.head_dim
         group = num_heads // num_kv

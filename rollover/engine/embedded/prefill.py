@@ -43,7 +43,7 @@ class PrefillAttention:
         self._visible_B1QL = kv.to_device(visible).unsqueeze(1)
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor) -> Tensor:
-        """``[T, H * D]``"""
+        """Return ``[T, H * D]``."""
         kv = self._kv
         q_THD, keys_TKD, values_TKD = self._heads(layer, qkv_TF)
         kv.write(index, self._slot_mapping, keys_TKD, values_TKD)
@@ -59,6 +59,6 @@ class PrefillAttention:
         return out_BHQD.transpose(1, 2).reshape(-1, num_heads * kv.head_dim)[self._padded]
 
     def _gathered(self, pool: Tensor) -> Tensor:
-        """``[B, K, N * S, D]``: the blocks of each sequence one after another."""
+        """Return ``[B, K, N * S, D]``: the blocks of each sequence one after another."""
         blocks = pool.index_select(0, self._tables).view(self._batch, -1, *pool.shape[1:])
         return blocks.transpose(1, 2).reshape(self._batch, pool.shape[1], -1, pool.shape[3])

@@ -34,7 +34,7 @@ class Heads:
         self._sines_T1D = torch.cat([-sines, sines], -1).unsqueeze(1)
 
     def __call__(self, layer: Layer[TorchMatrix], qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``[T, (H + 2 K) D]``."""
+        """Return queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``[T, (H + 2 K) D]``."""
         r = self._rotary
         heads = qkv_TF.view(len(qkv_TF), -1, r.head_dim)
         qk_TED, values_TKD = heads.split([r.num_heads + r.num_kv_heads, r.num_kv_heads], 1)

@@ -28,7 +28,7 @@ _BELOW_ONE = 1 - 2.0**-53
 
 
 def is_cut(params: SamplingParams) -> bool:
-    """True when it draws from a part of the vocabulary only."""
+    """Return True if it draws from a part of the vocabulary only."""
     return bool(params.temperature and (params.top_k or params.top_p < 1))
 
 
@@ -70,8 +70,9 @@ def drawn(logits_BV: Tensor, scales_B1: Tensor, uniforms_B1: Tensor, greedy_B1: 
 
 
 def _inverse_cdf(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """The first token at which the cumulative share of the weights exceeds the uniform number, ``[B, 1]``. Found in
-    two steps, the chunk of the vocabulary and the token in it, so that only one chunk is summed token by token."""
+    """Return the first token at which the cumulative share of the weights exceeds the uniform number, ``[B, 1]``. It is
+    found in two steps, the chunk of the vocabulary and the token in it, so that only one chunk is summed token by
+    token."""
     if missing := -weights_BV.shape[1] % _CHUNK:
         weights_BV = F.pad(weights_BV, (0, missing))
     chunks_BCW = weights_BV.view(len(weights_BV), -1, _CHUNK)
@@ -81,7 +82,8 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
 
 
 def _draw(weights_BC: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """The column drawn, never one of weight zero, and where in its weight the number fell, again in ``[0, 1)``."""
+    """Return the column drawn, never one of weight zero, and where in its weight the number fell, again in
+    ``[0, 1)``."""
     cdf_BC = weights_BC.cumsum(-1, dtype=torch.float64)
     target_B1 = uniforms_B1 * cdf_BC[:, -1:]
     column_B1 = torch.searchsorted(cdf_BC, target_B1, right=True)
@@ -92,8 +94,7 @@ def _draw(weights_BC: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """``logits`` with minus infinity at the tokens that top-k and then top-p leave out; the best one
-    stays."""
+    """Return the logits with minus infinity at the tokens that top-k and then top-p leave out; the best one stays."""
     vocab = logits_BV.shape[1]
     device = logits_BV.device
     top_k_B1 = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device).unsqueeze(1)

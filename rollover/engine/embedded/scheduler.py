@@ -8,9 +8,10 @@ Invariants:
 
 * Sequences start in order of arrival, except that one waits while a running one prefills the next block of its prefix,
   or the rest of its prompt.
-* Memory is bounded by the block pool and nothing deadlocks: when it runs out, cached blocks that nobody references are
+* Memory is bounded by the block pool and nothing deadlocks: when it runs out, cached blocks without a reference are
   evicted, then the youngest running sequence is preempted; the pool holds one sequence of full length, so the oldest
-  always goes on. A sequence starts only if one spare block per running sequence is left, lest it be preempted at once.
+  always continues. A sequence starts only if one spare block per running sequence is left, lest it be preempted at
+  once.
 * A block with more than one reference is full and never written: a tail block that is shared in part is copied.
 * Cache computed under older weights is found by the samples alone that were open or parked when the weights changed,
   and by these only under ``kv_on_update = "keep"``.
@@ -67,7 +68,7 @@ class SequenceScheduler:
         self.policy_version = 0
         """The version of the weights that compute what is cached from now on."""
         self._epoch = 0
-        """The number of weight updates so far, also of those that did not change the version."""
+        """The number of weight updates so far, including those that did not change the version."""
         self._left_chains: dict[str, Chain] = {}
         """The chains of samples that were parked or preempted, by sample key, the latest last."""
         self._drifted = False
@@ -139,7 +140,7 @@ class SequenceScheduler:
         return [s for s in self.running if len(s.token_ids) == s.num_cached_tokens + 1]
 
     def room(self, sequence: Sequence) -> int:
-        """Count the tokens that fit behind its last one into its last block, which is its own when it can decode."""
+        """Count the tokens that fit after its last one into its last block, which is its own when it can decode."""
         return len(sequence.block_table) * self.blocks.block_size - sequence.num_tokens
 
     def compact(self) -> list[BlockCopy]:
@@ -178,7 +179,7 @@ class SequenceScheduler:
 
     def update(self, policy_version: int, *, recompute: bool) -> None:
         """Take note of new weights. A fresh sample finds nothing that older ones computed; one that was open or parked
-        goes on with it, or loses it."""
+        keeps what it had, or loses it."""
         self.policy_version = policy_version
         self._epoch += 1
         if recompute:
@@ -217,7 +218,7 @@ class SequenceScheduler:
         sequence.prompt_key = block_key(sequence.block_keys[num_full], end)
 
     def _keys_to_prefill(self, sequence: Sequence) -> list[Key]:
-        """The keys of the full blocks that it is about to prefill, and of its whole prompt."""
+        """Return the keys of the full blocks that it is about to prefill, and of its whole prompt."""
         if not sequence.num_missing:
             return []
         keys = sequence.block_keys[sequence.num_cached_blocks + 1 :]
@@ -271,7 +272,7 @@ class SequenceScheduler:
         sequence.forget_cache()
 
     def _leave_unfinished(self, sequence: Sequence) -> None:
-        """Release its blocks, and remember where its sample finds them, also under later weights."""
+        """Release its blocks, and remember where its sample finds them, even under later weights."""
         block_table, sample = sequence.block_table, sequence.request.sample_key
         self._stop_running(sequence)
         self.blocks.release(block_table)

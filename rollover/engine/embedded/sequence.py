@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def block_table_array(self) -> NDArray[np.int64]:
-        """``block_table`` as an array, made anew only when it is longer."""
+        """Return ``block_table`` as an array, which is made again only when the table is longer."""
         if len(self._table) != len(self.block_table):
             self._table = np.array(self.block_table, dtype=np.int64)
         return self._table
@@ -72,12 +72,12 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Tokens to prefill before it can decode."""
+        """Return the number of tokens to prefill before it can decode."""
         return len(self.token_ids) - 1 - self.num_cached_tokens
 
     @property
     def num_prefilled_prompt(self) -> int:
-        """Tokens of the prompt that prefill computes: all but the last one, which is decoded."""
+        """Return the number of tokens of the prompt that prefill computes: all but the last one, which is decoded."""
         return self.num_prompt - 1
 
     @property

@@ -23,13 +23,13 @@ def check(arch: Architecture, config: EmbeddedConfig) -> None:
 
 
 def block_bytes(config: EmbeddedConfig, arch: Architecture, dtype: torch.dtype) -> int:
-    """The size of a cache block: keys and values of its tokens in all layers."""
+    """Return the size of a cache block: keys and values of its tokens in all layers."""
     return 2 * arch.num_layers * arch.num_kv_heads * config.block_size_tokens * arch.head_dim * dtype.itemsize
 
 
 def num_blocks(config: EmbeddedConfig, max_context: int, bytes_per_block: int) -> int:
-    """The number of cache blocks, one of which is never handed out. Raises ``ConfigError`` when the longest sample
-    does not fit."""
+    """Return the number of cache blocks, one of which is never handed out. Raises ``ConfigError`` when the longest
+    sample does not fit."""
     size, fitting = config.block_size_tokens, config.kv_cache_bytes // bytes_per_block
     if (needed := -(-max_context // size) + 1) > fitting:
         raise ConfigError(

@@ -64,7 +64,7 @@ class Aborter:
     async def check(self, call: GenerationCall) -> None:
         """Abort a running call by its id.
 
-        Raises ``EngineError`` when it goes on: on such a server, work that is stopped would go on and be lost.
+        Raises ``EngineError`` when it continues: on such a server, work that is stopped would continue and be lost.
         """
         half_s = self._timeout_s / 2
         await attempt(self._abort_by_id([call], one_by_one=True), half_s)
@@ -77,8 +77,8 @@ class Aborter:
             )
 
     async def sweep(self) -> None:
-        """See that the server runs no more calls than we have open: one whose connection was closed is decoded for
-        nobody. Its count comes with some delay, so one look is not enough."""
+        """See that the server runs no more calls than we have open: one whose connection was closed is decoded in vain.
+        Its count comes with some delay, so one look is not enough."""
         if self._sweeping:
             return
         self._sweeping = True

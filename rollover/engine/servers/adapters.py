@@ -1,8 +1,8 @@
 """Remember which adapter a server has beside its base: each that is sent has a name of its own.
 
 A call names the adapter that computes it and keeps it to its end. So calls are ended before another adapter is sent, no
-cached block is found by a call of another one, and what is left of earlier ones, also of a run that was killed, is
-known by its name.
+cached block is found by a call of another one, and what is left of earlier ones, including those of a run that was
+killed, is known by its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HeldAdapter:
         shape: of the adapters that it will be given; ``None`` when it is given full weights alone.
 
     Example: after ``held.took_full("rollover:r:0", is_base=True)`` a server whose label is still that one needs no
-    base; one that was started anew and says ``"default"`` does.
+    base; one that was started again and says ``"default"`` does.
     """
 
     def __init__(self, shape: AdapterShape | None) -> None:
@@ -37,11 +37,11 @@ class HeldAdapter:
         return not self._has_base or label != self._label
 
     def took_full(self, label: str, *, is_base: bool) -> None:
-        """It has loaded full weights."""
+        """Record that the server has loaded full weights."""
         self.name, self._label, self._has_base = None, label, is_base
 
     def took_adapter(self, label: str, name: str) -> None:
-        """It has put an adapter beside the base."""
+        """Record that the server has put an adapter beside the base."""
         self.name, self._label = name, label
 
     @staticmethod

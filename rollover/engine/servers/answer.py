@@ -31,17 +31,26 @@ _BLANKED = "***"
 
 
 class ServerBusy(EngineError):
-    """A server that answers, by 429 or 503, that it takes no calls now; also one that is paused may say so."""
+    """A server that answers with 429 or 503 that it takes no calls now; one that is paused may say so too."""
 
 
 class Answer(BaseModel):
-    """A JSON object of a server. Fields that nobody asked for are left out, the others are of exactly their type."""
+    """A JSON object of a server. Fields that the model does not declare are left out; the others are of exactly their
+    type.
+
+    Example: ``PauseState.model_validate_json('{"is_paused": true, "more": 1}')`` is ``PauseState(is_paused=True)``;
+    with ``"yes"`` in place of ``true`` it is refused.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
 class Event(Answer):
-    """One event of a stream. An event that reports an error has another form and ends the stream with that error."""
+    """One event of a stream. An event that reports an error has another form and ends the stream with that error.
+
+    Example: ``{"choices": [], "error": null}`` is a ``Completion``, and ``{"error": {"message": "out of memory"}}`` is
+    none.
+    """
 
     error: None = None
 
@@ -70,7 +79,7 @@ class Reader:
         self._secrets = sorted(forms, key=len, reverse=True)
 
     def shown(self, text: str, limit: int = _MAX_SHOWN_CHARS) -> str:
-        """``text`` for a message: in one line, without secrets, cut."""
+        """Prepare ``text`` for a message: in one line, without secrets, cut."""
         for secret in self._secrets:
             text = text.replace(secret, _BLANKED)
         text = " ".join(text.split())
@@ -79,7 +88,7 @@ class Reader:
     # -- answers ---------------------------------------------------------------------------------------------
 
     async def accepted(self, answer: httpx.Response, what: str) -> bytes:
-        """The body of an answer that says yes.
+        """Read the body of an answer that says yes.
 
         Args:
             what: the call, as messages name it.
@@ -97,7 +106,7 @@ class Reader:
         return bytes(body)
 
     def check_encoding(self, answer: httpx.Response, what: str) -> None:
-        """Raises ``EngineError`` when a body is compressed, which nobody has asked for: a few bytes of it may hold any
+        """Raise ``EngineError`` when a body is compressed, which we have not asked for: a few bytes of it may hold any
         amount of text."""
         if encoding := _encoding(answer):
             raise EngineError(
@@ -106,7 +115,8 @@ class Reader:
             )
 
     def typed(self, kind: type[T], body: bytes | str, what: str) -> T:
-        """The JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not fit."""
+        """Return the JSON of ``body`` as a ``kind``. Raises ``EngineError`` naming the first field that does not
+        fit."""
         try:
             return kind.model_validate_json(body, strict=True, context=self)
         except ValidationError as e:
@@ -155,7 +165,7 @@ class Reader:
         return kind(f"{self._server} refused {what} with {answer.status_code}: {said}{hint}")
 
     def _location(self, answer: httpx.Response) -> str:
-        """Name the goal of a redirect, without its query, which may hold secrets."""
+        """Name the target of a redirect, without its query, which may hold secrets."""
         try:
             parts = urlsplit(answer.headers.get("Location", ""))
         except ValueError:
@@ -171,7 +181,7 @@ def _encoding(answer: httpx.Response) -> str:
 
 
 async def _head_of(answer: httpx.Response) -> str:
-    """The beginning of an error's body; a compressed one is not read."""
+    """Read the beginning of an error's body; a compressed one is not read."""
     if _encoding(answer):
         return ""
     body = bytearray()

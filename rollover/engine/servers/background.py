@@ -1,4 +1,4 @@
-"""Work beside the caller: tasks that somebody keeps, and waits that come to an end."""
+"""Work beside the caller: tasks that are kept until they end, and waits that come to an end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollover.errors import EngineError, EngineTimeout
 
 
 class BackgroundTasks:
-    """Tasks that nobody awaits, kept until they are done.
+    """Tasks that are not awaited, kept until they are done.
 
     Example: ``tasks.start(work())`` returns at once; ``await tasks.cancel()`` ends what is left.
     """

@@ -62,7 +62,7 @@ class GenerationCall:
         self.sent = False
         """True once the server may know of it."""
         self.asked_to_stop = False
-        """True once somebody here has asked for its end."""
+        """True once its end has been asked for here."""
         self.kv_version = -1
         """The version under which it was sent."""
         self.label = ""
@@ -79,7 +79,7 @@ class GenerationCall:
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens that were sent to be prefilled."""
+        """Return the number of tokens that were sent to be prefilled."""
         return len(self.request.prompt_ids) + len(self.request.response_ids)
 
     def send(self, version: int, label: str) -> None:
@@ -89,7 +89,7 @@ class GenerationCall:
         """Put a delta on the stream, up to the token that completes a stop string.
 
         Args:
-            kv_kept: the call goes on with the cache that it has had since it was sent, over all weights that came.
+            kv_kept: the call keeps the cache that it has had since it was sent, over all weights that came.
             kv_version: that of the oldest weights which computed the cache, where it is known.
 
         Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is

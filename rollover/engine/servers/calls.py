@@ -5,10 +5,10 @@
     start ──▶ a reader task for each call ──▶ the gate ──▶ dialect.decode ──▶ call.stream
 
 What it keeps true: a request id is used once; every call ends, whatever the server does; a token is labelled with the
-version of the weights that sampled it; a call that the server ends and nobody asked to end is a failure. No call is
-sent while the server is paused, while all its calls are being aborted, or while it serves weights that we do not know.
-A server that has been silent for ``RESTART_S`` may be a new process behind the same address, so it is asked for the
-label of its weights first, once for all calls that wait.
+version of the weights that sampled it; a call that the server ends although we did not ask for it is a failure. No call
+is sent while the server is paused, while all its calls are being aborted, or while it serves weights that we do not
+know. A server that has been silent for ``RESTART_S`` may be a new process behind the same address, so it is asked for
+the label of its weights first, once for all calls that wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KnownWeights(Protocol):
 
     @property
     def label(self) -> str:
-        """The name that the server has for them."""
+        """Return the name that the server has for them."""
         ...
 
     def version_of(self, label: str | None, request_id: str) -> int:
@@ -61,7 +61,8 @@ class KnownWeights(Protocol):
         ...
 
     async def check(self, still: Callable[[], bool]) -> None:
-        """Ask the server. Raises ``EngineError`` when it has others, unless ``still`` says that nobody asks now."""
+        """Ask the server. Raises ``EngineError`` when it has others, unless ``still`` says that the answer is no longer
+        wanted."""
         ...
 
 
@@ -138,7 +139,8 @@ class OpenCalls:
         return sent
 
     async def wait_for_silence(self) -> None:
-        """Return when no token has arrived for ``Traits.silence_s``. Raises ``EngineTimeout`` when they go on."""
+        """Return when no token has arrived for ``Traits.silence_s``. Raises ``EngineTimeout`` when tokens keep
+        coming."""
         loop = asyncio.get_running_loop()
         frozen_s, limit_s, silence_s = loop.time(), self._config.control_timeout_s, self._dialect.traits.silence_s
         while (left_s := max(frozen_s, self._last_token_s) + silence_s - loop.time()) > 0:
@@ -168,7 +170,7 @@ class OpenCalls:
         self._drafted_tokens = self._accepted_tokens = 0
 
     def count_lost_kv(self) -> None:
-        """Count that the server computes the cache of all running calls again."""
+        """Count the loss of the caches of all running calls, which the server computes again."""
         lost = sum(len(call.request.prompt_ids) + len(call.response) for call in self.sent)
         self._prefilled_tokens += lost
         self._reprefilled_tokens += lost
@@ -273,6 +275,7 @@ class OpenCalls:
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:
-    """All who wait for a check may have been cancelled; asyncio would complain of an error that nobody has seen."""
+    """Retrieve a check's error: all who wait for it may have been cancelled, and asyncio would complain of an error
+    that was never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -68,7 +68,7 @@ class Patience:
         await self._scope.__aexit__(*error)
 
     def heard(self) -> None:
-        """Tokens have come."""
+        """Restart the deadline, since tokens have come."""
         self._limit_s = self._between_s
         self._restart()
 
@@ -163,11 +163,11 @@ class HTTPClient:
                     return await self.reader.accepted(answer, what)
 
     async def ask(self, kind: type[T], method: str, path: str, **call: Any) -> T:
-        """The answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
+        """Return the answer's JSON as a ``kind``. Raises as ``call`` does, and ``EngineError`` when it is none."""
         return self.reader.typed(kind, await self.call(method, path, **call), f"{method} {path}")
 
     async def events(self, kind: type[T], path: str, body: Any, patience: Patience) -> AsyncGenerator[T, None]:
-        """The events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
+        """Yield the events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
         connection.
 
         A server that is busy (429, 503) is asked again, after what its ``Retry-After`` says or a growing
@@ -218,7 +218,8 @@ class HTTPClient:
                 await asyncio.sleep(wait_s)
 
     def _retry_after(self, answer: httpx.Response) -> float | None:
-        """Seconds, from a number or a date measured against the answer's own."""
+        """Return the seconds to wait, from a number or a date measured against the answer's own; ``None`` where there
+        is neither."""
         value = answer.headers.get("Retry-After", "")
         try:
             return max(0.0, float(value))

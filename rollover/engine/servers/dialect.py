@@ -29,9 +29,9 @@ class Traits:
     """
 
     keeps_calls: bool
-    """Running calls go on after a weight update."""
+    """Running calls continue after a weight update."""
     keeps_kv: bool
-    """They go on with the key-value cache that they had."""
+    """They keep the key-value cache that they had."""
     silence_s: float
     """Longest time after a pause that a token that was sampled before it may be on its way to us."""
     takes_adapters: bool = False
@@ -150,7 +150,8 @@ class Dialect(Protocol):
         ...
 
     async def num_calls(self) -> int | None:
-        """Count the calls that the server runs or has queued; ``None`` where it decodes none that nobody waits for."""
+        """Return the number of calls that the server runs or has queued; ``None`` where it decodes no call that was
+        given up."""
         ...
 
     async def freeze(self, *, keeps_kv: bool) -> None:
@@ -158,7 +159,7 @@ class Dialect(Protocol):
         ...
 
     async def thaw(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         ...
 
     async def check_health(self, *, decode: bool, timeout_s: float) -> None:

@@ -8,7 +8,7 @@
     load ──────▶ served: replaces the weights, reads their label back; tokens then have the new version
 
 What it keeps true: a token is labelled with a version only after the server has confirmed it; every wait ends; a server
-that another run uses is left as it is (``ownership``); one that we have frozen goes on, whatever becomes of us.
+that another run uses is left as it is (``ownership``); one that we have frozen resumes, however we end.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ServerEngine:
         self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
         self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
-        """We have stopped the server and do not know that it goes on."""
+        """We have stopped the server and do not know that it has resumed."""
         self._keeps_kv = False
         """The calls that are frozen now keep their cache over the update that follows."""
         self._closed = False
@@ -145,8 +145,8 @@ class ServerEngine:
             await self._process.start()
 
     async def close(self) -> None:
-        """End all calls and give the server back, going on. Returns after two ``abort_timeout_s`` at the latest, also
-        when the server is gone."""
+        """End all calls and give the server back, decoding again. Returns after two ``abort_timeout_s`` at the latest,
+        even when the server is gone."""
         if self._closed:
             return
         self._closed = True
@@ -209,7 +209,7 @@ class ServerEngine:
                 self._tasks.start(self._aborter.abort([call]))
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See ``Engine.abort``. Returns after ``abort_timeout_s`` at the latest, also when the server is gone: a call
+        """See ``Engine.abort``. Returns after ``abort_timeout_s`` at the latest, even when the server is gone: a call
         that it does not hand over ends with what it has streamed."""
         await self._aborter.abort(self._calls.named(request_ids))
         if request_ids and not self._closed:
@@ -245,12 +245,12 @@ class ServerEngine:
 
     @property
     def takes_groups(self) -> bool:
-        """Say whether whoever holds weights can send them to the server."""
+        """Say whether the holder of weights can send them to the server."""
         return self._served.takes_groups and self._config.read_back != "always" and not self._config.colocated
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The number format of each tensor of the model."""
+        """Return the number format of each tensor of the model."""
         return {name: info.dtype for name, info in self._model.weights.items()}
 
     @property
@@ -278,8 +278,8 @@ class ServerEngine:
 
     async def load(self, version: int, source: WeightSource) -> None:
         """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path, where it has one.
-        After a failure with weights that were sent by whoever holds them, those from before are there no more: the
-        server refuses calls until it is given others."""
+        After a failure with weights that were sent by their holder, the earlier ones are gone: the server refuses calls
+        until it is given others."""
         if source.folder is None and self.takes_groups and isinstance(source, SentByHolder):
             try:
                 await send_to_all([await self.prepare(version, source)], source, self.formats, self._config)
@@ -353,7 +353,7 @@ class ServerEngine:
             self._calls.count_lost_kv()
 
     async def _freeze(self) -> None:
-        self._may_be_frozen = True  # also when the answer does not come
+        self._may_be_frozen = True  # even when the answer does not come
         self._keeps_kv = self._dialect.traits.keeps_kv and bool(self._calls.sent)
         await self._dialect.freeze(keeps_kv=self._keeps_kv)
 

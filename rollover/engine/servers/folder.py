@@ -19,7 +19,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A Hugging Face folder, as far as a client needs to know it."""
+    """A Hugging Face folder, as far as a client needs to know it.
+
+    Example: a model of 28 layers with 8 key-value heads of 128 has ``cache_numbers_per_token`` 28 * 2 * 8 * 128 =
+    57,344.
+    """
 
     path: Path
     vocab_size: int
@@ -31,7 +35,7 @@ class ModelFolder:
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
-        """Raises ``ModelError`` when config or weights cannot be read."""
+        """Read a model folder. Raises ``ModelError`` when config or weights cannot be read."""
         config = read_config(path)
         try:
             vocab_size, context = int(config["vocab_size"]), int(config["max_position_embeddings"])
@@ -53,7 +57,8 @@ class ModelFolder:
 
     @property
     def dtype(self) -> str | None:
-        """The number format of most of its weights by torch's name; ``None`` where it is none of the common ones."""
+        """Return the number format of most of its weights by torch's name; ``None`` where it is none of the common
+        ones."""
         sizes: Counter[str] = Counter()
         for info in self.weights.values():
             sizes[info.dtype] += math.prod(info.shape)

@@ -1,8 +1,8 @@
 """New weights for several servers in one group: a server that fails is left out, and the others are sent them again.
 
-A group fails as a whole. Who is to blame is seen by who can leave it: a server that is gone, stopped or hangs does not,
-is taken out, and the others form a new group. Where all have left and it was nobody's evident fault, each is sent the
-weights in a group of its own, and fails alone.
+A group fails as a whole. The members that leave it show which one is to blame: a server that is gone, is stopped or
+hangs does not leave, is taken out, and the others form a new group. Where all have left and none is evidently at fault,
+each is sent the weights in a group of its own, and fails alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupMember(Protocol):
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """The number format of each tensor that it serves."""
+        """Return the number format of each tensor that it serves."""
         ...
 
     async def prepare(self, version: int, source: SentByHolder) -> Receiver: ...
@@ -44,14 +44,14 @@ class GroupMember(Protocol):
 
 
 def all_take_groups(members: Sequence[Member]) -> bool:
-    """Say whether whoever holds weights can send them to all members."""
+    """Say whether the holder of weights can send them to all members."""
     return all(isinstance(m.engine, GroupMember) and m.engine.takes_groups for m in members)
 
 
 async def send_to_all(
     receivers: Sequence[Receiver], source: SentByHolder, formats: Mapping[str, str], config: ServerConfig
 ) -> SendReport:
-    """Have whoever holds weights send them to paused servers. Raises as ``send_weights``."""
+    """Have the holder of weights send them to paused servers. Raises as ``send_weights``."""
     pieces = buckets(as_served(source.manifest.tensors, formats))
     return await send_weights(
         lambda plan: source.open_sender(plan, pieces),
@@ -74,8 +74,8 @@ class GroupUpdate:
         self._config = config
 
     async def load(self, members: Sequence[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
-        """Send to members that stand still, and return those that failed. Raises ``WeightsGone`` when nobody holds the
-        weights any more; when cancelled, takes out those that were not done."""
+        """Send to members that stand still, and return those that failed. Raises ``WeightsGone`` when the weights can
+        no longer be had from anywhere; when cancelled, takes out those that were not done."""
         try:
             done, failed = await self._sent(list(members), version, source)
         except BaseException as e:
@@ -88,7 +88,7 @@ class GroupUpdate:
         )
 
     async def _each(self, members: Sequence[Member], act: Act, what: str) -> dict[Member, EngineError]:
-        """Do ``act`` on members at once, also on those that are out and stand still until they have weights again.
+        """Do ``act`` on members at once, including those that are out and stand still until they have weights again.
         Returns how it failed where it did."""
         limit_s = self._config.install_timeout_s
         out = [member for member in members if member.is_down]

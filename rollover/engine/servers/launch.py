@@ -52,7 +52,7 @@ class ServerProcess:
 
     @property
     def exited(self) -> bool:
-        """True when it was started and has exited."""
+        """Return True if it was started and has exited."""
         return self._supervisor is not None and self._supervisor.returncode is not None
 
     async def start(self) -> None:
@@ -120,7 +120,7 @@ class ServerProcess:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of one of this machine's addresses that nobody listens on now."""
+    """Return a TCP port of one of this machine's addresses on which no program listens now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -3,8 +3,8 @@
 A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or ``DOWN`` (tried
 again at ``retry_s``, each time after twice the time; never, when it is expelled).
 
-What it keeps true: nobody waits for a member that has been taken out, nor longer than a deadline for one that has not;
-a change of a member's health reaches all who wait for it.
+What it keeps true: a member that has been taken out is not waited for, and any other for no longer than a deadline; a
+change of a member's health reaches all who wait for it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class PoolEngine(Engine, WeightTarget, Protocol):
 
 
 class Health(Enum):
+    """The health of a member; only one that is up is given new calls.
+
+    Example: one that is ``UP`` is ``SUSPECT`` after 1 failed call, and ``DOWN`` if the probe that follows fails too.
+    """
+
     UP = "up"
     SUSPECT = "suspect"
     DOWN = "down"
@@ -84,12 +89,12 @@ class Member:
 
     @property
     def share(self) -> float:
-        """Calls per capacity."""
+        """Return the calls per capacity."""
         return self.load / self.capacity
 
     @property
     def is_up(self) -> bool:
-        """True when it gets calls."""
+        """Return True if it gets calls."""
         return self.health is Health.UP
 
     @property
@@ -97,20 +102,20 @@ class Member:
         return self.health is Health.DOWN
 
     def admit(self) -> None:
-        """It is well and its weights are current."""
+        """Admit it to calls: it is well and its weights are current."""
         assert not self.is_expelled, f"{self.name} is out permanently"
         self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
         self._num_failures = self._num_late_probes = 0
         self.lost.clear()
 
     def suspect(self, reason: str) -> None:
-        """A call has failed: it gets no more before the next probe, which is made now."""
+        """Suspect it, since a call has failed: it gets no more before the next probe, which is made now."""
         if self.is_up:
             self.health, self.reason = Health.SUSPECT, reason
         self.look.set()
 
     def late(self, reason: str) -> None:
-        """A probe has failed, which takes it out when it is suspect, or late twice in a row."""
+        """Count a failed probe, which takes it out when it is suspect, or late twice in a row."""
         if self.is_down:
             return
         self._num_late_probes += 1
@@ -118,7 +123,7 @@ class Member:
             self.take_out(reason)
 
     def take_out(self, reason: str) -> None:
-        """It gets no calls until it comes back. One that is out already is left out for longer."""
+        """Take it out: it gets no calls until it comes back. One that is out already is left out for longer."""
         if self.is_expelled:
             return
         self.retry_s = self._clock.now_s() + min(_FIRST_RETRY_S * 2.0 ** min(self._num_failures, 63), self._max_retry_s)
@@ -129,7 +134,7 @@ class Member:
             self._left()
 
     def expel(self, reason: str) -> None:
-        """It never gets calls again."""
+        """Take it out for good: it never gets calls again."""
         self.health, self.reason, self.is_expelled = Health.DOWN, reason, True
         self._left()
 

@@ -28,7 +28,10 @@ _NOT_THERE = ("No module named", "cannot be started")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind:
-    """The way servers of one kind are started and spoken to."""
+    """The way servers of one kind are started and spoken to.
+
+    Example: vLLM's has ``program="vLLM"``, ``key_env="VLLM_API_KEY"`` and ``VLLM_SERVER_DEV_MODE=1`` in ``env``.
+    """
 
     dialect: Callable[[HTTPClient], Dialect]
     arguments: Callable[[str, int], list[str]]
@@ -52,7 +55,7 @@ async def open_servers(
     places: ServerPlaces,
     clock: Clock,
 ) -> EnginePool:
-    """A pool of the servers of ``config``, all with the weights of ``model`` as version 0.
+    """Open a pool of the servers of ``config``, all with the weights of ``model`` as version 0.
 
     Args:
         kind_for: gives the kind of servers with the settings of one of them.
@@ -117,7 +120,7 @@ async def _start(
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, or the first error once nothing is under way any more."""
+    """Return all results, or raise the first error once nothing is under way any more."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

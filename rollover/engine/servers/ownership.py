@@ -10,8 +10,8 @@ has given the server back::
 
 What it keeps true: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
 on this machine is alive while it holds the lock on the server's address (flock: it ends with the process, however that
-ends). Of a run on another machine nobody can tell whether it is alive, so its servers stay its own until it gives them
-back or somebody frees them by hand.
+ends). Whether a run on another machine is alive cannot be known, so its servers stay its own until it gives them back
+or a user frees them by hand.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def how_to_free(url: str) -> str:
 
 
 def _opened(file: Path) -> int:
-    """Children do not inherit it; a link in its place is not followed; another user's is only read."""
+    """Open a lock file. Children do not inherit it; a link in its place is not followed; another user's is only
+    read."""
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except PermissionError:

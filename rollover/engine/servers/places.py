@@ -1,4 +1,4 @@
-"""Start servers on this machine, or wherever else somebody starts them for us.
+"""Start servers on this machine, or wherever else they can be started for us.
 
 A ``ServerProgram`` says what to run at an address; ``ServerPlaces`` find an address and run it there. A server that is
 started again may come up at another address, to which its client has then moved.

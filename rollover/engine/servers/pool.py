@@ -67,7 +67,7 @@ class EnginePool:
         self._watch = Watch(self._members, self._updates, probe_interval_s=config.health_interval_s)
         self._calls: dict[str, _PoolCall] = {}
         self._closing: dict[str, Member] = {}
-        """Members of calls that were closed before their end, until somebody asks for their abort."""
+        """Members of calls that were closed before their end, until their abort is asked for."""
         self._used_ids = UsedIds(self._calls)
         self._closed = False
 
@@ -179,7 +179,7 @@ class EnginePool:
 
     @property
     def takes_groups(self) -> bool:
-        """Say whether whoever holds weights can send them to all members."""
+        """Say whether the holder of weights can send them to all members."""
         return all_take_groups(self._members.all)
 
     @property
@@ -218,8 +218,8 @@ class EnginePool:
         return await self._watch.check_logprobs(strict=strict)
 
     def distrust(self, name: str, reason: str) -> None:
-        """Take a member out for good: what it reported was wrong although its log-prob check passed. Its calls end
-        with ``EngineError``. One that is not of this pool is none the worse.
+        """Take a member out for good: what it reported was wrong although its log-prob check passed. Its calls end with
+        ``EngineError``. A member of another pool is ignored.
 
         Raises ``EngineMismatch`` when no other is left that is up or may come back.
         """

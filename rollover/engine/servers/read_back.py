@@ -2,9 +2,9 @@
 
 A label says what a server was told to hold. A server that computes digests of its tensors says what it does hold, and
 loads that have left a tensor as it was are found out. How a server lays its tensors out is found by trying: joined
-(queries, keys and values; gate and up), with rows of zeros behind, or cut over workers. A tensor whose digest has once
-been that of a layout must have it after each later load. Of the others (packed, quantised, or digests of another kind)
-it is known that some of them must change where the weights did, and none where they did not.
+(queries, keys and values; gate and up), with rows of zeros after them, or cut over workers. A tensor whose digest has
+once been that of a layout must have it after each later load. Of the others (packed, quantised, or digests of another
+kind) it is known that some of them must change where the weights did, and none where they did not.
 """
 
 from __future__ import annotations

@@ -36,11 +36,12 @@ class ServedWeights:
 
     @property
     def label(self) -> str:
-        """The label of the weights that the server was given last."""
+        """Return the label of the weights that the server was given last."""
         return self._ownership.label(self.version)
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """The version of the weights that sampled tokens of a call; those in force where the server says nothing.
+        """Return the version of the weights that sampled tokens of a call; those in force where the server says
+        nothing.
 
         Raises ``EngineError`` when they are none of ours.
         """

@@ -24,11 +24,11 @@ class EventDecoder:
 
     @property
     def inside_event(self) -> bool:
-        """True when the bytes so far end in the middle of an event."""
+        """Return True when the bytes so far end in the middle of an event."""
         return self._num_chars > 0 or bool(self._data)
 
     def feed(self, received: bytes) -> list[str]:
-        """The data of the events that ``received`` completes."""
+        """Return the data of the events that ``received`` completes."""
         *ends, rest = self._text.decode(received).split("\n")
         events = []
         for end in ends:

@@ -2,8 +2,8 @@
 
 Sender and servers work through the same buckets, each at its own pace: the sender gathers a bucket and broadcasts it to
 all, a server is told of it and receives it. What it keeps true: a group lives for one update, so a server that has been
-started anew, or that failed in the middle, needs no special case; all sides are waited for together, and when one fails
-nobody waits for the others; a session and a group that were begun are ended, whatever happens; every wait has a
+started again, or that failed in the middle, needs no special case; all sides are waited for together, and when one
+fails the others are not waited for; a session and a group that were begun are ended, whatever happens; every wait has a
 deadline.
 """
 
@@ -105,8 +105,8 @@ async def send_weights(
         part_s: how long a server may take to leave a group that has failed.
 
     Raises:
-        TransferFailed: somebody did, by the deadline.
-        SenderLost, WeightsGone: whoever holds the weights cannot send them.
+        TransferFailed: a server has failed, or the deadline has passed.
+        SenderLost, WeightsGone: the holder of the weights cannot send them.
     """
     names = ", ".join(receiver.name for receiver in receivers)
     plan = replace(receivers[0].plan, num_workers=sum(receiver.plan.num_workers for receiver in receivers))
@@ -142,7 +142,7 @@ async def send_weights(
 
 
 async def _opened(open_sender: OpenSender, plan: GroupPlan) -> Sender:
-    """Open the sender; one that comes when nobody waits for it any more is closed again."""
+    """Open the sender; one that comes too late, when it is no longer waited for, is closed again."""
     opening = in_thread(lambda: open_sender(plan))
     try:
         return await asyncio.shield(asyncio.wrap_future(opening))
@@ -157,7 +157,7 @@ def _close(opened: Future[Sender]) -> None:
 
 
 def _calls(receivers: Sequence[Receiver], address: Mapping[str, Any]) -> dict[Receiver, TransferCalls]:
-    """Tell each server which ranks are its own: those behind the ranks of the servers before it."""
+    """Tell each server which ranks are its own: those after the ranks of the servers before it."""
     calls, offset = {}, 1
     for receiver in receivers:
         calls[receiver] = receiver.calls({**address, "rank_offset": offset})
@@ -166,7 +166,7 @@ def _calls(receivers: Sequence[Receiver], address: Mapping[str, Any]) -> dict[Re
 
 
 class _Sending:
-    """The sender at work, in threads that go on when nobody waits for them any more."""
+    """The sender at work, in threads that continue when they are no longer waited for."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender

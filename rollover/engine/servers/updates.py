@@ -50,8 +50,8 @@ class PoolUpdates:
         """Set while there are such members."""
 
     async def sleep(self) -> None:
-        """Have all members give their memory back, also those that are out, which may hold some. One that is gone is
-        taken out. Nobody brings members back meanwhile.
+        """Have all members give their memory back, including those that are out, which may hold some. One that is gone
+        is taken out. No member is brought back meanwhile.
 
         Raises ``MemoryHeld`` naming those that may hold memory still.
         """
@@ -67,7 +67,7 @@ class PoolUpdates:
             raise MemoryHeld("; ".join(held))
 
     async def pause(self) -> None:
-        """Wait for a member where all are out, also for one that needs the weights that come now.
+        """Wait for a member where all are out, including one that needs the weights that come now.
 
         Raises ``EngineError`` naming all members when none pauses.
         """
@@ -101,7 +101,7 @@ class PoolUpdates:
 
     async def load(self, version: int, source: WeightSource) -> None:
         """Take out members that refuse what others take, and those that take too long. Raises ``EngineError`` when all
-        refuse; they then go on with the old weights. Where nobody is left to refuse, the weights are those that a
+        refuse; they then continue with the old weights. Where no member is left to refuse, the weights are those that a
         member is given when it comes back."""
         if version < self.version:
             raise EngineError(f"weights cannot go back from version {self.version} to {version}")
@@ -150,13 +150,13 @@ class PoolUpdates:
                 member.look.set()
 
     def may_probe(self, member: Member) -> bool:
-        """Tell whether a probe can say something: not of a member that stands still. One that is asked to and does not
-        yet is probed, for one that hangs never will."""
+        """Tell whether a probe can say something: not of a member that stands still. One that was asked to stand still
+        and does not yet is probed, since one that hangs never will."""
         return self._paused is None or member in self._pausing
 
     async def catch_up(self, member: Member) -> int:
-        """Give a member that comes back the weights of the pool: now, or, where nobody holds them any more, with the
-        next update. Returns their version."""
+        """Give a member that comes back the weights of the pool: now or, where they can no longer be had from anywhere,
+        with the next update. Returns their version."""
         engine, name = member.engine, member.name
         await self._resumed.wait()
         version = self.version
@@ -171,7 +171,8 @@ class PoolUpdates:
         return version
 
     async def _with_the_others(self, member: Member) -> int:
-        """Wait for the next update, and return its version once it is over. Raises how it failed for this member."""
+        """Wait for the next update, and return its version once it is over. Raises the error with which it failed for
+        this member."""
         answer = self._late[member] = asyncio.get_running_loop().create_future()
         self._is_awaited.set()
         try:
@@ -191,7 +192,7 @@ class PoolUpdates:
 
     @property
     def _standing(self) -> list[Member]:
-        """Members that are paused. One that was taken out is woken when it comes back, or is closed."""
+        """Return the members that are paused. One that was taken out is woken when it comes back, or is closed."""
         return [member for member in self._paused or () if not member.is_down]
 
 

@@ -2,10 +2,10 @@
 
 What is peculiar to it:
 
-* Each event says which weights sampled its tokens and which computed their cache, so running calls go on over an update
-  and nothing depends on when an event arrives.
+* Each event says which weights sampled its tokens and which computed their cache, so running calls continue over an
+  update and nothing depends on when an event arrives.
 * A request id is never used twice on a server, whoever used it before: ours begin with the name of the dialect object.
-* A call whose connection is closed is aborted there, so the server decodes nothing that nobody waits for.
+* A call whose connection is closed is aborted there, so the server decodes no call that was given up.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class EmbeddedServerDialect:
                 pass
 
     def check_request(self, request: GenerateRequest) -> None:
-        """Take every request: the server's engine can all that the contract asks."""
+        """Accept every request: the server's engine supports all that the contract asks."""
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         request, is_first = call.request, True
@@ -130,7 +130,7 @@ class EmbeddedServerDialect:
         await self._client.call("POST", "/abort", body={"all": True})
 
     async def num_calls(self) -> None:
-        """Return ``None``: a call that nobody waits for is not decoded."""
+        """Return ``None``: a call that was given up is not decoded."""
 
     async def freeze(self, *, keeps_kv: bool) -> None:
         await self._client.call("POST", "/pause", body={})
@@ -158,7 +158,7 @@ class EmbeddedServerDialect:
 
 
 class _DraftCounts:
-    """The server's counts of draft tokens, as they were last. A server that is started anew counts from 0 again."""
+    """The server's counts of draft tokens, as they were last. A server that is started again counts from 0."""
 
     def __init__(self) -> None:
         self._last = (0, 0)

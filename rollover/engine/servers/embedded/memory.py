@@ -22,10 +22,10 @@ class EmbeddedServerMemory:
         self._timeout_s = config.load_timeout_s
 
     async def check(self) -> None:
-        """Find nothing missing: every such server can."""
+        """Accept every server: each can give its memory back."""
 
     async def release(self) -> None:
         await self._client.call("POST", "/sleep", body={}, timeout_s=self._timeout_s)
 
     async def take(self, part: Part) -> None:
-        """Leave it to the load."""
+        """Do nothing: the load takes the memory."""

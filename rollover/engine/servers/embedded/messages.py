@@ -39,7 +39,12 @@ GENERATE_REQUEST = TypeAdapter(GenerateRequest)
 
 
 class ServerInfo(Answer):
-    """Describes a server: what it serves, how, and which weights it has."""
+    """Describes a server: what it serves, how, and which weights it has.
+
+    Example: ``ServerInfo(service="rollover embedded engine", model_path="/models/qwen3-0.6b", vocab_size=151_936,
+    max_context_tokens=8192, max_running=64, number_format="bfloat16", prefill_tokens_per_iteration=24.0,
+    label="run-7/v3")``.
+    """
 
     service: Literal["rollover embedded engine"]
     model_path: Shown
@@ -57,7 +62,11 @@ class ServerInfo(Answer):
 
 
 class TokensEvent(Event):
-    """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``."""
+    """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``.
+
+    Example: ``TokensEvent(token_ids=[31, 4], logprobs=[-0.2, -1.1], label="run-7/v3", kv_label="run-7/v2")``: two
+    tokens of version 3 over a cache that version 2 began.
+    """
 
     token_ids: list[TokenId]
     logprobs: list[float]
@@ -75,7 +84,10 @@ class TokensEvent(Event):
 
 
 class TensorDigests(Answer):
-    """The SHA-256 of each tensor that a server holds, by its name in a checkpoint, in the server's number format."""
+    """The SHA-256 of each tensor that a server holds, by its name in a checkpoint, in the server's number format.
+
+    Example: ``TensorDigests(digests={"model.norm.weight": "9f86d081..."})``.
+    """
 
     digests: Mapping[str, str]
 
@@ -87,11 +99,17 @@ class _Body(BaseModel):
 
 
 class EmptyBody(_Body):
-    """Says nothing more than the path does."""
+    """Says nothing more than the path does.
+
+    Example: the body of ``POST /pause`` is ``{}``.
+    """
 
 
 class AbortBody(_Body):
-    """Names the calls to end."""
+    """Names the calls to end.
+
+    Example: ``AbortBody(request_ids=["a#1.0"])`` ends one call, and ``AbortBody(all=True)`` every call.
+    """
 
     request_ids: list[str] = Field(default_factory=list)
     all: bool = False
@@ -99,7 +117,10 @@ class AbortBody(_Body):
 
 
 class LoadBody(_Body):
-    """Names new weights, and says what becomes of the cache."""
+    """Names new weights, and says what becomes of the cache.
+
+    Example: ``LoadBody(folder="/weights/v3", label="run-7/v3", keeps_kv=False)``.
+    """
 
     folder: str
     """A Hugging Face folder, or one of adapters, by its path on the server's machine."""
@@ -111,7 +132,10 @@ class LoadBody(_Body):
 
 
 class GroupAddress(_Body):
-    """Tells where a process group meets, and which place in it the server takes."""
+    """Tells where a process group meets, and which place in it the server takes.
+
+    Example: the second of two servers of one rank gets ``rank_offset=2, world_size=3``.
+    """
 
     master_address: str
     master_port: Annotated[int, Field(ge=1, le=65535)]
@@ -123,7 +147,10 @@ class GroupAddress(_Body):
 
 
 class Announcement(_Body):
-    """Announces tensors that rank 0 broadcasts next, in this order."""
+    """Announces tensors that rank 0 broadcasts next, in this order.
+
+    Example: ``Announcement(names=["lm_head.weight"], dtypes=["bfloat16"], shapes=[[151_936, 1024]])``.
+    """
 
     names: list[str]
     dtypes: list[Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]]
@@ -133,13 +160,19 @@ class Announcement(_Body):
 
 
 class Reception(_Body):
-    """Ends a reception: all tensors have come."""
+    """Ends a reception: all tensors have come.
+
+    Example: ``Reception(label="run-7/v3", keeps_kv=True)``.
+    """
 
     label: str
     keeps_kv: bool
 
 
 class LabelBody(_Body):
-    """Renames the weights in force."""
+    """Renames the weights in force.
+
+    Example: ``LabelBody(new_version="run-7/v3")``.
+    """
 
     new_version: str

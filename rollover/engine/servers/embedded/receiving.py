@@ -75,7 +75,7 @@ class ReceivingGroup:
             raise EngineError(f"announced weights did not arrive: {_first_line(e)}") from e
 
     def close(self) -> None:
-        """Give the group up, also while another thread waits in it."""
+        """Give the group up, even while another thread waits in it."""
         self._group.close()
 
     def _flat(self, dtypes: list[torch.dtype], shapes: list[list[int]]) -> list[Tensor]:

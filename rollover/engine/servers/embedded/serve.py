@@ -50,12 +50,12 @@ class EngineServer:
 
     @property
     def is_running(self) -> bool:
-        """True from the moment at which ``stop`` has an effect."""
+        """Return True from the moment at which ``stop`` has an effect."""
         return self._loop is not None
 
     @property
     def url(self) -> str:
-        """The address by which clients of the same host can call it."""
+        """Return the address at which clients of the same host can call it."""
         host, port = self._host, self._socket.getsockname()[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

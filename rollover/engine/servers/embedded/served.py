@@ -1,7 +1,7 @@
 """The engine of a server: its calls, and its weights by label.
 
 Clients name weights by labels, the engine by numbers that only grow; so a load takes the next number. What it keeps
-true: a token has the label of the weights that sampled it, also when new ones came while it was on its way.
+true: a token has the label of the weights that sampled it, even when new ones came while it was on its way.
 """
 
 from __future__ import annotations
@@ -199,5 +199,5 @@ class ServedEngine:
 
 
 def _partial_label() -> str:
-    """Return a label that is nobody's, for weights that have come in part."""
+    """Return a label that no weights have, for weights of which only a part has come."""
     return f"partial-{secrets.token_hex(8)}"

@@ -11,6 +11,11 @@ from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
 
 
 class ModelInfo(Answer):
+    """The model that the server serves, and the label of its weights.
+
+    Example: ``{"model_path": "/models/qwen3-0.6b", "is_generation": true, "weight_version": "run-7/v3"}``.
+    """
+
     model_path: str
     is_generation: bool
     weight_version: str
@@ -19,7 +24,10 @@ class ModelInfo(Answer):
 
 
 class SGLangServerInfo(Answer):
-    """The server's settings."""
+    """The server's settings.
+
+    Example: ``{"max_req_input_len": 8186, "internal_states": [{}], "tp_size": 2}``.
+    """
 
     max_req_input_len: Annotated[int, Field(ge=1, lt=1 << 31)]
     internal_states: list[Any]
@@ -35,20 +43,40 @@ class SGLangServerInfo(Answer):
 
 
 class SchedulerLoad(Answer):
+    """The calls of one data-parallel rank.
+
+    Example: ``{"num_running_reqs": 12, "num_waiting_reqs": 3}``.
+    """
+
     num_running_reqs: Count
     num_waiting_reqs: Count
 
 
 class SchedulerLoads(Answer):
+    """The calls of all ranks.
+
+    Example: ``{"loads": [{"num_running_reqs": 12, "num_waiting_reqs": 3}]}``: 15 calls.
+    """
+
     loads: list[SchedulerLoad]
 
 
 class UpdateOutcome(Answer):
+    """The outcome of a change of weights.
+
+    Example: ``{"success": false, "message": "no such folder"}``.
+    """
+
     success: bool
     message: Shown | None = None
 
 
 class AdapterOutcome(Answer):
+    """The outcome of loading or unloading an adapter.
+
+    Example: ``{"success": true, "loaded_adapters": {"policy-3": "/weights/v3"}}``.
+    """
+
     success: bool
     error_message: Shown | None = None
     loaded_adapters: Mapping[str, Any] | None = None
@@ -56,7 +84,10 @@ class AdapterOutcome(Answer):
 
 
 class WorkerPlace(Answer):
-    """The place of a worker among those of its server."""
+    """The place of a worker among those of its server.
+
+    Example: ``{"tp_rank": 1, "tp_size": 2}`` is the second of two tensor-parallel workers.
+    """
 
     tp_rank: Count = 0
     tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
@@ -64,6 +95,11 @@ class WorkerPlace(Answer):
 
 
 class WorkerChecksums(Answer):
+    """Checksums of the weights that one worker holds.
+
+    Example: ``{"checksums": {"lm_head.weight": "1f3a9c02"}, "parallelism_info": [{"tp_rank": 0, "tp_size": 2}]}``.
+    """
+
     checksums: Mapping[str, str]
     """Checksums by the name of the tensor in the worker."""
     parallelism_info: Annotated[list[WorkerPlace], Field(min_length=1)]
@@ -71,11 +107,19 @@ class WorkerChecksums(Answer):
 
 
 class WeightChecks(Answer):
+    """Checksums of the weights of all workers.
+
+    Example: ``{"ranks": [{"checksums": {}, "parallelism_info": [{"tp_rank": 0}]}]}`` of a server with one worker.
+    """
+
     ranks: list[WorkerChecksums]
 
 
 class WeightSpan(Answer):
-    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them."""
+    """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them.
+
+    Example: ``{"version": "run-7/v3", "start": 0, "end": 16}``: its first 16 tokens.
+    """
 
     version: str
     start: Count
@@ -83,7 +127,11 @@ class WeightSpan(Answer):
 
 
 class ReportedEnd(Answer):
-    """The reason why a call has ended; also that it has failed."""
+    """The reason why a call has ended, which may be a failure.
+
+    Example: ``{"type": "stop", "matched": 151645}``;
+    ``{"type": "abort", "message": "out of memory", "status_code": 500}`` is a failure.
+    """
 
     type: Shown
     message: Shown | None = None
@@ -93,6 +141,11 @@ class ReportedEnd(Answer):
 
 
 class Meta(Answer):
+    """The numbers of an event about its call.
+
+    Example: ``{"completion_tokens": 2, "output_token_logprobs": [[-0.2, 31, null], [-1.1, 4, null]]}``.
+    """
+
     completion_tokens: Count | None = None
     finish_reason: ReportedEnd | None = None
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
@@ -101,24 +154,38 @@ class Meta(Answer):
 
 
 class Generation(Event):
-    """One event of a call's stream, or the answer to one that does not stream."""
+    """One event of a call's stream, or the answer to one that does not stream.
+
+    Example: ``{"output_ids": [31, 4], "meta_info": {"completion_tokens": 2}}``.
+    """
 
     output_ids: list[TokenId] = Field(default_factory=list)
     meta_info: Meta
 
 
 class Worker(Answer):
-    """A worker, as a router describes it."""
+    """A worker, as a router describes it.
+
+    Example: ``{"url": "http://10.0.0.5:30000", "worker_type": "decode"}`` cannot be used.
+    """
 
     url: str
     worker_type: Shown = "regular"
 
 
 class Workers(Answer):
+    """The workers of a router.
+
+    Example: ``{"workers": ["http://10.0.0.5:30000"]}``.
+    """
+
     workers: list[str | Worker]
 
 
 class WorkerUrls(Answer):
-    """The workers, as older routers list them."""
+    """The workers, as older routers list them.
+
+    Example: ``{"urls": ["http://10.0.0.5:30000"]}``.
+    """
 
     urls: list[str]

@@ -5,7 +5,7 @@ What is peculiar to it:
 * A request is aborted with all others whose ids begin with its own: ours end in a delimiter that is nowhere else in
   them. Two seconds after a stream has ended its id is aborted once more, whoever has it then: ours begin with the name
   of the dialect object, so that no other run can have used them. An abort is remembered with the request it was for,
-  also where it came too early to work; aborting all is not.
+  even where it came too early to work; aborting all is not.
 * A pause is acknowledged before it has reached the scheduler; an answer that the scheduler itself gives afterwards
   shows that it has. ``/health`` answers 503 after a pause of 20 s and is not asked.
 * ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
@@ -145,8 +145,8 @@ class SGLangDialect:
             raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
-        """Tokens that come before any weights are sent are those of the label in force; others wait for the server's
-        word."""
+        """Send a call and stream what comes back. Tokens that come before any weights are sent are those of the label
+        in force; others wait for the server's word."""
         shown = self._client.reader.shown
         reply = Reply(call.request, label=call.label, incremental=self._is_incremental, shown=shown)
         num_sends, is_first = self.weights.num_sends, True
@@ -223,5 +223,5 @@ class SGLangDialect:
         await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
 
     def _rid(self, request_id: str) -> str:
-        """The server's id of a call: no other one begins with it, and none is ever used again."""
+        """Return the server's id of a call: no other one begins with it, and none is ever used again."""
         return f"{self._prefix}{request_id}{DELIMITER}"

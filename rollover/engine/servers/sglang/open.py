@@ -101,7 +101,7 @@ async def _workers(client: HTTPClient) -> list[str]:
 
 
 def _url(client: HTTPClient, worker: str | Worker) -> str:
-    """Calls, and with them the key, will go there."""
+    """Return the address to which calls, and with them the key, will go."""
     if isinstance(worker, Worker) and worker.worker_type != "regular":
         raise EngineError(f"{client} has a worker of type {worker.worker_type!r}: only regular workers can be used")
     url = worker.url if isinstance(worker, Worker) else worker

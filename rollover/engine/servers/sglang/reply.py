@@ -52,7 +52,7 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come."""
+        """Return the number of tokens that have come."""
         return self._num_labelled + len(self._held)
 
     def read(self, event: Generation, *, certain: bool) -> list[Delta]:
@@ -92,7 +92,7 @@ class Reply:
         self._last = ids[-1] if ids else self._last
 
     def _labelled(self, spans: list[WeightSpan], reason: FinishReason | None) -> list[Delta]:
-        """All that is held, cut where the weights changed; ``reason`` goes with the last piece."""
+        """Return all that is held, cut where the weights changed; ``reason`` goes with the last piece."""
         pieces = []
         for span in spans:
             old, new = max(span.start, self._num_labelled), span.end
@@ -117,7 +117,8 @@ class Reply:
         return deltas or ([] if reason is None else [Delta(token_ids=(), logprobs=(), finish_reason=reason)])
 
     def _refuse_failure(self, reason: ReportedEnd) -> None:
-        """A rejection or an inner error also has the type ``abort``; a status or an error type tells it apart."""
+        """Raise ``EngineError`` for a failure. A rejection or an inner error has the type ``abort`` too; a status or an
+        error type tells it apart."""
         if failure := reason.status_code or reason.err_type:
             raise EngineError(
                 f"{self._name}: the server ended it with {failure}: {reason.message or 'no reason given'}"
@@ -151,7 +152,7 @@ class Reply:
 
 
 def _spans(meta: Meta, num_tokens: int, shown: Callable[[str], str]) -> list[WeightSpan]:
-    """Checked to cover the output without a gap."""
+    """Return the spans, checked to cover the output without a gap."""
     spans = meta.weight_versions or []
     borders = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != borders[:-1] or borders[-1] != num_tokens or borders != sorted(borders):

@@ -148,7 +148,7 @@ class VLLMDialect:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def check_request(self, request: GenerateRequest) -> None:
-        """Every request can be answered."""
+        """Accept every request: each can be answered."""
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         stream = self._client.events(Completion, "/v1/completions", self._body(call), call.patience)

@@ -4,7 +4,7 @@ What is peculiar to it:
 
 * A server that was started without ``--enable-sleep-mode`` answers that it sleeps and gives nothing back; one on a CPU
   cannot be started with it. So its settings are looked at first.
-* When the last part is taken again it goes on by itself: nobody has sent it a call yet.
+* When the last part is taken again it resumes by itself: it has not been sent a call yet.
 """
 
 from __future__ import annotations

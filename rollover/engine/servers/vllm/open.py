@@ -82,8 +82,9 @@ def adapter_arguments(adapters: AdapterShape | None) -> list[str]:
 
 
 def launch_environment(config: VLLMConfig, folder: Path) -> dict[str, str]:
-    """The control calls, and what keeps a server that runs on the CPU from taking this machine for itself: by itself it
-    binds its threads to cores and claims nine tenths of the memory. On a GPU those two have no effect."""
+    """Return the environment of a server: it enables the control calls, and keeps a server that runs on the CPU from
+    taking this machine for itself: by default it binds its threads to cores and claims nine tenths of the memory. On a
+    GPU those two have no effect."""
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
     return {
         "VLLM_SERVER_DEV_MODE": "1",

@@ -52,7 +52,7 @@ class ChecksumRecord:
         self._expected: Mapping[str, str] = {}
 
     def compare(self, folder: Path, server: str, checksums: Mapping[str, str]) -> None:
-        """Raises ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
+        """Raise ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
         if folder != self._folder:
             self._folder, self._server, self._expected = folder, server, checksums
             return

@@ -17,7 +17,7 @@ class HostCalls:
     Args:
         ray: the module.
         actors: of each rank.
-        timeout_s: each answer is waited for so long.
+        timeout_s: how long each answer is waited for.
 
     Example: ``HostCalls(ray, actors, 600.0).all("loading", [(actor.end, ()) for actor in actors])``
     """

@@ -1,7 +1,7 @@
 """An engine server's keeper on its node: starts the server's process there, watches it, and ends with its lease.
 
 It is a detached actor, so that a run whose driver was killed can find its servers again. While a driver is there it
-looks at the actor every few seconds, which renews the lease; when nobody has looked for the length of the lease, the
+looks at the actor every few seconds, which renews the lease; when there is no look for the length of the lease, the
 server is stopped and its place on the node given back. The server ends with the actor's process, however that ends.
 Where the node lacks the model's folder, the keeper has a copy of it for the server.
 """
@@ -51,14 +51,14 @@ class Look:
     """Its log from the caller's position on, or a part of it."""
 
     def __repr__(self) -> str:
-        return f"Look(url={self.url!r}, exited={self.exited})"  # the key is nobody's business
+        return f"Look(url={self.url!r}, exited={self.exited})"  # the key is not for logs
 
 
 class EngineKeeper:
     """Keeps one server, in a worker process of Ray on the node where it has its place.
 
     Args:
-        lease_s: time after which it ends when nobody has looked at it.
+        lease_s: time without a look at it after which it ends.
 
     Example: ``await keeper.where()`` is ``("5f1c", "10.0.0.5")`` and ``await keeper.port()`` is 41237; after ``await
     keeper.launch([...], env, ...)`` the server comes up there.
@@ -148,8 +148,8 @@ class EngineKeeper:
         return log
 
     def _end_with_lease(self) -> None:
-        """End this process, and with it the server, once nobody has looked for too long; its place on the node is free
-        then. A thread, so that it does not depend on the others of this process."""
+        """End this process, and with it the server, when it was not looked at for too long; its place on the node is
+        free then. A thread, so that it does not depend on the others of this process."""
         while (left_s := self._looked_s + self._lease_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _LEASES_CHECKED_S))
         shutil.rmtree(self._folder, ignore_errors=True)

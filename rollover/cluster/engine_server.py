@@ -121,7 +121,8 @@ class ClusterServer:
         self._tasks.start(self._look_on())
 
     async def gone(self) -> bool:
-        """See ``StartedServer.gone``: also a keeper that does not answer, since nobody could stop its server."""
+        """See ``StartedServer.gone``: this includes a keeper that does not answer, since its server could not be
+        stopped."""
         if self._keeper is None:
             return True
         try:

@@ -1,7 +1,7 @@
 """The host of a rank: an actor on a node of the cluster that starts the rank there and stands between it and the run.
 
 It is the same rank as on one machine, in a process of its own: the host passes on messages without reading them, lays
-down what is too large for one, and hands out the files that the rank writes. So it answers also while the rank
+down what is too large for one, and hands out the files that the rank writes. So it answers even while the rank
 computes, hangs or is stopped, and can say how it ended. It does not import PyTorch.
 """
 
@@ -173,7 +173,7 @@ class RankHost:
         shutil.rmtree(folder)
 
     def end(self) -> None:
-        """Kill the rank, also where it is stopped, and delete all that was laid down for it."""
+        """Kill the rank, even where it is stopped, and delete all that was laid down for it."""
         if self._popen is not None:
             self._popen.kill()
             with suppress(subprocess.TimeoutExpired):

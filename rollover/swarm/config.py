@@ -146,17 +146,17 @@ class SwarmConfig(EngineConfig):
 
     @property
     def nats_address(self) -> NatsAddress:
-        """``nats_url`` in its parts, without the login."""
+        """Return ``nats_url`` in its parts, without the login."""
         return NatsAddress.parse(self.nats_url, insecure=self.insecure)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of ``listen``."""
+        """Return host and port of ``listen``."""
         return _split(self.listen)
 
     @property
     def admin_address(self) -> tuple[str, int] | None:
-        """Host and port of ``admin``."""
+        """Return host and port of ``admin``."""
         return None if self.admin is None else _split(self.admin)
 
     def _host_of_admin(self) -> str:

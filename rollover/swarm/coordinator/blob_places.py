@@ -49,7 +49,8 @@ def blob_urls(config: SwarmConfig, environ: Mapping[str, str]) -> tuple[str, ...
 
 
 def open_mirror(config: SwarmConfig, root: Path) -> BlobMirror | None:
-    """Return what keeps the object store at the blobs in ``root``, the swarm's folder; ``None`` without a store.
+    """Open the mirror that keeps the object store up to date with the blobs in ``root``, the swarm's folder; return
+    ``None`` without a store.
 
     Raises ``ConfigError`` when it cannot be opened.
     """

@@ -37,7 +37,7 @@ class Connections:
             connection.close()
 
     def close(self, lease: int) -> None:
-        """End the connection of a lease, behind what was sent."""
+        """End the connection of a lease after everything that was sent."""
         if (connection := self._open.pop(lease, None)) is not None:
             connection.close()
 

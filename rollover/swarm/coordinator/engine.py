@@ -155,7 +155,7 @@ class SwarmEngine:
 
     @property
     def url(self) -> str:
-        """The address that workers are to join."""
+        """Return the address that workers are to join."""
         return "" if self.gateway is None else self.gateway.url
 
     async def start(self) -> None:
@@ -219,7 +219,7 @@ class SwarmEngine:
     async def generate(self, request: GenerateRequest, *, only: str | None = None) -> AsyncIterator[Chunk]:
         """See ``Engine.generate``. Raises ``EngineError`` when the member is lost; the caller resumes elsewhere.
 
-        ``only``: the member that is to decode it, also when it has not passed the log-prob check.
+        ``only``: the member that is to decode it, even when it has not passed the log-prob check.
         """
         outlet = self._open_call(request, only)
         try:
@@ -267,14 +267,14 @@ class SwarmEngine:
     # -- WeightTarget -----------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Stand still, as far as callers can see, in pull mode. In push-pull mode members decode on: that is the
+        """Stop, as far as callers can see, in pull mode. In push-pull mode members continue to decode: that is the
         mode."""
         self._refuse_if_over("pause")
         if self._config.mode == "pull":
             self._outlets.hold()
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Publish weights. Workers load them each in its own time; in pull mode they get no call before."""
+        """Publish weights. Each worker loads them in its own time; in pull mode it gets no call before."""
         self._refuse_if_over("load")
         if version < (current := self.coordinator.head.version):
             raise EngineError(f"the swarm: weights cannot go back from version {current} to {version}")
@@ -356,7 +356,8 @@ class SwarmEngine:
             member.num_held = 0  # what they hold is of no use to anybody
 
     def journaled(self, tokens: Iterable[tuple[str, int]]) -> None:
-        """The caller has written down the first so many tokens of these samples, by sample key."""
+        """Record that the caller has written down the first ``num_tokens`` tokens of each of these samples, given by
+        sample key."""
         for sample_key, num_tokens in tokens:
             self._perform(self.coordinator.journaled(sample_key, num_tokens))
 
@@ -380,7 +381,7 @@ class SwarmEngine:
         self.coordinator.counters.turned_away[cause] += 1
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``WatchesSteps``: show people how the run goes."""
+        """See ``WatchesSteps``: show the user how the run is doing."""
         if self._board is not None:
             self._board.step_ended(step, metrics)
 
@@ -408,7 +409,7 @@ class SwarmEngine:
     # -- which members sample what they say -------------------------------------------------------------------
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
-        """From now on a member gets calls under a version only once it has passed the log-prob check."""
+        """Give a member calls under a version only once it has passed the log-prob check, from now on."""
         self._checks.check_with(check)
 
     async def check_logprobs(self, *, strict: bool = False) -> dict[str, EngineError]:

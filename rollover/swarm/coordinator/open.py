@@ -125,7 +125,7 @@ async def open_swarm(
 
 
 def _earlier(publisher: SwarmPublisher) -> tuple[EarlierPublication, ...]:
-    """Return what earlier starts of the run have published, as far as it is on record."""
+    """Return the publications of earlier starts of the run, as far as they are on record."""
     return tuple(
         EarlierPublication(run_epoch=kept.run_epoch, head=Head(version=kept.version, manifest=kept.manifest))
         for kept in publisher.kept
@@ -141,7 +141,7 @@ async def _nats_side(config: SwarmConfig) -> NatsSide | None:
 
 
 def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:
-    """Return what publishes weights and has it recorded."""
+    """Return the function that publishes weights and has it recorded."""
 
     def publish(version: int, source: WeightSource) -> Head:
         published = publisher.publish(source)

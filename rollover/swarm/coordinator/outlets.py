@@ -19,7 +19,7 @@ from rollover.types import FinishReason
 class Outlet:
     """The chunks that a caller has yet to take of its call.
 
-    Example: ``async for chunk in outlet`` ends behind the chunk that has a finish reason, and raises an exception that
+    Example: ``async for chunk in outlet`` ends after the chunk that has a finish reason, and raises an exception that
     was put in.
     """
 
@@ -83,7 +83,7 @@ class Outlets:
         self._open: dict[str, Outlet] = {}
         self._used_ids = UsedIds(self._open)
         self._held_back: list[GenerateRequest] | None = None
-        """Calls that were opened while the engine stands still; ``None`` while it goes on."""
+        """Calls that were opened while the engine stands still; ``None`` while it runs."""
         self.num_decoded = 0
         self.num_reprefilled = 0
 
@@ -94,7 +94,7 @@ class Outlets:
 
     @property
     def num_held_back(self) -> int:
-        """Calls that wait for the engine to go on."""
+        """Return the number of calls that wait for the engine to resume."""
         return len(self._held_back or ())
 
     @property
@@ -120,14 +120,14 @@ class Outlets:
         return True
 
     def hold(self) -> None:
-        """Stand still, as far as callers can see."""
+        """Stop, as far as callers can see."""
         if self._held_back is None:
             self._held_back = []
             for outlet in self._open.values():
                 outlet.hold()
 
     def hold_back(self, request: GenerateRequest) -> bool:
-        """Keep a new call while all stands still. Returns whether it did."""
+        """Keep a new call while the engine is stopped. Returns whether it did."""
         if self._held_back is None:
             return False
         self._held_back.append(request)
@@ -141,7 +141,7 @@ class Outlets:
         return early
 
     def flow(self) -> list[GenerateRequest]:
-        """Go on. Returns the calls that were held back."""
+        """Resume. Returns the calls that were held back."""
         held_back, self._held_back = self._held_back, None
         for outlet in self._open.values():
             outlet.flow()

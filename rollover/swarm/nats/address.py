@@ -72,35 +72,35 @@ class NatsAddress:
 
     @property
     def is_encrypted(self) -> bool:
-        """TLS is insisted on; with ``nats://`` it is used where the server asks for it."""
+        """Return True if TLS is required; with ``nats://`` it is used where the server asks for it."""
         return self.servers[0].startswith("tls:")
 
     @property
     def blob_urls(self) -> tuple[str, ...]:
-        """None: a coordinator behind NATS serves no blobs itself, and names the places where they are."""
+        """Return no URL: a coordinator behind NATS serves no blobs itself, and names the places where they are."""
         return ()
 
     @property
     def hello(self) -> str:
-        """The subject on which workers ask for a session."""
+        """Return the subject on which workers ask for a session."""
         return f"{self.subject}.hello"
 
     @property
     def coordinator(self) -> str:
-        """The subject on which a coordinator says that it is there."""
+        """Return the subject on which a coordinator says that it is there."""
         return f"{self.subject}.coordinator"
 
     @property
     def sessions(self) -> str:
-        """All subjects of sessions, towards the coordinator."""
+        """Return the pattern of all subjects of sessions, towards the coordinator."""
         return f"{self.subject}.session.*"
 
     def new_session(self) -> str:
-        """Return a subject that nobody can guess, towards the coordinator."""
+        """Return a subject that cannot be guessed, towards the coordinator."""
         return f"{self.subject}.session.{secrets.token_urlsafe(_SECRET_BYTES)}"
 
     def new_inbox(self, name: str) -> str:
-        """Return a subject that nobody can guess, towards the worker called ``name``."""
+        """Return a subject that cannot be guessed, towards the worker called ``name``."""
         return f"{self.subject}.worker.{name}.{secrets.token_urlsafe(_SECRET_BYTES)}"
 
     def replies(self, name: str | None = None) -> str:

@@ -1,7 +1,7 @@
 """One connection to one server of a NATS cluster, by ``nats-py``: opened, watched and given up by us.
 
-The library can reconnect by itself. Here it does not: whoever owns a connection must know when messages may have been
-lost, and begins anew on a fresh one.
+The library can reconnect by itself. Here it does not: the owner of a connection must know when messages may have been
+lost, and begins again on a fresh one.
 
 ====================  ==========================================  ====================================================
 task                  waits for                                   is unblocked by
@@ -36,7 +36,7 @@ from rollover.swarm.nats.sealed import HEADER_BYTES, PART_BYTES
 logger = logging.getLogger(__name__)
 
 PING_S = 5.0
-"""A server that does not answer for so long is taken for gone."""
+"""Seconds without an answer after which a server is taken for gone."""
 _CLOSE_TIMEOUT_S = 2.0
 _LEAST_PAYLOAD_BYTES = 4096
 _MAX_PENDING_BYTES = 64 * 2**20
@@ -46,7 +46,7 @@ _CERTIFICATE_WANTED = "if it requires a client certificate, name its file with -
 
 
 class NatsFailure(EngineError):
-    """A NATS cluster cannot be used; ``is_final`` where time does not mend it.
+    """A NATS cluster cannot be used; ``is_final`` where time does not fix it.
 
     Example: ``NatsFailure("Connection refused", is_final=False)``
     """
@@ -67,7 +67,7 @@ class NatsMessage:
     reply: str
     payload: bytes
     is_unheard: bool = False
-    """It is the server's answer to a message that nobody listened for."""
+    """It is the server's answer to a message on a subject without a listener."""
 
 
 class NatsConnection:
@@ -84,12 +84,12 @@ class NatsConnection:
 
     @property
     def client(self) -> Client:
-        """The library's client, for JetStream."""
+        """Return the library's client, for JetStream."""
         return self._client
 
     @property
     def part_bytes(self) -> int:
-        """Largest content of a sealed message that the server takes."""
+        """Return the largest content of a sealed message that the server takes."""
         return min(PART_BYTES, self._client.max_payload - HEADER_BYTES)
 
     @property
@@ -126,7 +126,7 @@ class NatsConnection:
         await self._unless_ended(self._client.subscribe(subject, cb=came, pending_bytes_limit=_MAX_PENDING_BYTES))
 
     async def asks(self, subject: str, *, timeout_s: float) -> bool:
-        """Ask on a subject whether somebody is there; tell whether there was an answer. Raises ``NatsFailure``."""
+        """Ask on a subject whether there is a listener; tell whether there was an answer. Raises ``NatsFailure``."""
         answered = asyncio.ensure_future(self._client.request(subject, timeout=timeout_s))
         try:
             await self._unless_ended(answered)
@@ -146,7 +146,7 @@ class NatsConnection:
             raise NatsFailure(f"{self._server} has not answered for {timeout_s:g} s", is_final=False) from None
 
     async def close(self) -> None:
-        """Close the connection, behind what was sent."""
+        """Close the connection after everything that was sent."""
         self._watching.cancel()
         self.ended(NatsFailure("it was closed", is_final=False))
         await asyncio.gather(self._watching, return_exceptions=True)
@@ -155,7 +155,7 @@ class NatsConnection:
     async def _unless_ended(self, work: Any) -> None:
         """Do ``work`` while the connection lasts.
 
-        In a task of its own, since the library takes a cancellation for the end of its wait and goes on.
+        In a task of its own, since the library takes a cancellation for the end of its wait and continues.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -298,13 +298,13 @@ async def _close(client: Client) -> None:
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Look at the end of a task that nobody waits for."""
+    """Look at the end of a task that is not waited for."""
     if not task.cancelled():
         task.exception()
 
 
 def _not_connected(server: str, error: Exception, timeout_s: float) -> NatsFailure:
-    """Return what to tell of a connection that was not opened."""
+    """Return the failure to report for a connection that was not opened."""
     text = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         return NatsFailure(

@@ -47,7 +47,7 @@ class NatsBucket:
 
     @property
     def url(self) -> str:
-        """The place that workers are told."""
+        """Return the place that workers are told."""
         return f"{SCHEME}://{self.name}"
 
     async def open(self, connection: NatsConnection) -> None:

@@ -1,7 +1,8 @@
 """The messages with which a session over NATS begins, and with which one that does not exist ends.
 
 They are not sealed: before a session there is no key. So none of them proves anything; the first sealed message of each
-side does. A message to an inbox begins with a byte: 0 is one of these, behind it a MessagePack map; others are sealed.
+side does. A message to an inbox begins with a byte: 0 is one of these, followed by a MessagePack map; others are
+sealed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one sender of a session's messages: numbers go out in order, since nobody else sends."""
+"""The one sender of a session's messages: numbers go out in order, since nothing else sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ChannelPump:
 
     Args:
         subject: where the other side of the session listens.
-        reply: named in each message; what nobody listens to is answered there.
+        reply: named in each message; one on a subject without a listener is answered there.
 
     Example: ``channel.put(frame); pump.wake(); await pump.until_sent()``
     """

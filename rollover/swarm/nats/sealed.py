@@ -18,7 +18,7 @@ kind   content
 =====  ==========================================================================
 
 What it keeps true: a frame comes out once, in order and unchanged, or the session ends; a sender has at most
-``WINDOW_BYTES`` and one message on the way; nobody who knows neither the token nor its hash can add to a session.
+``WINDOW_BYTES`` and one message on the way; only those who know the token or its hash can add to a session.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SealedChannel:
         """The other side has shown that it knows the token."""
 
     def put(self, frame: bytes) -> None:
-        """Have a frame sent behind all others."""
+        """Have a frame sent after all others."""
         for start in range(0, max(1, len(frame)), self._part_bytes):
             part = frame[start : start + self._part_bytes]
             kind = _LAST if start + self._part_bytes >= len(frame) else _PART
@@ -115,7 +115,7 @@ class SealedChannel:
 
     @property
     def is_drained(self) -> bool:
-        """Everything that was put has been sent."""
+        """Return True if everything that was put has been sent."""
         return not self._parts
 
     def take(self, message: bytes) -> tuple[bytes, int] | None:
@@ -149,7 +149,7 @@ class SealedChannel:
         return frame, len(message)
 
     def consumed(self, num_bytes: int) -> None:
-        """The owner has dealt with what came: as much more may be sent to it."""
+        """Record that the owner has dealt with ``num_bytes``: as many more may be sent to it."""
         self._taken_bytes += num_bytes
 
     def _peer_has_taken(self, content: bytes) -> None:

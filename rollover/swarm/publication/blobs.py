@@ -57,7 +57,7 @@ class BlobFolder:
             descriptor, name = tempfile.mkstemp(prefix=_NEW, dir=self.root)
             try:
                 with open(descriptor, "wb") as file:
-                    os.fchmod(file.fileno(), 0o644)  # a web server may run as somebody else
+                    os.fchmod(file.fileno(), 0o644)  # a web server may run as another user
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())

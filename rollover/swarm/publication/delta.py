@@ -84,7 +84,7 @@ def apply(old: Bytes, encoded: bytes | memoryview, item_bytes: int) -> Bytes:
 
 
 def _unchanged(item_bytes: int) -> bytes:
-    """The encoding of a segment without changes."""
+    """Return the encoding of a segment without changes."""
     return bytes([item_bytes, 0, 0])
 
 
@@ -166,7 +166,7 @@ def _next_gaps(encoded: memoryview, gap_code: int, num_gaps: int, size: int) -> 
 
 
 def _escaped(numbers: Gaps) -> Bytes:
-    """Numbers as bytes, 255 standing for 255 and more to come."""
+    """Encode numbers as bytes, 255 standing for 255 and more to come."""
     ends = np.cumsum(numbers // 255 + 1) - 1
     escaped = np.full(int(ends[-1]) + 1, 255, dtype=np.uint8)
     escaped[ends] = numbers % 255
@@ -183,7 +183,8 @@ def _all(ends: Gaps, num_gaps: int) -> Gaps:
 
 
 def _ranks(bits: Bits) -> Bits:
-    """The rank of each value among all values of its format, from the most negative up; -0.0 is just below 0.0."""
+    """Return the rank of each value among all values of its format, from the most negative up; -0.0 is just below
+    0.0."""
     sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     ranks: Bits = np.where(bits & sign, ~bits, bits | sign)
     return ranks
@@ -196,7 +197,7 @@ def _unranked(ranks: Bits) -> Bits:
 
 
 def _classes(old: Bits, new: Bits) -> Bytes:
-    """The first class, for each element, in which the residue of the new rank singles it out."""
+    """Return the first class, for each element, in which the residue of the new rank singles it out."""
     distance = (new - old).view(f"i{old.itemsize}").astype(np.int64)
     classes = np.full(old.size, _NUM_CLASSES - 1, dtype=np.uint8)
     for number, bits in reversed(list(enumerate(_CLASS_BITS[old.itemsize][:-1]))):
@@ -209,7 +210,7 @@ def _classes(old: Bits, new: Bits) -> Bytes:
 
 
 def _nearest(ranks: Bits, plane: Bytes, bits: int) -> Bits:
-    """The ranks nearest to ``ranks`` that have the residues in ``plane``."""
+    """Return the ranks nearest to ``ranks`` that have the residues in ``plane``."""
     residues = _unpack_residues(plane, ranks.size, bits, ranks.dtype)
     if bits == _TRIT:
         step = (residues.astype(np.int8) - (ranks % 3).astype(np.int8) + 4) % 3 - 1
@@ -250,7 +251,7 @@ def _unpack_residues(plane: Bytes, num_residues: int, bits: int, dtype: np.dtype
 
 
 def _packed(classes: Bytes) -> Bytes:
-    """Four classes a byte, so that the code of a byte can spend less than a bit on each."""
+    """Pack four classes into a byte, so that the code of a byte can spend less than a bit on each."""
     quads = np.zeros(-(-classes.size // 4) * 4, dtype=np.uint8)
     quads[: classes.size] = classes
     return (quads[::4] | quads[1::4] << 2 | quads[2::4] << 4 | quads[3::4] << 6).astype(np.uint8)
@@ -264,7 +265,7 @@ def _unpacked(packed: Bytes, num_classes: int) -> Bytes:
 
 
 def _plane(plane: Bytes) -> bytes:
-    """A plane behind its length, whose lowest bit says whether it is compressed."""
+    """Encode a plane after its length, whose lowest bit says whether it is compressed."""
     content = plane.tobytes()
     packed = zstandard.ZstdCompressor(level=_LEVEL).compress(content) if content else content
     if len(packed) < len(content):
@@ -288,7 +289,7 @@ def _next_plane(encoded: memoryview, max_bytes: int, *, exactly: bool = False) -
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; the highest bit says that more follow."""
+    """Encode a number with seven bits a byte, the lowest first; the highest bit says that more follow."""
     octets = bytearray()
     while number > 127:
         octets.append(number & 127 | 128)

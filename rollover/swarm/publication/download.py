@@ -28,11 +28,11 @@ _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
 """Consecutive rounds without a source for the blob, its home last, after which it counts as missing."""
 _SLOW = 4
-"""A download is continued elsewhere when so many times its bandwidth is to be had there."""
+"""A download is continued elsewhere when this multiple of its bandwidth is to be had there."""
 _REMEDY = "; if it is right, add it, or its authority's, to the file of --ca-file"
 _TRY_BYTES = 2**20
 _TRY_IN_BYTES = 4 * 2**20
-"""So much of a blob comes from a source whose bandwidth is not known, where the blob is at least so large."""
+"""Bytes that a source whose bandwidth is not known is tried with, and the size of the smallest blob for that."""
 
 
 class BlobMissing(PublicationError):
@@ -52,10 +52,10 @@ class BlobDownloads:
 
     Args:
         authorization: the header of that name for sources that want one, by base URL.
-        random: shuffles the blobs, so that workers who begin together ask for different ones.
+        random: shuffles the blobs, so that workers that begin together ask for different ones.
         transports: for some URLs, by what these begin with: ``"scheme://"`` or ``"https://host:port"``.
         say: shows a line to the user: of each source that fails, the first time in a row.
-        patience_s: a download is judged slow after so much time, and not before.
+        patience_s: seconds after which a download may be judged slow.
         backoff_s: pause after all sources have failed, doubled each time.
     """
 
@@ -75,7 +75,7 @@ class BlobDownloads:
     ) -> None:
         self.sources = BlobSources(clock=clock)
         self.wire_bytes = 0
-        """Received so far, also what was of no use."""
+        """Received so far, including what was of no use."""
         self._folder, self._clock = folder, clock
         self._authorization = {url.rstrip("/"): value for url, value in (authorization or {}).items()}
         self._max_parallel, self._patience_s, self._backoff_s = max_parallel, patience_s, backoff_s
@@ -187,7 +187,8 @@ class BlobDownloads:
             self._say(f"weights cannot be fetched from {shown(url)}{others}: {failure}")
 
     async def _download(self, url: str, digest: str, num_bytes: int | None, *, most: int | None = None) -> None:
-        """Download a blob from one source, or go on with it; ``most`` bytes of it, at most. Raises ``_Failed``."""
+        """Download a blob from one source, or continue a download; ``most`` bytes of it, at most. Raises
+        ``_Failed``."""
         start_s, well, progress = self._clock(), False, _Progress()
         self.sources.started(url)
         try:
@@ -215,7 +216,8 @@ class BlobDownloads:
     async def _receive(
         self, url: str, digest: str, num_bytes: int | None, progress: _Progress, most: int | None
     ) -> bool:
-        """Write what a source sends behind what is there; return whether the blob is whole, as far as sizes tell."""
+        """Append what a source sends to the bytes that are there; return whether the blob is whole, as far as sizes
+        tell."""
         partial = self._folder.partial(digest)
         have = partial.stat().st_size if num_bytes is not None and partial.exists() else 0
         if num_bytes is not None and have >= num_bytes > 0:
@@ -299,7 +301,7 @@ def _refuse_size(response: httpx.Response, have: int, num_bytes: int | None) -> 
 
 
 def blob_url(url: str, digest: str) -> str:
-    """Return where a source has a blob; a query, such as a signature, stays behind.
+    """Return where a source has a blob; a query, such as a signature, follows it.
 
     Example: ``blob_url("https://a/b?sig=x", "9c1e...")`` is ``"https://a/b/9c1e...?sig=x"``.
     """

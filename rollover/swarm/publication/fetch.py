@@ -1,4 +1,4 @@
-"""The worker's side of a publication: fetch, verify and materialise, while the engine goes on with what it has.
+"""The worker's side of a publication: fetch, verify and materialise, while the engine continues with what it has.
 
 consumes:  the head that the coordinator names, blobs from any source
 produces:  ``FetchedWeights``; the newest stay in memory, as what the next delta is applied to
@@ -7,9 +7,9 @@ waits for: sources of blobs, until a deadline that names them
 A delta rests on its base version, and this one perhaps on another. The chain is walked back by the digests in the
 manifests, to the version that is held or to full weights, whichever comes first.
 
-What it keeps true: nothing that was not signed by the publisher for this run takes effect; versions go up, also over
-restarts of the worker; a fetch that fails or is cancelled changes nothing but the folder of blobs, which the next one
-goes on with.
+What it keeps true: nothing that was not signed by the publisher for this run takes effect; versions go up, even over
+restarts of the worker; a fetch that fails or is cancelled changes nothing but the folder of blobs, with which the next
+one continues.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WeightFetcher:
         return fetched
 
     def _files(self, manifest: PublicationManifest) -> dict[str, bytes]:
-        """Config and tokenizer."""
+        """Return config and tokenizer."""
         files = {file.name: load(file.blob, self._blobs) for file in manifest.files}
         if model_digest(files) != manifest.model:
             raise PublicationError(f"the config and tokenizer of version {manifest.version} are not those of its model")
@@ -180,7 +180,7 @@ class WeightFetcher:
         return links
 
     async def _made(self, links: Sequence[_Link], base: TensorBytes) -> TensorBytes:
-        """Apply publications one after the other, in a thread that ends soon when nobody waits for it any more."""
+        """Apply publications one after the other, in a thread that ends soon when it is no longer waited for."""
         is_over = threading.Event()
 
         def make() -> TensorBytes:

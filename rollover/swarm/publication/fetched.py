@@ -27,7 +27,7 @@ _OURS = re.compile(rf"e\d+v\d+-[0-9a-f]{{16}}|{re.escape(PARTIAL)}.*")
 class FetchedWeights:
     """One version of the weights, verified tensor by tensor; a ``WeightSource``.
 
-    Tensors that have not changed are those of the version before: nobody writes into one.
+    Tensors that have not changed are those of the version before: they are never written to.
 
     Example: ``await engine.load(weights.version, weights)`` for an engine that takes tensors;
     ``weights.write_folder(root)`` before it for one that reads a folder.

@@ -80,8 +80,8 @@ class FrozenTensors:
     def with_adapters(
         self, adapters: Mapping[str, LowRank], new: TensorBytes, folder: BlobFolder
     ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]:
-        """Write adapters into blobs, to stand behind those of the base. Returns all tensors, whose sums are ``new``,
-        and the new blobs."""
+        """Write adapters into blobs, to stand after those of the base. Returns all tensors, whose sums are ``new``, and
+        the new blobs."""
         stream = StreamWriter(folder, start=self.num_bytes)
 
         def placed(tensor: PublishedTensor) -> PublishedTensor:

@@ -19,7 +19,7 @@ def open_key(file: Path) -> Ed25519PrivateKey:
     """Return the key in ``file``, which is made when it is missing. A crash leaves no half of a key, and of two
     processes that make it at the same time, both return the same.
 
-    Raises ``RunError`` when the file holds no key: workers know the publisher by it, so it is never made anew.
+    Raises ``RunError`` when the file holds no key: workers know the publisher by it, so it is never made again.
     """
     if not file.exists():
         _make(file)

@@ -73,9 +73,9 @@ class FileRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what to add to a matrix ``W`` of ``O`` rows and ``I`` columns: ``scale B A``. In the stream stands ``A``,
-    of ``rank`` rows and ``I`` columns, and behind it ``B``, of ``O`` rows and ``rank`` columns, in little-endian
-    float32, row by row.
+    """Says what to add to a matrix ``W`` of ``O`` rows and ``I`` columns: ``scale B A``. In the stream stands ``A``, of
+    ``rank`` rows and ``I`` columns, and after it ``B``, of ``O`` rows and ``rank`` columns, in little-endian float32,
+    row by row.
 
     Example: ``PublishedAdapter(rank=16, scale=2.0, start=8_388_608)``
     """
@@ -135,7 +135,8 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Epoch and version, by which the publications of a run are ordered: the newer of two has the larger one."""
+        """Return epoch and version, by which the publications of a run are ordered: the newer of two has the larger
+        one."""
         return self.run_epoch, self.version
 
     @property
@@ -145,7 +146,7 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of all blobs of the weights."""
+        """Return the bytes of all blobs of the weights."""
         return sum(blob.num_bytes for blob in self.blobs)
 
 

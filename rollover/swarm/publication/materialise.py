@@ -25,7 +25,7 @@ from rollover.weights.base import DTYPE_BYTES
 _THREADS = min(8, os.cpu_count() or 1)
 
 TensorBytes = Mapping[str, Bytes]
-"""Contents of tensors by name, little-endian and row by row. Nobody writes into one."""
+"""Contents of tensors by name, little-endian and row by row. They are never written to."""
 
 
 def materialise(

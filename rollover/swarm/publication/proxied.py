@@ -14,7 +14,7 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
     """A transport of HTTP that goes where ``proxy_for`` says.
 
     Args:
-        verify: how servers' certificates are checked, also behind a proxy.
+        verify: how servers' certificates are checked, even behind a proxy.
 
     Example: ``httpx.AsyncClient(transport=ProxiedTransport(verify=True))``
     """
@@ -24,7 +24,7 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
         self._by_proxy: dict[str | None, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Raises ``httpx.TransportError``, also where the environment names no usable proxy."""
+        """Send a request. Raises ``httpx.TransportError``, even where the environment names no usable proxy."""
         try:
             proxy = proxy_for(str(request.url))
         except ConfigError as e:

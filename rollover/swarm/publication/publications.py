@@ -52,7 +52,8 @@ class PublicationLog:
 
     @property
     def chain(self) -> tuple[KeptPublication, ...]:
-        """The publications that make the head, one after the other: full weights, deltas, and the head itself."""
+        """Return the publications that make the head, one after the other: full weights, deltas, and the head
+        itself."""
         return self.kept[_anchor(self.kept, len(self.kept) - 1) :]
 
     def read(self) -> None:
@@ -73,7 +74,7 @@ class PublicationLog:
         self.kept = state.kept
 
     def move_head(self, manifest: PublicationManifest, digest: str) -> Head:
-        """Make a publication the head, durably, and forget those that nobody needs any more."""
+        """Make a publication the head, durably, and forget those that are no longer needed."""
         newest = KeptPublication(
             run_epoch=manifest.run_epoch,
             version=manifest.version,
@@ -106,5 +107,5 @@ class PublicationLog:
 
 
 def _anchor(kept: tuple[KeptPublication, ...], index: int) -> int:
-    """The index of the full weights that the publication at ``index`` rests on."""
+    """Return the index of the full weights on which the publication at ``index`` rests."""
     return max(i for i in range(index + 1) if kept[i].kind == "full")

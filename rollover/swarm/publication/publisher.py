@@ -101,9 +101,9 @@ class SwarmPublisher:
         root: its folder, the same in each epoch of a run. No other publisher uses it at the same time.
         run_epoch: rises with each start of the run.
         model: the model folder that the run began with: its number formats, config and tokenizer.
-        anchor_every: each so many publications one holds full weights.
-        keep_versions: so many publications can be fetched, with all that they rest on.
-        mirror: gets each blob before the head moves. While it cannot be reached, publications go on without it.
+        anchor_every: the number of publications from one with full weights to the next.
+        keep_versions: the number of publications that can be fetched, with all that they rest on.
+        mirror: gets each blob before the head moves. While it cannot be reached, publications continue without it.
 
     Example: ``SwarmPublisher(run / "swarm", run_id="sums", run_epoch=1, model=folder).publish(MemoryWeights(7, w))``
     """
@@ -137,17 +137,17 @@ class SwarmPublisher:
 
     @property
     def public_key(self) -> Ed25519PublicKey:
-        """The key that workers are given to tell this publisher's manifests from others."""
+        """Return the key with which workers tell this publisher's manifests from others."""
         return self._key.public_key()
 
     @property
     def head(self) -> Head | None:
-        """The newest publication, which may be of an earlier epoch; ``None`` before the first."""
+        """Return the newest publication, which may be of an earlier epoch; ``None`` before the first."""
         return self._log.head
 
     @property
     def kept(self) -> tuple[KeptPublication, ...]:
-        """The publications that can be fetched, oldest first; those of earlier epochs too."""
+        """Return the publications that can be fetched, oldest first; this includes those of earlier epochs."""
         return self._log.kept
 
     def publish(self, source: WeightSource) -> PublishedWeights:
@@ -199,8 +199,8 @@ class SwarmPublisher:
         return published, new
 
     def _commit_adapters(self, source: AdapterWeights, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
-        """Publish a delta of the sums, or, where that is larger than the adapters, these behind what stays, whose blobs
-        are the same each time."""
+        """Publish a delta of the sums or, where that is larger than the adapters, the adapters after the base, whose
+        blobs are the same each time."""
         if self._frozen is None:
             self._frozen = FrozenTensors.write(*self._served(dict(source.weights.base)), self.blobs)
         frozen, adapters = self._frozen, source.weights.adapters
@@ -347,7 +347,7 @@ class SwarmPublisher:
         return self._base, f"it is made from version {self._log.kept[-1].version}"
 
     def _restored(self) -> dict[str, Bytes]:
-        """The tensors of the head, from the disk."""
+        """Read the tensors of the head from the disk."""
         tensors: dict[str, Bytes] = {}
         for kept in self._log.chain:
             tensors = materialise(self._manifest(kept), self.blobs, tensors)
@@ -388,7 +388,7 @@ def smaller_encoding(old: Bytes, new: Bytes, item_bytes: int) -> bytes | None:
 
 
 def _content(tensor: Tensor) -> Bytes:
-    """A copy of the bytes of a tensor of the CPU."""
+    """Return a copy of the bytes of a tensor of the CPU."""
     import torch
 
     content: Bytes = np.array(tensor.reshape(-1).view(torch.uint8).numpy(), copy=True)

@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 _HEAL_S = 300.0
-"""In so much time a source gets back 63 % of what failures took from its success."""
+"""Seconds in which a source regains 63 % of the success that failures cost it."""
 _NEW_SHARE = 0.3
 """Weight of the newest measurement of a bandwidth."""
 _SPARED = 4
-"""So many times as much the last source must be worth."""
+"""Factor by which the last source must be worth more than another."""
 _MEASURED_FROM_BYTES, _MEASURED_FROM_S = 2**18, 1.0
 """A download that is smaller and quicker shows how far a source is away, and not its bandwidth."""
 _ASSUMED_BYTES_PER_S = 1e6
 """Assumed minimum rate of a source before it has been measured."""
 _OLD_S = 600.0
-"""A bandwidth that was measured so long ago is tried anew."""
+"""Seconds after which the bandwidth of a source is measured again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class BlobSources:
         return max(candidates, key=self._worth, default=None)
 
     def untried(self, avoid: Collection[str] = ()) -> str | None:
-        """Return a source that would not be asked now, although nobody knows, or no longer, how fast it is."""
+        """Return a source that would not be asked now, although its speed is not, or no longer, known."""
         now_s, best = self._clock(), self.best(avoid)
         for url in self._urls:
             known = self._known[url]

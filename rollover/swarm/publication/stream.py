@@ -1,4 +1,4 @@
-"""The stream of a publication: encoded tensors one behind the other, cut into pieces, each a compressed blob."""
+"""The stream of a publication: encoded tensors one after the other, cut into pieces, each a compressed blob."""
 
 from __future__ import annotations
 

@@ -73,19 +73,20 @@ class RelaySettings:
 
     @property
     def upstream(self) -> str:
-        """Host and port of the trainer."""
+        """Return host and port of the trainer."""
         if urlsplit(f"//{self.trainer.netloc}").port is not None:
             return self.trainer.netloc
         return f"{self.trainer.netloc}:{443 if self.trainer.is_encrypted else 80}"
 
     @property
     def url(self) -> str:
-        """The URL of the blobs, as workers are to be told it; ``HOST`` stands for this machine's name if need be."""
+        """Return the URL of the blobs, as workers are to be told it; ``HOST`` stands for this machine's name if need
+        be."""
         return f"{'http' if self.tls_certificate is None else 'https'}://{self.reached}/v1/blobs"
 
     @property
     def reached(self) -> str:
-        """Host and port; ``HOST`` where it listens on all addresses."""
+        """Return host and port; ``HOST`` where it listens on all addresses."""
         host, _, port = self.listen.rpartition(":")
         return f"HOST:{port}" if host in ("0.0.0.0", "[::]") else self.listen
 

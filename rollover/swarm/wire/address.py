@@ -30,7 +30,7 @@ class CoordinatorAddress:
     def parse(cls, url: str, *, insecure: bool = False) -> CoordinatorAddress:
         """Read a URL; ``http`` means ``ws`` and ``https`` means ``wss``.
 
-        A port may be missing behind ``wss`` alone, where a proxy on the standard port is common.
+        A port may be missing after ``wss`` alone, where a proxy on the standard port is common.
 
         Raises ``ConfigError`` for what is no address, and for one whose connection others could read and change,
         unless ``insecure``.
@@ -52,28 +52,28 @@ class CoordinatorAddress:
 
     @property
     def session_url(self) -> str:
-        """The URL of the WebSocket."""
+        """Return the URL of the WebSocket."""
         return f"{self.scheme}://{self.netloc}{self.path}{SESSION_PATH}"
 
     @property
     def blob_url(self) -> str:
-        """The URL below which the coordinator itself serves blobs."""
+        """Return the URL below which the coordinator itself serves blobs."""
         return f"{'https' if self.is_encrypted else 'http'}://{self.netloc}{self.path}{BLOBS_PATH}"
 
     @property
     def blob_urls(self) -> tuple[str, ...]:
-        """The places where the coordinator itself serves blobs, to be tried behind those that it names."""
+        """Return the places where the coordinator itself serves blobs, to be tried after those that it names."""
         return (self.blob_url,)
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port."""
+        """Return host and port."""
         parts = urlsplit(f"//{self.netloc}")
         return parts.hostname or "", parts.port or (443 if self.is_encrypted else 80)
 
     @property
     def over_tls(self) -> CoordinatorAddress:
-        """The same address, encrypted."""
+        """Return the same address, encrypted."""
         return replace(self, scheme="wss")
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class Head(_Message, frozen=True, kw_only=True):
 
 
 class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call whose tokens a worker still holds, since nobody has acknowledged them.
+    """A call whose tokens a worker still holds, since they were not acknowledged.
 
     Example: ``HeldCall(call_id="8f3a.g4.1#7.", sample_key="g4.1.", start=256, end=300)`` offers 44 response tokens.
     """
@@ -70,9 +70,9 @@ class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     """Position in the response of the first token held."""
     end: int
-    """Position behind the last token held."""
+    """Position after the last token held."""
     is_running: bool
-    """The worker goes on decoding it."""
+    """The worker continues to decode it."""
 
 
 class Hello(_Message, frozen=True, kw_only=True):
@@ -126,7 +126,7 @@ class Serving(_Message, frozen=True, kw_only=True):
 
 
 class NotServing(_Message, frozen=True, kw_only=True):
-    """A version could not be fetched or loaded; the engine goes on with the one before.
+    """A version could not be fetched or loaded; the engine continues with the one before.
 
     Example: ``NotServing(version=8, reason="blob 9c1e... has another content than its name says")``
     """
@@ -138,24 +138,24 @@ class NotServing(_Message, frozen=True, kw_only=True):
 class CallState(msgspec.Struct, frozen=True, kw_only=True):
     """A call that a worker holds, as it is at the time of a heartbeat.
 
-    Example: ``CallState(call_id="8f3a.g4.1#7.", start=256, sent=300)`` has sent the tokens up to 299 and goes on.
+    Example: ``CallState(call_id="8f3a.g4.1#7.", start=256, sent=300)`` has sent the tokens up to 299 and continues.
     """
 
     call_id: str
     start: int
     """Position in the response of the first token held: those before were acknowledged."""
     sent: int
-    """Position behind the last token that was sent."""
+    """Position after the last token that was sent."""
     has_ended: bool = False
     """Its end was sent."""
     is_offered: bool = False
-    """It was offered in ``Hello``, and nobody has taken it up: nothing of it is sent."""
+    """It was offered in ``Hello`` and has not been taken up: nothing of it is sent."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
 
-    It says all that the coordinator must know of the worker, so that a message which was lost is missed and mended.
+    It says all that the coordinator must know of the worker, so that the loss of any message is noticed and repaired.
 
     Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, ...)``
     """
@@ -238,7 +238,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     """The name for which the worker's token was created."""
     lease: int
     ttl_s: float
-    """The lease ends when so much time has passed without a message of the worker."""
+    """Seconds without a message of the worker after which the lease ends."""
     run_id: str
     run_epoch: int
     """Rises with each start of the run, so that a restart from an older checkpoint is not mistaken for news."""
@@ -248,7 +248,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class Assign(_Message, frozen=True, kw_only=True):
-    """A generation call: decode on behind ``response_ids`` until the limit, a stop or an abort.
+    """A generation call: decode from after ``response_ids`` until the limit, a stop or an abort.
 
     Example: a resumed sample is sent with its 300 ``response_ids``; its first ``Decoded`` have ``offset=300``.
     """
@@ -309,7 +309,7 @@ class Ack(_Message, frozen=True, kw_only=True):
 
 
 class Release(_Message, frozen=True, kw_only=True):
-    """Nobody wants these calls any more: stop them and forget their tokens.
+    """These calls are no longer wanted: stop them and forget their tokens.
 
     Example: ``Release(call_ids=("8f3a.g4.1#7.",))`` for a held call of a group that was dropped.
     """
@@ -318,7 +318,7 @@ class Release(_Message, frozen=True, kw_only=True):
 
 
 class Beat(_Message, frozen=True, kw_only=True):
-    """The answer to ``Heartbeat``: the lease goes on.
+    """The answer to ``Heartbeat``: the lease continues.
 
     Example: ``Beat(number=7, head=Head(version=8, manifest="9c1e..."))`` repeats the newest publication, in case its
     notice was lost.
@@ -346,7 +346,10 @@ FromCoordinator = Welcome | Head | Assign | Adopt | Abort | Ack | Release | Beat
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message with the lease under which it was sent; 0 for ``Hello``."""
+    """A message with the lease under which it was sent; 0 for ``Hello``.
+
+    Example: ``Envelope(lease=3)``: the message that follows was sent under the third lease.
+    """
 
     lease: int
 

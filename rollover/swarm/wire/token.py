@@ -74,7 +74,8 @@ class WorkerToken:
 
     @property
     def hash(self) -> str:
-        """The form in which the coordinator stores it: a plain SHA-256, since nobody can search 256 random bits."""
+        """Return the form in which the coordinator stores it: a plain SHA-256, since 256 random bits cannot be
+        searched."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -98,7 +99,7 @@ def member_of(text: str, hashes: Mapping[str, str]) -> str | None:
 def read_token(file: Path | None, environment: Mapping[str, str]) -> WorkerToken:
     """Read the worker's token from a file that its owner alone can read, or else from ``ROLLOVER_SWARM_TOKEN``.
 
-    Raises ``ConfigError`` saying which of them is wrong, and how to mend it.
+    Raises ``ConfigError`` saying which of them is wrong, and how to fix it.
     """
     if file is None:
         if not (text := environment.get(TOKEN_VARIABLE, "").strip()):

@@ -18,7 +18,7 @@ class BackOff:
     most_s: float = 10.0
 
     def wait_s(self, num_failures: int, random: Random) -> float:
-        """Return how long to wait after so many failures in a row, at least one: half of the limit and up."""
+        """Return how long to wait after this number of failures in a row, at least one: half of the limit and up."""
         assert num_failures >= 1
         longest_s = min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 60))
         return longest_s * (0.5 + 0.5 * random.random())

@@ -4,7 +4,7 @@
 task                  waits for                            is unblocked by
 ====================  ===================================  ====================================================
 a call                an engine that serves its version    ``serve``; its deadline
-... to go on          room for tokens; the end of a stop   an acknowledgement; the end of ``stopped``
+... to continue       room for tokens; the end of a stop   an acknowledgement; the end of ``stopped``
 ... its next chunk    the engine                           a chunk; an abort
 ``abort``             the engine                           its deadline for stopped calls
 ``stopped``           the engine, and all calls            ``stop_timeout_s``
@@ -48,7 +48,7 @@ class WorkerCalls:
         notify: called when something can be sent.
         version_timeout_s: how long a call waits for the weights that it asks for.
         stop_timeout_s: how long the engine may take to hand over stopped calls.
-        broken_after_s: an engine is broken for good when its calls have failed for so long without a token.
+        broken_after_s: seconds of failing calls without a token after which an engine is broken for good.
 
     Example: ``calls.assign(message)`` starts a call; its tokens are then in ``held``.
     """
@@ -80,12 +80,12 @@ class WorkerCalls:
 
     @property
     def num_running(self) -> int:
-        """Calls that the engine has."""
+        """Return the number of calls that the engine has."""
         return sum(call.request_id is not None for call in self._calls.values())
 
     @property
     def call_s(self) -> float:
-        """Time that calls have been with the engine since the worker began, summed over the calls."""
+        """Return the seconds that calls have been with the engine since the worker began, summed over the calls."""
         now_s = self._clock.now_s()
         return self._ended_call_s + sum(now_s - c.begun_s for c in self._calls.values() if c.request_id is not None)
 
@@ -105,7 +105,7 @@ class WorkerCalls:
         call.task = self._spawn(self._run(call))
 
     def adopt(self, adopt: Adopt) -> CallFailed | None:
-        """Go on with an offered call under an id, also when it was stopped; or return why not. Of one that has this id
+        """Continue an offered call under an id, even when it was stopped; or return why not. Of a call that has this id
         already and was not offered, only the sending is repeated."""
         known = self._held.get(adopt.call_id)
         is_repeated = known is not None and not known.is_offered
@@ -156,7 +156,7 @@ class WorkerCalls:
         self._changes.notify()
 
     def beaten(self, now_s: float) -> None:
-        """A heartbeat was answered: forget what nobody has taken up long after it was offered."""
+        """Forget, now that a heartbeat was answered, offered calls that were not taken up for long."""
         self.release(self._held.expired(now_s))
 
     def _cancel(self, call_id: str) -> None:
@@ -167,14 +167,14 @@ class WorkerCalls:
 
     def serve(self, engine: Engine, version: int) -> None:
         """Decode with ``engine``, whose weights are ``version``'s. Calls that have sampled from a newer one, of an
-        earlier epoch of the run, cannot go on."""
+        earlier epoch of the run, cannot continue."""
         if version < self._version:
             self.fail_all(f"the run went back from version {self._version} to {version}")
         self._engine, self._version = engine, version
         self._changes.notify()
 
     def withdraw(self) -> None:
-        """Decode nothing before ``serve`` is called again: the engine's weights are not those that it says."""
+        """Decode nothing before ``serve`` is called again: the engine does not have the weights that it reports."""
         self._engine = None
 
     def fail_all(self, reason: str) -> None:
@@ -185,7 +185,7 @@ class WorkerCalls:
 
     @asynccontextmanager
     async def stopped(self) -> AsyncIterator[None]:
-        """Stop all calls, and go on with them afterwards behind the tokens that they have.
+        """Stop all calls, and continue them afterwards after the tokens that they have.
 
         Raises ``EngineTimeout`` when the engine does not hand them over.
         """
@@ -263,7 +263,7 @@ class WorkerCalls:
                 raise EngineError(f"the engine stopped a call after {len(ids)} tokens without being asked to")
 
     async def _generate(self, call: OpenCall, request: GenerateRequest, ids: list[int]) -> FinishReason:
-        """Decode on behind ``ids``, which grows, until the engine ends the generation call."""
+        """Continue to decode after ``ids``, which grows, until the engine ends the generation call."""
         assert self._engine is not None
         request_id = f"{call.stream.call_id}~{next(self._numbers)}."
         request = replace(request, request_id=request_id, response_ids=tuple(ids))

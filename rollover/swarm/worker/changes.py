@@ -9,8 +9,8 @@ from collections.abc import Callable
 class Changes:
     """Wakes all who wait, each of whom looks for itself whether what it waits for is there.
 
-    Example: ``await changes.until(lambda: not held.is_full)`` returns once somebody has called ``changes.notify()`` and
-    the condition holds.
+    Example: ``await changes.until(lambda: not held.is_full)`` returns once ``changes.notify()`` has been called and the
+    condition holds.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """One WebSocket to the coordinator: frames become messages, and every way to fail becomes one of two errors.
 
-``Refused`` says that there is no use in coming back; ``Disconnected`` that there may be. Whoever has been a member
-before takes less for final: a coordinator that is replaced or repaired behind its address answers strangely for
-a while.
+``Refused`` says that there is no use in coming back; ``Disconnected`` that there may be. A worker that has been a
+member before takes fewer answers as final: a coordinator that is being replaced or repaired at its address answers
+strangely for a while.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class Refused(EngineError):
-    """The coordinator refuses this worker, for a reason that time does not mend."""
+    """The coordinator refuses this worker, for a reason that time does not fix."""
 
 
 class Disconnected(EngineError):
@@ -55,7 +55,7 @@ class Disconnected(EngineError):
 
 
 class RunEnded(EngineError):
-    """The run is over, and nobody needs this worker any more."""
+    """The run is over, and this worker is no longer needed."""
 
 
 class FrameLink(Protocol):
@@ -90,7 +90,7 @@ class CoordinatorConnection:
         await self._link.send(encode(self._lease, message))
 
     async def receive(self) -> FromCoordinator:
-        """Return the next message. Raises ``Disconnected``, also for what the protocol does not allow, ``Refused`` when
+        """Return the next message. Raises ``Disconnected``, even for what the protocol does not allow, ``Refused`` when
         the coordinator says goodbye for good, and ``RunEnded``."""
         frame = await self._link.receive()
         try:

@@ -22,7 +22,7 @@ class Fetched(WeightSource, Protocol):
 
     @property
     def digest(self) -> str:
-        """The name of the manifest's blob."""
+        """Return the name of the manifest's blob."""
         ...
 
     @property

@@ -10,7 +10,7 @@ class EngineHealth:
     """Counts failures in a row, over all calls of an engine.
 
     Args:
-        broken_after_s: an engine is broken when it has failed for so long without a token in between.
+        broken_after_s: seconds of failures without a token in between after which an engine is broken.
 
     Example: five calls that fail within a second are a bad moment; seven within two minutes, and no token, are the end.
     """

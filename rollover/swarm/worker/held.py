@@ -1,13 +1,13 @@
 """The streams of all of a worker's calls, and what the coordinator's messages do to them. Pure: no I/O, no clock.
 
-A worker goes on decoding through an outage and holds what nobody has acknowledged. When it is back, its ``Hello``
-offers all that: the coordinator, the same or one that was started after it, adopts each call from the position that it
-has reached, or releases it. A call is forgotten when the coordinator says so, and when nobody has taken it up long
-after the offer.
+A worker continues to decode through an outage and holds the tokens that were not acknowledged. When it is back, its
+``Hello`` offers all that: the coordinator, the same or one that was started after it, adopts each call from the
+position that it has reached, or releases it. A call is forgotten when the coordinator says so, and when it was not
+taken up long after the offer.
 
 What it keeps true: whatever is cut, repeated or late, a receiver that puts each token at its position has exactly the
-decoded stream in the end; held tokens are bounded by making the worker stand still, never by dropping one that somebody
-may still ask for.
+decoded stream in the end; held tokens are bounded by making the worker stand still, never by dropping one that may
+still be asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_MESSAGE_TOKENS = 2**16
 """Most tokens in a message: half a megabyte."""
 _NUM_REMEMBERED = 4096
 _ROOM_AGAIN = 0.75
-"""Share of the limit at which a worker that stood still goes on, so that it does not stop at every token."""
+"""Share of the limit at which a worker that stood still resumes, so that it does not stop at every token."""
 
 
 class HeldCalls:
@@ -69,12 +69,12 @@ class HeldCalls:
 
     @property
     def is_full(self) -> bool:
-        """So much is held that the worker must not decode."""
+        """Return True if so many tokens are held that the worker must not decode."""
         return self._is_full
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of a held token."""
+        """Return the oldest version of a held token."""
         return min((v for stream in self if (v := stream.oldest_version) is not None), default=None)
 
     def listed(self) -> tuple[HeldCall, ...]:
@@ -129,8 +129,8 @@ class HeldCalls:
         self._count(stream.num_held - before)
 
     def adopt(self, adopt: Adopt) -> HeldStream | CallFailed:
-        """Go on with a call under the id that it is given, from the offset that is asked for; or say why not, and
-        hold the call no longer."""
+        """Continue a call under the id that it is given, from the offset that is asked for; or say why not, and hold
+        the call no longer."""
         stream = self._streams.get(adopt.held)
         if stream is None and (stream := self._streams.get(adopt.call_id)) is not None:
             return stream  # the message came twice
@@ -160,7 +160,7 @@ class HeldCalls:
         self._schedule(stream)
 
     def release(self, call_ids: Collection[str]) -> None:
-        """Forget calls that nobody wants, also one whose assignment is still on its way."""
+        """Forget calls that are no longer wanted, including one whose assignment is still on its way."""
         for call_id in call_ids:
             if (stream := self._streams.pop(call_id, None)) is not None:
                 self._count(-stream.num_held)

@@ -8,7 +8,7 @@
       ─────────────────────────────────────────────────  ending: a finish reason or a failure, once there is one
 
 What it keeps true: a position has one token for ever; nothing between ``start`` and ``end`` is forgotten; the ending is
-sent behind the last token.
+sent after the last token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamEnding:
 
 @dataclass(frozen=True, slots=True)
 class _HeldPiece:
-    """Tokens one behind the other, of the same versions."""
+    """Tokens one after the other, of the same versions."""
 
     start: int
     token_ids: bytes
@@ -76,7 +76,7 @@ class HeldStream:
     """The tokens of one call, from the first that is not acknowledged.
 
     Args:
-        assign: the call, which decodes behind its ``response_ids``.
+        assign: the call, which decodes after its ``response_ids``.
 
     Example: a stream that has been given 300 tokens, of which 256 were acknowledged, offers ``HeldCall(call_id="c",
     sample_key="g4.1.", start=256, end=300, is_running=True)``.
@@ -175,12 +175,12 @@ class HeldStream:
         return hashlib.sha256(memoryview(self._response)[: offset * _BYTES]).hexdigest()
 
     def offer(self, now_s: float) -> None:
-        """Wait until a new connection says from where to send, or that nobody wants it."""
+        """Wait until a new connection says from where to send, or that the call is no longer wanted."""
         self.offered_s = now_s
         self.has_sent_ending = False
 
     def take_up(self, call_id: str, offset: int) -> None:
-        """Send from ``offset`` on, where another id is given under that; an offered call that was stopped goes on."""
+        """Send from ``offset`` on, where another id is given under that; an offered call that was stopped continues."""
         if self.is_offered and self.ending is not None and self.ending.reason is FinishReason.ABORT:
             self.ending = None
         if call_id != self.call_id:  # the response before is that of an earlier call, which was written down
@@ -214,7 +214,7 @@ class HeldStream:
         )
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:
-        """Return what is to be sent next: at most so many tokens, of one version."""
+        """Return what is to be sent next: at most ``max_tokens`` tokens, of one version."""
         found: _HeldPiece | None = None
         for piece in self._pieces:
             if piece.end <= self.sent:

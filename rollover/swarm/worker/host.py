@@ -1,9 +1,9 @@
 """The worker's engine: opened on the first weights that are fetched, and given all later ones.
 
-What it keeps true: the engine samples from the version that ``serves`` says, whatever happens to a load; it goes on
+What it keeps true: the engine samples from the version that ``serves`` says, whatever happens to a load; it resumes
 after every pause. An engine that can read its weights back has to show them before a version is announced. An engine
 takes no weights back, so for an earlier version, which a run that began again at an older checkpoint asks for, it is
-opened anew; so is one that says "loaded" and has other weights.
+opened again; so is one that says "loaded" and has other weights.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class EngineHost:
     async def probe(self) -> None:
         """Return when the engine's loop has come round once more.
 
-        The embedded engine takes an abort, here of a call that nobody knows, between two iterations: a loop that hangs
-        does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in time;
-        where none of them is up, this waits for one. While weights change there is nothing to see; that has a deadline
-        of its own.
+        The embedded engine takes an abort, here of a call that does not exist, between two iterations: a loop that
+        hangs does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in
+        time; where none of them is up, this waits for one. While weights change there is nothing to see; that has a
+        deadline of its own.
 
         Raises ``EngineBroken`` when the engine does not answer by its own deadline, or all its calls fail.
         """
@@ -122,7 +122,7 @@ class EngineHost:
             raise EngineBroken(f"the engine no longer answers: {e}") from e
 
     async def _until_up(self, engine: MayBeDown) -> None:
-        """Wait as long as the servers may be away, and as one that is started anew may take to start."""
+        """Wait as long as the servers may be away, and as long as one that is started again may take to start."""
         starting_s = self._config.engine.start_timeout_s
         since_s = self._clock.now_s()
         while True:
@@ -136,7 +136,7 @@ class EngineHost:
         """Have the engine serve ``fetched``.
 
         Raises:
-            EngineBroken: no engine can be opened on them, or it does not go on.
+            EngineBroken: no engine can be opened on them, or it does not resume.
             RolloverError: the weights do not fit, or were not loaded in time, and the old ones are in force; or the
                 engine has others than it says, and is not used again.
         """
@@ -170,7 +170,7 @@ class EngineHost:
 
     @property
     def _folders(self) -> Path:
-        """The folder of model folders, which servers on other machines must see under the same path."""
+        """Return the folder of model folders, which servers on other machines must see under the same path."""
         own = self._work / "weights"
         return self._config.engine.weights_root(own, f"worker-{self._name}") or own
 
@@ -198,7 +198,7 @@ class EngineHost:
             self._served(engine, head, fetched, self._clock.now_s() - started_s)
 
     async def _reopen(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
-        """Open the engine for the first time, or anew."""
+        """Open the engine for the first time, or again."""
         if self.engine is not None:
             if self._goes_back(head):
                 self._calls.fail_all(f"the run went back to version {head.version}")
@@ -225,8 +225,8 @@ class EngineHost:
             await self._confirm(engine, head, source)
 
     async def _confirm(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
-        """Have the engine show its weights, where it can. One that has others samples nothing that is sent: its calls
-        end here, and it is opened anew for the next weights."""
+        """Have the engine show its weights, where it can. Nothing that an engine with other weights samples is sent:
+        its calls end here, and it is opened again for the next weights."""
         if not isinstance(engine, ReadsBack) or not (names := await engine.differing(source)):
             return
         reason = (

@@ -22,7 +22,7 @@ class LeaseWatch:
 
     @property
     def interval_s(self) -> float:
-        """Time between two heartbeats."""
+        """Return the seconds between two heartbeats."""
         return self._ttl_s / 3
 
     @property

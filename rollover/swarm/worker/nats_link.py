@@ -52,7 +52,7 @@ class NatsLink:
         self._pump: ChannelPump | None = None
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._frames: asyncio.Queue[tuple[bytes, int] | EngineError] = asyncio.Queue()
-        """Frames with their sizes, and behind the last of them why there are no more."""
+        """Frames with their sizes, and after the last of them why there are no more."""
         self._failure: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._watch())]
 

@@ -28,8 +28,8 @@ class OpenCall:
         """The engine was asked to stop it, for a while."""
 
     def request(self) -> GenerateRequest:
-        """Return the generation call that goes on behind what is decoded. Raises ``ValueError`` and ``ProtocolError``
-        for an assignment that makes none."""
+        """Return the generation call that continues after the decoded tokens. Raises ``ValueError`` and
+        ``ProtocolError`` for an assignment that makes none."""
         assign = self.stream.assign
         params = SamplingParams(
             max_new_tokens=assign.max_new_tokens,

@@ -11,8 +11,8 @@ heartbeats            the next third of the lease     time
 lease                 the end of the lease            an answered heartbeat puts it off
 ====================  ==============================  ============================================================
 
-A heartbeat says what the worker holds and serves, so that whatever message was lost on the way is missed by the
-coordinator and mended.
+A heartbeat says what the worker holds and serves, so that the coordinator notices every message that was lost on the
+way, and repairs the loss.
 
 What it keeps true: a version is announced before a token of it is sent; a coordinator that does not answer for a lease
 is taken for gone.
@@ -221,7 +221,7 @@ class WorkerSession:
     async def _leave(self, leaving: Coroutine[Any, Any, str], timeout_s: float) -> None:
         """Stop all calls, hand over what they have, and say goodbye."""
         reason = await leaving
-        with suppress(EngineError):  # what it does not hand over goes on elsewhere from what it has sent
+        with suppress(EngineError):  # what it does not hand over continues elsewhere from what it has sent
             await self._calls.abort_all()
         try:
             async with asyncio.timeout(timeout_s):

@@ -33,8 +33,8 @@ from rollover.swarm.worker.host import EngineBroken, EngineHost
 
 _MAX_REASON = 1000
 MAX_REFUSED = 3
-"""So many times in a row something is fetched that this worker does not take, before it leaves: a relay on the way, or
-one that workers join through, may be damaged for a moment."""
+"""Publications in a row that this worker fetches and does not take, at which it leaves: a relay on the way, or one that
+workers join through, may be damaged for a moment."""
 
 
 class HeadFollower:

@@ -8,8 +8,8 @@
     publisher ──blobs──▶ fetcher ──▶ follower ──new weights──▶ host ──▶ engine
 
 What it keeps true: nothing is lost but by being killed: what was decoded is held until it is acknowledged, through any
-outage, and offered when the worker is back; what belongs to another run is dropped; what time does not mend ends it
-with one message.
+outage, and offered when the worker is back; what belongs to another run is dropped; an error that time does not fix
+ends it with one message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OpenFetcher = Callable[[str], Fetcher]
 """Makes what fetches the publications of the run of that id."""
 _STATUS_EVERY_S = 60.0
 _MAX_OLDER = 10
-"""So many times in a row an older epoch of the run answers, before the worker leaves."""
+"""Answers of an older epoch of the run, one after the other, at which the worker leaves."""
 
 
 class SwarmWorker:
@@ -317,7 +317,7 @@ class SwarmWorker:
         self.stop(str(error))
 
     async def _tell(self) -> None:
-        """Say every minute how it goes."""
+        """Report every minute how the worker is doing."""
         decoded = 0
         while True:
             await self._clock.sleep(_STATUS_EVERY_S)

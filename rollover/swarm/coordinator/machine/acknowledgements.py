@@ -1,7 +1,8 @@
 """Calls whose tokens a member holds until they are written down.
 
 What it keeps true: a call is remembered from the moment at which a member gets it until its end is known and all of its
-tokens are durable, or until nobody wants it; so a member is never told to forget what might still be asked of it.
+tokens are durable, or until it is no longer wanted; so a member is never told to forget what might still be asked of
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Holding:
     member: str
     sample_key: str
     acked: int
-    """Position behind the last token that is durable."""
+    """Position after the last token that is durable."""
     end: int | None = None
     """Position of its end, once that is known here."""
 
@@ -57,24 +58,24 @@ class Acknowledgements:
         return self._holdings.get(call_id)
 
     def given(self, call_id: str, sample_key: str, member: str, start: int) -> None:
-        """A member has a call from now on, of a response that is durable up to ``start``."""
+        """Record that a member has a call from now on, of a response that is durable up to ``start``."""
         self._holdings[call_id] = Holding(member, sample_key, start)
         self._of_sample.setdefault(sample_key, []).append(call_id)
 
     def ended(self, call_id: str, position: int) -> None:
-        """A call has ended here; its last tokens have yet to be written down."""
+        """Record that a call has ended here; its last tokens have yet to be written down."""
         if (holding := self._holdings.get(call_id)) is not None:
             holding.end = position
 
     def lapsed(self, call_ids: Iterable[str]) -> None:
-        """The member of these calls, which have ended here, is gone. Where all that has come of one is durable, what
-        the member may still hold of it is as if nobody had asked for it yet."""
+        """Record that the member of these calls, which have ended here, is gone. Where all received tokens of a call
+        are durable, tokens that the member may still hold of it count as not asked for yet."""
         for call_id in call_ids:
             if (holding := self._holdings.get(call_id)) is not None and holding.end == holding.acked:
                 self.dropped(call_id)
 
     def dropped(self, call_id: str) -> None:
-        """The member was told to forget a call."""
+        """Record that the member was told to forget a call."""
         if (holding := self._holdings.pop(call_id, None)) is not None:
             calls = self._of_sample[holding.sample_key]
             calls.remove(call_id)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from rollover.swarm.coordinator.machine.members import SwarmMember
 
 NUM_REMEMBERED = 10_000
-"""Samples that have failed and of which nothing has come since: some failed at two members, or were dropped, and nobody
-says so here. One that is forgotten gets one more chance."""
+"""Samples that have failed and of which nothing has come since: some failed at two members, or were dropped, which is
+not reported here. One that is forgotten gets one more chance."""
 
 
 class Blame:
@@ -26,7 +26,7 @@ class Blame:
         return len(self._first)
 
     def is_members(self, sample_key: str, name: str) -> bool:
-        """Take note that a call of a sample has failed at a member; return whether it has at no other."""
+        """Record that a call of a sample has failed at a member; return whether it has failed at no other."""
         first = self._first.setdefault(sample_key, name)
         if len(self._first) > NUM_REMEMBERED:
             self._first.popitem(last=False)

@@ -52,7 +52,7 @@ class SwarmCalls:
 
     @property
     def num_running(self) -> int:
-        """Calls that are with a member."""
+        """Return the number of calls that are with a member."""
         return len(self._calls) - len(self.waiting)
 
     @property
@@ -79,7 +79,7 @@ class SwarmCalls:
         self.waiting.add(call_id, call)
 
     def give(self, call_id: str, member: SwarmMember, *, held_as: str = "") -> None:
-        """A member has the call from now on; ``held_as``: the id under which it held it before."""
+        """Give the call to a member; ``held_as``: the id under which the member held it before."""
         call = self._calls[call_id]
         self.waiting.discard(call_id, call)
         self._halves[call.due_version] -= 1
@@ -91,7 +91,7 @@ class SwarmCalls:
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
 
     def ended(self, call_id: str) -> None:
-        """The call is over here: all of its tokens have come out, or nobody waits for the rest."""
+        """Forget a call that is over here: all of its tokens have come out, or the rest is no longer wanted."""
         if (call := self._calls.pop(call_id, None)) is None:
             return
         due_version = call.due_version
@@ -112,7 +112,7 @@ class SwarmCalls:
         self, member: SwarmMember, reason: str, call_ids: Collection[str], *, is_displaced: bool = False
     ) -> list[Effect]:
         """End calls of a member with an error; those that were to be stopped anyway, with what has arrived.
-        ``is_displaced``: others can go on with them."""
+        ``is_displaced``: other members can continue them."""
         effects: list[Effect] = []
         for call_id in sorted(call_ids):
             call = self._calls[call_id]
@@ -150,7 +150,7 @@ class SwarmCalls:
         return effects
 
     def durable(self, sample_key: str, num_tokens: int) -> list[Effect]:
-        """The first ``num_tokens`` of a sample's response are written down."""
+        """Acknowledge what is due now that the first ``num_tokens`` of a sample's response are written down."""
         effects: list[Effect] = []
         for due in self.acknowledgements.durable(sample_key, num_tokens):
             member = self._members[due.member]
@@ -160,9 +160,9 @@ class SwarmCalls:
         return effects
 
     def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
-        """Tokens of a call have come from its member. Returns what comes out now, which is nothing while the member has
-        not described its engine or confirmed their version: that news was lost or is late, and heartbeats bring it, and
-        the tokens again."""
+        """Take tokens of a call from its member. Returns what comes out now, which is nothing while the member has not
+        described its engine or confirmed their version: that news was lost or is late, and heartbeats bring it, and the
+        tokens again."""
         call = self._calls[call_id]
         if piece.token_ids and (member.declared is None or piece.version not in member.served):
             self._counters.unconfirmed_tokens += len(piece.token_ids)
@@ -201,7 +201,7 @@ class SwarmCalls:
         return effects
 
     def _repair(self, member: SwarmMember, call_id: str, found: Disagreement) -> list[Effect]:
-        """Send again what a member seems not to have got, or ask again for what has not come from it."""
+        """Send again what a member seems not to have got, or ask again for tokens that have not come from it."""
         call = self._calls.get(call_id)
         match found.repair:
             case Repair.RELEASE:

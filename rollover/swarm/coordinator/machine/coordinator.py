@@ -114,7 +114,7 @@ class Coordinator:
     # -- connections ------------------------------------------------------------------------------------------
 
     def connected(self, name: str, hello: Hello, now_s: float) -> list[Effect]:
-        """A worker has opened a connection and shown the token of ``name``."""
+        """Admit a worker that has opened a connection and shown the token of ``name``."""
         member = self.members.setdefault(name, SwarmMember(name))
         effects: list[Effect] = []
         if member.lease and member.is_connected:
@@ -170,11 +170,11 @@ class Coordinator:
         return effects
 
     def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
-        """Tokens of a member may come from those of these publications that are known."""
+        """Record that tokens of a member may come from those of these publications that are known."""
         member.served.update((head.version, head.manifest) for head in heads if self._publications.knows(head))
 
     def disconnected(self, lease: int, now_s: float) -> list[Effect]:
-        """The connection of a lease is gone; the lease goes on until its time is over."""
+        """Record that the connection of a lease is gone; the lease lasts until its time is over."""
         if (member := self._leases.get(lease)) is not None:
             member.is_connected = False
             self._ranking.changed(member)
@@ -196,15 +196,15 @@ class Coordinator:
         return effects
 
     def relieve(self, now_s: float) -> list[Effect]:
-        """Take calls from members that hold everybody up, where faster ones have room that no waiting call was given;
-        they fail, and go on elsewhere."""
+        """Take calls from members that hold up a batch, where faster ones have room that no waiting call was given;
+        they fail, and continue elsewhere."""
         if not self._calls.num_running or not self._ranking.has_room(0):
             self._relief.rest()
             return []
         calls = (
             CallUnderWay(call_id=call_id, call=call, member=member.name, tokens_per_s=member.call_tokens_per_s)
             for member in self._leases.values()
-            if member.is_connected  # of one that is not, nobody knows; its lease ends
+            if member.is_connected  # of one that is not, nothing is known; its lease ends
             for call_id, call in self._calls.of(member)
         )
         candidates = self._placing.candidates()
@@ -223,7 +223,7 @@ class Coordinator:
 
     @property
     def next_expiry_s(self) -> float | None:
-        """The time at which ``expire`` should be called next; ``None`` while nobody has a lease."""
+        """Return the time at which ``expire`` should be called next; ``None`` while there is no lease."""
         return min((m.heard_s + self._ttl_s for m in self._leases.values()), default=None)
 
     def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
@@ -244,7 +244,7 @@ class Coordinator:
     # -- messages ---------------------------------------------------------------------------------------------
 
     def received(self, lease: int, message: FromWorker, now_s: float) -> list[Effect]:
-        """A worker has sent ``message`` under ``lease``."""
+        """Handle ``message``, which a worker has sent under ``lease``."""
         member = self._leases.get(lease)
         if member is None or not member.is_connected:
             self.counters.refuse(message)
@@ -277,7 +277,8 @@ class Coordinator:
                 raise ProtocolError("it sent a second hello on one connection")
 
     def _failed_at(self, member: SwarmMember, call_id: str, reason: str) -> list[Effect]:
-        """A call has failed at its member. It is no failed attempt where others do better, as far as can be told."""
+        """Handle the failure of a call at its member. It is no failed attempt where others do better, as far as can be
+        told."""
         call = self._calls.get(call_id)
         if call is None or call.member != member.name:
             return []
@@ -372,7 +373,7 @@ class Coordinator:
     # -- versions and trust -----------------------------------------------------------------------------------
 
     def published(self, head: Head, now_s: float) -> list[Effect]:
-        """A new version of the weights can be fetched."""
+        """Announce a new version of the weights, which can be fetched now."""
         assert head.version >= self.head.version, "versions only grow"
         self.head, self._calls.newest = head, head.version
         self._placing.published(head.version, now_s)
@@ -380,7 +381,7 @@ class Coordinator:
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:
-        """The log-probs of a member are those of ``version``."""
+        """Record that the log-probs of a member are those of ``version``."""
         self._ranking.changed(self.members[name])
         self.members[name].checked_version = version
         return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placing.place_waiting()]
@@ -397,18 +398,18 @@ class Coordinator:
         return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
     def outcast(self, name: str, reason: str) -> None:
-        """A member was sent away for good by an earlier process of this run."""
+        """Record that a member was sent away for good by an earlier process of this run."""
         self.members.setdefault(name, SwarmMember(name)).distrust = reason
 
     def pardoned(self, name: str) -> list[Effect]:
-        """A member that was sent away for good may come back: somebody has decided so."""
+        """Let a member come back that was sent away for good, since a user has pardoned it."""
         if (member := self.members.get(name)) is None or not member.distrust:
             return []
         member.distrust = member.last_error = ""
         return [Changed(f"{name} may join again")]
 
     def revoked(self, name: str) -> list[Effect]:
-        """The token of a member is not valid any more; its calls fail. What it has sampled stays valid."""
+        """Send away a member whose token is no longer valid; its calls fail. Its samples stay valid."""
         if (member := self.members.get(name)) is None or not member.lease:
             return []
         member.is_revoked = True
@@ -419,12 +420,12 @@ class Coordinator:
 
     @property
     def max_running(self) -> int:
-        """Calls that all members which may get some decode at the same time."""
+        """Return the number of calls that all members which may get some decode at the same time."""
         return self._ranking.max_running
 
     @property
     def num_running(self) -> int:
-        """Calls that are with a member."""
+        """Return the number of calls that are with a member."""
         return self._calls.num_running
 
     @property
@@ -461,8 +462,8 @@ class Coordinator:
         )
 
     def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
-        """Somebody wants tokens. The call goes to a member at once or waits for one; or to the member ``only`` or to
-        none, and then also before its log-probs are checked."""
+        """Open a call. It goes to a member at once or waits for one. With ``only`` it goes to that member or fails, and
+        it may go there before the member's log-probs are checked."""
         call_id = request.request_id
         call = SwarmCall(request, self._placing.least(request.least_version), is_directed=only is not None)
         self._calls.add(call_id, call)
@@ -483,5 +484,5 @@ class Coordinator:
         return self._calls.cut(call_ids)
 
     def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
-        """The first ``num_tokens`` of a sample's response are durable."""
+        """Record that the first ``num_tokens`` of a sample's response are durable."""
         return self._calls.durable(sample_key, num_tokens)

@@ -61,7 +61,7 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        """Seconds from one version to the next; infinite before the second publication."""
+        """Return the seconds from one version to the next; infinite before the second publication."""
         intervals = [(t - s) / (v - u) for (u, s), (v, t) in pairwise(self._published)]
         return median_low(intervals) if intervals else math.inf
 

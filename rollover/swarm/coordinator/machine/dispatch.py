@@ -9,9 +9,9 @@ A member is *in time* if it finishes within a limit, which is the longer of two 
 the response, which may depend on the version that the member serves, and until all members together would be done with
 the work that is due no later. The call goes to the fastest member with room among those that are in time. If none is,
 it waits for a member that is busy or fetching weights, provided that one would finish sooner than any with room, and
-otherwise goes to the fastest with room. So nothing is refused by everybody, slow members work while that holds nobody
-up, long remainders go to fast members, and with equal members the rule deals evenly. ``benchmarks/swarm_dispatch.py``
-shows what that gains.
+otherwise goes to the fastest with room. So no call is refused by all members, slow members work while that holds up no
+other, long remainders go to fast members, and with equal members the rule deals evenly.
+``benchmarks/swarm_dispatch.py`` shows what that gains.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def room(self) -> int:
-        """Calls that it can take now."""
+        """Return the number of calls that it can take now."""
         limit = self.max_running if self.call_tokens_per_s is not None else min(self.max_running, NUM_PROBES)
         return limit - self.num_running
 
@@ -74,7 +74,7 @@ class Work:
 
 
 def choose(candidates: Iterable[Candidate], work: Work) -> str | None:
-    """Return the name of the member that gets the call; ``None`` when it should wait or nobody may have it."""
+    """Return the name of the member that gets the call; ``None`` when it should wait or no member may have it."""
     able = [c for c in candidates if c.version >= work.least_version or c.ready_s < math.inf]
     typical = typical_speed(able)
     with_room = [
@@ -109,6 +109,6 @@ def drain_s(candidates: Iterable[Candidate], num_tokens: float) -> float:
 
 
 def typical_speed(candidates: Iterable[Candidate]) -> float:
-    """Return what a member is taken for whose speed is not known: the median of the others."""
+    """Return the speed that is assumed for a member whose own is not known: the median of the others."""
     speeds = sorted(c.call_tokens_per_s for c in candidates if c.call_tokens_per_s)
     return speeds[len(speeds) // 2] if speeds else 1.0

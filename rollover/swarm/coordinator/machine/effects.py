@@ -21,7 +21,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the connection of a lease, behind what was sent.
+    """Close the connection of a lease after everything that was sent.
 
     Example: ``Close(3)``
     """
@@ -51,7 +51,7 @@ class Fail:
     call_id: str
     reason: str
     is_displaced: bool = False
-    """The reason is its member's, and others can go on with it."""
+    """The reason is its member's, and others can continue it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CheckLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SentAway:
-    """A member is no longer trusted: what it has sampled and nobody has trained yet is not to be trained.
+    """A member is no longer trusted: its samples that were not trained yet are not to be trained.
 
     Example: ``SentAway("laptop", "token 70000, where the vocabulary has 50257")``
     """

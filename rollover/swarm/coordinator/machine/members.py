@@ -43,8 +43,8 @@ class RunIdentity:
 class SwarmMember:
     """One worker, from its first connection to the end of the run.
 
-    Example: a laptop that lost its connection a moment ago keeps its lease, its calls and what it has served, and gets
-    no new call until it is back.
+    Example: a laptop that lost its connection 5 s ago keeps its lease, its calls and the versions that it has served,
+    and gets no new call until it is back.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SwarmMember:
     reserved: dict[str, float] = field(default_factory=dict)
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
-    """Calls that it offers to go on with, by sample key."""
+    """Calls that it offers to continue, by sample key."""
     has_lapsed: bool = False
     """Its last lease has ended without a word, and it has not been back."""
     is_late: bool = False
@@ -117,7 +117,7 @@ class SwarmMember:
 
     @property
     def num_running(self) -> int:
-        """Calls that it has or was promised."""
+        """Return the number of calls that it has or was promised."""
         return len(self.calls) + len(self.reserved)
 
     def serves(self, *, checked: bool) -> int | None:
@@ -126,12 +126,12 @@ class SwarmMember:
         return self.version if able and (not checked or self.checked_version == self.version) else None
 
     def loaded(self, serving: Serving) -> None:
-        """Take note of what new weights took; a message that repeats a version tells nothing of that."""
+        """Record how long new weights took to load; a message that repeats a version tells nothing of that."""
         if serving.prepare_s:
             self.prepare_s, self.pause_s, self.wire_bytes = serving.prepare_s, serving.pause_s, serving.wire_bytes
 
     def candidate(self, head_version: int, elapsed_s: float) -> Candidate:
-        """Return the member as the dispatch rule sees it, so long after the newest version was published."""
+        """Return the member as the dispatch rule sees it, ``elapsed_s`` after the newest version was published."""
         assert self.ready is not None and self.version is not None, "only members that serve are candidates"
         return Candidate(
             name=self.name,
@@ -144,7 +144,7 @@ class SwarmMember:
 
     @property
     def num_places(self) -> int:
-        """The calls that it may have at a time: one on trial, where the last ones failed."""
+        """Return the number of calls that it may have at a time: one on trial, where the last ones failed."""
         assert self.ready is not None
         return 0 if self.is_resting else 1 if self.num_failures else self.ready.max_running
 
@@ -210,7 +210,7 @@ class SwarmCounters:
 
     fenced: int = 0
     late_tokens: int = 0
-    """Tokens in these messages. A worker that comes back offers them again, where somebody may still want them."""
+    """Tokens in these messages. A worker that comes back offers them again, where they may still be wanted."""
     repeated_tokens: int = 0
     adopted_calls: int = 0
     late_accepted: int = 0

@@ -2,8 +2,8 @@
 
 What it keeps true: a promise is kept as long as its member can keep it; a call goes to a member whose weights it
 accepts, and in sequential pull only to one that has the newest; a member that will not finish before a training step
-waits for the response does not get it while another would finish sooner; nobody decodes again what a connected member
-offers.
+waits for the response does not get it while another would finish sooner; tokens that a connected member offers are not
+decoded again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Placing:
         self._promises: dict[str, str] = {}
         """Member by sample key."""
         self._offers: dict[str, list[str]] = {}
-        """Members that offer to go on with a sample, by its key."""
+        """Members that offer to continue a sample, by its key."""
 
     def published(self, version: int, now_s: float) -> None:
         """Take note of a new version of the weights."""
@@ -110,14 +110,15 @@ class Placing:
         return member
 
     def lapse(self, member: SwarmMember, now_s: float) -> None:
-        """End the promises that nobody has taken up in time."""
+        """End the promises that were not taken up in time."""
         for key in [key for key, until_s in member.reserved.items() if until_s <= now_s]:
             self._take_back(key)
 
     # -- offers ---------------------------------------------------------------------------------------------------
 
     def offer(self, member: SwarmMember, held: HeldCall) -> list[Effect]:
-        """A member could go on with a call of a sample: it does where one waits; else it may be asked for later."""
+        """Record that a member could continue a call of a sample: it does where one waits; else it may be asked for
+        later."""
         member.held[held.sample_key] = held
         self._offers.setdefault(held.sample_key, []).append(member.name)
         call_id = self._calls.waiting.of_sample(held.sample_key)
@@ -125,7 +126,7 @@ class Placing:
         return [] if call_id is None or call is None else self._adopted(call_id, call)
 
     def forget(self, member: SwarmMember) -> None:
-        """A member keeps no promise and offers nothing any more."""
+        """Forget the promises and the offers of a member."""
         for key in list(member.held):
             self._let_go(member, key)
         for key in list(member.reserved):
@@ -190,7 +191,7 @@ class Placing:
         return [Send(member.lease, call.assignment(call_id))]
 
     def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
-        """Have a member go on with a call of the sample that it holds, where one does."""
+        """Have a member continue a call of the sample that it holds, where one does."""
         key, position = call.request.sample_key, call.stream.position
         if key not in self._offers:
             return []
@@ -235,8 +236,8 @@ class Placing:
         return self._ranking.choose(work, self.newest, self._pace.since_s(self.now_s))
 
     def _horizon_s(self, deadline: Deadline | None, typical: float) -> float:
-        """Return the time in which all members together would be done with what is due no later: in sequential pull
-        with everything. A response that is never due holds nobody up."""
+        """Return the time in which all members together would be done with the calls that are due no later: in
+        sequential pull with all calls. A response that is never due holds up no other."""
         num_to_come, due_then = self._to_come
         if self._exact:
             num_calls = self._calls.num_left() + num_to_come

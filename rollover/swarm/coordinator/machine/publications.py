@@ -46,7 +46,7 @@ class Publications:
         self._of_this_start: dict[int, str] = {}
 
     def add(self, head: Head) -> None:
-        """A version is published in this start of the run."""
+        """Record that a version is published in this start of the run."""
         if not self._of_this_start:
             self._resumed = _resumed(self._earlier, head.version)
         self._of_this_start[head.version] = head.manifest

@@ -6,8 +6,8 @@ load: the rule picks the first of some version. Only where none of these is in t
 finish sooner: those are looked at from the fastest on, up to the first that cannot even if it began at once.
 
 What it keeps true: the decision is that of ``choose`` over all candidates, to the last bit; a call costs as many steps
-as there are versions that members serve, and where nobody is in time as many more as there are faster members that are
-busy and too late.
+as there are versions that members serve, and where no member is in time as many more as there are faster members that
+are busy and too late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollover.swarm.coordinator.machine.members import SwarmMember
 _Key = tuple[float, float, str]
 """Minus the speed, load, name."""
 _UNKNOWN = 0.0
-"""Stands for a speed that is not known: behind all others."""
+"""Stands for a speed that is not known: after all others."""
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class Ranking:
         an answer holds, and the answer."""
 
     def changed(self, member: SwarmMember) -> None:
-        """Something about a member has changed: its load, speed, weights or whether it may get calls at all."""
+        """Record that a member has changed: its load, speed, weights or whether it may get calls at all."""
         self._changed[member.name] = member
 
     @property
     def max_running(self) -> int:
-        """Calls that all members which may get some decode at the same time."""
+        """Return the number of calls that all members which may get some decode at the same time."""
         self._settle()
         return self._max_running
 
@@ -125,7 +125,7 @@ class Ranking:
         return [self._members[name].candidate(head_version, elapsed_s) for name in sorted(self._places)]
 
     def _typical_speed(self, least_version: int, head_version: int, elapsed_s: float) -> float:
-        """Return what members are taken for whose speed is not known, among those that a call could go to."""
+        """Return the speed that is assumed for members whose own is not known, among those that a call could go to."""
         if min(self._versions) >= least_version:
             return self._speeds[len(self._speeds) // 2] if self._speeds else 1.0
         asked = (least_version, head_version)

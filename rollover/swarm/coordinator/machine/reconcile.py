@@ -7,12 +7,12 @@ as a disagreement:
 the coordinator believes                         the heartbeat says, and the repair
 ===============================================  ==================================================================
 the call is with the member, nothing has come    not held: ``Assign`` again
-the call is with the member                      not held, though tokens have come: the call fails, to go on elsewhere
+the call is with the member                      not held, though tokens have come: the call fails; others continue it
 the response has come up to a position           more was sent, or the end was: ``Adopt``, which asks for it again
 the call was adopted                             still offered: ``Adopt`` again
-the call is to be stopped, or has ended          it goes on: ``Abort`` again
+the call is to be stopped, or has ended          it continues: ``Abort`` again
 the response is durable up to a position         held from before it: ``Ack`` again
-nobody wants the call                            held: ``Release``
+the call is no longer wanted                     held: ``Release``
 ===============================================  ==================================================================
 
 A heartbeat may be older than what both sides have sent meanwhile, so a disagreement counts only when two heartbeats in
@@ -34,11 +34,11 @@ from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.wire.messages import CallState, Heartbeat
 
 MAX_REPAIRS = 3
-"""Repairs of a call without a token in between, after which it fails and goes on elsewhere."""
+"""Repairs of a call without a token in between, after which it fails and continues elsewhere."""
 
 
 class Repair(Enum):
-    """The message that mends a disagreement.
+    """The message that repairs a disagreement.
 
     Example: ``Repair.RESEND`` asks for tokens again with ``Adopt``.
     """
@@ -74,7 +74,7 @@ def disagreements(
     """Return by call id what the heartbeat shows.
 
     ``calls``: those that are believed to be with the member; ``offers``: ids of the calls that it may keep for samples
-    which nobody has asked for yet.
+    that have not been asked for yet.
     """
     states = {state.call_id: state for state in heartbeat.calls}
     found = {}
@@ -94,7 +94,7 @@ def disagreements(
 
 
 def confirmed(found: dict[str, Disagreement], suspected: dict[str, Disagreement]) -> Iterator[tuple[str, Disagreement]]:
-    """Yield those that two heartbeats in a row have shown, and take them out of ``found``: what is mended now has two
+    """Yield those that two heartbeats in a row have shown, and take them out of ``found``: a repair made now has two
     heartbeats' time to take effect."""
     for call_id in [c for c, each in found.items() if suspected.get(c) == each]:
         yield call_id, found.pop(call_id)

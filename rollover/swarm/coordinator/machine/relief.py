@@ -1,15 +1,15 @@
 """Relief of slow members: faster ones that have nothing to do take over what is left of their calls.
 
-While there is work for all, a slow member holds nobody up. At the end of a batch it does, and where each group is due
-at some step it does so again and again: everybody waits for the one sample that it has. Members with room show that
-this is so, since no waiting call was given to them. Let a call have ``r`` tokens left, as far as past lengths tell, its
-member decode ``v`` tokens per second of it, and a member with room ``w`` per second of each of its calls: where
-``r / v`` exceeds ``2 r / w`` by more than ``MARGIN_S``, the call ends at the one and continues at the other, behind the
-tokens that have arrived. ``v`` is at most what the call has shown: one token more than have come, over the time without
+While there is work for all, a slow member holds up no other. At the end of a batch it does, and where each group is due
+at some step it does so again and again: all wait for the one sample that it has. Members with room show that this is
+so, since no waiting call was given to them. Let a call have ``r`` tokens left, as far as past lengths tell, its member
+decode ``v`` tokens per second of it, and a member with room ``w`` per second of each of its calls: where ``r / v``
+exceeds ``2 r / w`` by more than ``MARGIN_S``, the call ends at the one and continues at the other, after the tokens
+that have arrived. ``v`` is at most what the call has shown: one token more than have come, over the time without
 another.
 
 What it keeps true: a call that is moved is worth it twice over, so none goes to and fro; a member that sends heartbeats
-and no tokens holds nobody up for longer than ``patience_s``, where another has room.
+and no tokens holds up no other for longer than ``patience_s``, where another has room.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Relief:
     """Says which calls are to be moved, having looked at them from time to time.
 
     Args:
-        patience_s: a call of which nothing has come is given so long before that says anything.
+        patience_s: seconds for which a call may stay without a token before that says anything.
 
     Example: ``relief.held_up(calls, candidates, remaining, 30.0)`` every two seconds; nearly always nothing.
     """
@@ -93,7 +93,7 @@ class Relief:
                 continue
             speed = self._speed(under_way.tokens_per_s, now_s - seen[call_id][0])
             if speed is None or 2 * speed >= fastest:
-                continue  # nobody is worth a move: of thousands of calls most end here
+                continue  # no member is worth a move: of thousands of calls most end here
             left_s = expected(call.stream.position, call.limit) / speed
             if left_s > 2 * left_s * speed / fastest + MARGIN_S:
                 found = HeldUp(call_id=call_id, member=under_way.member, tokens_per_s=speed, left_s=left_s)

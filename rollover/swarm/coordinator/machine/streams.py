@@ -1,7 +1,7 @@
 """Token streams by position: whatever arrives, however often and in whatever order, comes out once and in order.
 
-What it keeps true: the pieces that come out, put one behind the other, are the response from ``start`` on without a
-gap or a repetition, and nothing comes out behind the piece that ends it.
+What it keeps true: the pieces that come out, put one after the other, are the response from ``start`` on without a gap
+or a repetition, and nothing comes out after the piece that ends it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Position behind its last token."""
+        """Return the position after its last token."""
         return self.offset + len(self.token_ids)
 
     def behind(self, position: int) -> Piece:
@@ -54,7 +54,7 @@ class TokenStream:
     """
 
     position: int
-    """Position behind the last token that came out."""
+    """Position after the last token that came out."""
     finish_reason: FinishReason | None = None
     """Reason for which it ended, once its end has come out."""
     _early: dict[int, Piece] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class TokenStream:
 
     @property
     def num_early(self) -> int:
-        """Tokens that wait for those before them."""
+        """Return the number of tokens that wait for those before them."""
         return sum(len(piece.token_ids) for piece in self._early.values())
 
     def _next(self) -> int | None:
-        """Return where a piece begins that goes on from here, the earliest."""
+        """Return where a piece begins that continues from here, the earliest."""
         return next((offset for offset in sorted(self._early) if offset <= self.position), None)

@@ -37,7 +37,7 @@ class SwarmCall:
         self.stream = TokenStream(self.start)
         self.member: str | None = None
         self.held_as = ""
-        """The id under which its member held it when it was told to go on with it; empty where it was assigned."""
+        """The id under which its member held it when it was told to continue it; empty where it was assigned."""
         self.is_aborted = False
         self.num_repairs = 0
         """Repairs since its last token."""
@@ -49,12 +49,12 @@ class SwarmCall:
 
     @property
     def limit(self) -> int:
-        """Tokens that the response may have in all."""
+        """Return the number of tokens that the response may have in all."""
         return self.request.params.max_new_tokens
 
     @property
     def due_version(self) -> int | None:
-        """The version at whose publication a training step waits for the response, where one will."""
+        """Return the version at whose publication a training step waits for the response, where one will."""
         return self.request.due_version
 
     def given_to(self, version: int | None) -> None:
@@ -91,7 +91,7 @@ class SwarmCall:
         )
 
     def adoption(self, held: str, call_id: str) -> Adopt:
-        """Return the message by which a member goes on with what it holds of the call, or sends it again."""
+        """Return the message with which a member continues what it holds of the call, or sends it again."""
         prefix = self._prefix.copy().hexdigest()
         return Adopt(held=held, call_id=call_id, offset=self.stream.position, prefix=prefix)
 

@@ -30,7 +30,7 @@ class WaitingCalls:
 
     @property
     def versions(self) -> list[int]:
-        """The versions that are the oldest for some call."""
+        """Return the versions that are the oldest for some call."""
         return list(self._by_version)
 
     def of_sample(self, sample_key: str) -> str | None:

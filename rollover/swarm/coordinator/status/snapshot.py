@@ -212,8 +212,8 @@ def _unverified(member: SwarmMember) -> str:
 
 
 def shown(text: str) -> str:
-    """Return what a worker has said as people may be shown it: without secrets, on one line, and without characters
-    that move a cursor or colour a terminal."""
+    """Return a text of a worker as it may be shown: without secrets, on one line, and without characters that move a
+    cursor or colour a terminal."""
     line = " ".join(redacted_text(text).split())
     return "".join(c if c.isprintable() else "?" for c in line)[:_MAX_NOTE]
 
@@ -231,7 +231,7 @@ class StatusFile:
         replace_file(self.path, msgspec.json.encode(status) + b"\n")
 
     def read(self) -> SwarmStatus:
-        """Raises ``RunError`` when there is none."""
+        """Read the status of a run's swarm. Raises ``RunError`` when there is none."""
         try:
             return _read_status(json.loads(self.path.read_text()))
         except FileNotFoundError:

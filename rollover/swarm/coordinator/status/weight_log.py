@@ -87,7 +87,7 @@ class WeightLog:
         self._path = path
         self._lock = threading.Lock()
         self._published_s: dict[int, float] = {}
-        """On the monotonic clock: nobody sets it."""
+        """On the monotonic clock, which is never set."""
         self._untold: list[Record] = []
         """Records that no metrics have been made of."""
         self._has_failed = False
@@ -108,7 +108,7 @@ class WeightLog:
         )
 
     def changed(self, member: str, serving: Serving) -> None:
-        """Take note of a member that decodes from a version now which it did not have before."""
+        """Record that a member now decodes from a version which it did not have before."""
         after_s = time.monotonic() - self._published_s.get(serving.version, math.nan)
         self._append(
             MemberChange(

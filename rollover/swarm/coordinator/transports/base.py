@@ -20,9 +20,9 @@ from rollover.swarm.wire.messages import FromWorker, Goodbye, Hello, ProtocolErr
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-"""Whoever opens a connection and says nothing for so long is disconnected."""
+"""Seconds of silence after which a peer that has opened a connection is disconnected."""
 MAX_UNSENT_BYTES = 64 * 2**20
-"""A worker that leaves so much unread is disconnected; it comes back and goes on."""
+"""Unread bytes at which a worker is disconnected; it comes back and continues."""
 
 
 Refusal = Literal["token", "protocol", "frame"]
@@ -32,7 +32,7 @@ Refusal = Literal["token", "protocol", "frame"]
 class Connection(Protocol):
     """The sending side of one worker's connection.
 
-    Example: ``connection.send(frame)`` returns at once; ``connection.close()`` ends it behind what was sent.
+    Example: ``connection.send(frame)`` returns at once; ``connection.close()`` ends it after what was sent.
     """
 
     def send(self, frame: bytes) -> None: ...
@@ -62,12 +62,12 @@ class Transport(Protocol):
     """A place where workers are met, opened by its maker, which raises ``ConfigError`` where it cannot be.
 
     Example: ``await transport.serve()`` answers workers from then on; ``await transport.close()`` ends all connections
-    behind what was sent.
+    after what was sent.
     """
 
     @property
     def url(self) -> str:
-        """The address that workers are to join."""
+        """Return the address that workers are to join."""
         ...
 
     async def serve(self) -> None: ...
@@ -119,7 +119,7 @@ class WorkerConversation:
 
     @property
     def has_begun(self) -> bool:
-        """The worker has said hello."""
+        """Return True once the worker has said hello."""
         return self._lease is not None
 
     def took(self, frame: bytes) -> None:
@@ -138,12 +138,13 @@ class WorkerConversation:
             raise
 
     def say_why(self, error: ProtocolError) -> None:
-        """Tell the worker what was wrong, as the last that is sent. It may come back: perhaps the way was to blame."""
+        """Tell the worker what was wrong, in the last message that is sent. It may come back: perhaps the way was to
+        blame."""
         reason = f"this worker violates the protocol: {error}"
         self._connection.send(encode(self._lease or 0, Goodbye(reason=reason, is_final=False)))
         self._connection.close()
 
     def ended(self) -> None:
-        """The connection is gone."""
+        """Record that the connection is gone."""
         if self._lease is not None:
             self._sessions.disconnected(self._lease)

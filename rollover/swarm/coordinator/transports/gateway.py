@@ -9,8 +9,8 @@ route                 answers                                       refuses
 
 It is a ``Transport``, and decides nothing.
 
-What it keeps true: nobody without a token of this run gets further than the refusal; a frame of a connection is handed
-on only after those before it; a worker that does not read what it is sent is disconnected, not waited for.
+What it keeps true: a peer without a token of this run gets no further than the refusal; a frame of a connection is
+handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The address that workers are to join."""
+        """Return the address that workers are to join."""
         assert self._port, "the address was taken before"
         host = self._config.address[0]
         scheme = "ws" if self._config.tls_certificate is None else "wss"
@@ -128,7 +128,7 @@ class Gateway:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
-        """End all connections, behind what was sent, and stop listening."""
+        """End all connections after everything that was sent, and stop listening."""
         for connection in list(self._connections):
             connection.close()
         if self._server is not None and self._serving is not None:
@@ -229,8 +229,8 @@ class _BlobResponse(FileResponse):
 class _SessionProtocol(WebSocketsSansIOProtocol):
     """A WebSocket for many short frames, beside many others in the same event loop.
 
-    It goes on reading while frames wait, hands out a few of them in each turn of the loop, and writes in one go what is
-    sent within a turn. It can be shut down while its peer is closing it, which takes a while over TLS.
+    It continues to read while frames wait, hands out a few of them in each turn of the loop, and writes in one go what
+    is sent within a turn. It can be shut down while its peer is closing it, which takes a while over TLS.
     """
 
     _num_bytes = 0
@@ -245,8 +245,8 @@ class _SessionProtocol(WebSocketsSansIOProtocol):
         super().data_received(data)
 
     def send_receive_event_to_app(self) -> None:
-        """Stop reading only while many frames wait, or large ones. uvicorn stops at each frame, and goes on behind it:
-        two system calls, which take as long as all else that is done with a short frame."""
+        """Stop reading only while many frames wait, or large ones. uvicorn stops at each frame and resumes after it:
+        two system calls, which take as long as all other work on a short frame."""
         before, self.read_paused = self.read_paused, True  # keeps uvicorn from stopping
         super().send_receive_event_to_app()
         self.read_paused = before
@@ -255,7 +255,7 @@ class _SessionProtocol(WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Return the next frame, after ``_FRAMES_PER_TURN`` behind those of the other connections."""
+        """Return the next frame; after ``_FRAMES_PER_TURN`` of them, those of the other connections come first."""
         if not self.queue.empty():
             self._num_in_row += 1
             if self._num_in_row >= _FRAMES_PER_TURN:
@@ -264,7 +264,8 @@ class _SessionProtocol(WebSocketsSansIOProtocol):
         return await super().receive()
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Send a frame with all others of this turn. What else is sent takes along what was not written yet."""
+        """Send a frame with all others of this turn. Any other frame that is sent takes along those that were not
+        written yet."""
         if message["type"] != "websocket.send" or not self.handshake_complete or self.close_sent:
             await super().send(message)
             return

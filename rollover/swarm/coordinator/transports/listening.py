@@ -96,7 +96,7 @@ def _leaf(file: str) -> x509.Certificate:
 
 
 def _pair(certificate: str, key: str) -> None:
-    """Refuse a key that is not the certificate's, or cannot be opened without somebody at the keyboard."""
+    """Refuse a key that is not the certificate's, or cannot be opened without a user at the keyboard."""
 
     def ask() -> str:
         raise ConfigError(

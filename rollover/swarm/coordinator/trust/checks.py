@@ -1,8 +1,8 @@
 """The log-prob checks of a swarm's members: one for each version that a member confirms, before it gets calls.
 
-A check is some calls of one token each. They wait behind what the member decodes already, and while they do, no place
-that gets free there is taken by a call; so a member that has passed under earlier weights is asked for a quarter of
-them, and for the rest only where these leave a doubt, and a check that is under way is not begun again.
+A check is some calls of one token each. They wait for the calls that the member decodes already, and while they do, no
+place that gets free there is taken by a call; so a member that has passed under earlier weights is asked for a quarter
+of them, and for the rest only where these leave a doubt, and a check that is under way is not begun again.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class MemberChecks:
         self._running: dict[str, _Running] = {}
 
     def check_with(self, check: LogprobCheck) -> None:
-        """From now on a member gets calls under a version only once it has passed ``check``."""
+        """Give a member calls under a version only once it has passed ``check``, from now on."""
         self._check = check
 
     def begin(self, name: str, version: int) -> None:
         """Check a member under the version that it serves now.
 
-        A check of that version which is under way goes on, or is made again at once where it has failed; one of another
-        version is given up.
+        A check of that version which is under way continues, or is made again at once where it has failed; one of
+        another version is given up.
         """
         if self._check is None:
             return  # there will be one: ``begin_all`` is called then

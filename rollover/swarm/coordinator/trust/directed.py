@@ -11,7 +11,7 @@ from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
 class DirectedEngine(Engine, Protocol):
     """An engine whose caller may say which member decodes a call.
 
-    Example: ``swarm.generate(request, only="laptop")`` is decoded by the laptop or by nobody.
+    Example: ``swarm.generate(request, only="laptop")`` is decoded by the laptop or not at all.
     """
 
     def generate(self, request: GenerateRequest, *, only: str | None = None) -> AsyncIterator[Chunk]: ...
@@ -20,7 +20,7 @@ class DirectedEngine(Engine, Protocol):
 class OneMember:
     """The swarm as an engine with one member.
 
-    Example: ``OneMember(swarm, "laptop").generate(request)`` is decoded by the laptop or by nobody.
+    Example: ``OneMember(swarm, "laptop").generate(request)`` is decoded by the laptop or not at all.
     """
 
     def __init__(self, swarm: DirectedEngine, name: str) -> None:
@@ -39,4 +39,4 @@ class OneMember:
         return self._swarm.generate(request, only=self._name)
 
     async def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, since nothing was opened."""

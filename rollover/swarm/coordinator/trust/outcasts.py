@@ -1,6 +1,6 @@
 """The workers that were sent away for good: a file beside the tokens, so that no restart of the run forgets them.
 
-What it keeps true: whoever was found to lie stays out, whatever becomes of the trainer, until somebody decides
+What it keeps true: a worker that was found to lie stays out, even if the trainer is restarted, until the user decides
 otherwise with ``rollover workers RUN --trust NAME``.
 """
 
@@ -37,7 +37,7 @@ class Outcasts:
     """The outcasts of a run by name, in ``file``.
 
     Example: after ``Outcasts(run / "swarm" / FILE_NAME).add("laptop", "its log-probs are 0.2 nats off")`` the laptop is
-    in ``listed()``, also of later starts of the run.
+    in ``listed()``, even in later starts of the run.
     """
 
     def __init__(self, file: Path) -> None:
@@ -70,6 +70,7 @@ class Outcasts:
                 raise ConfigError(f"{name!r} was not sent away; those that were: {', '.join(sorted(rows)) or 'none'}")
 
     def pardoned(self) -> set[str]:
-        """Return those that were in the file when this was asked last, or written by us since, and are not any more."""
+        """Return those that were in the file when this was asked last, or that we have written since, and that are not
+        there any more."""
         before, self._known = self._known, {*self.listed()}
         return before - self._known

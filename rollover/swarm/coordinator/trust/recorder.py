@@ -40,7 +40,7 @@ class Recorder:
 
     def ended(self, call_id: str) -> list[Stretch]:
         """Return the stretches of a call that has ended. Tokens that were not drawn by seed are in none, and neither
-        are those that attended to a cache of older weights: nobody else has that cache."""
+        are those that attended to a cache of older weights: no other member has that cache."""
         recording = self._recordings.pop(call_id, None)
         if recording is None:
             return []

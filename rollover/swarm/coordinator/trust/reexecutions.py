@@ -4,10 +4,10 @@
 
     a call ends ──drawn by lot──▶ waiting ──a member of the same version is free──▶ decoded again ──▶ the same
                                      │                                                   │
-                                     └── nobody serves the version any more: missed      └──▶ dispute ──▶ verdict
+                                     └── no member serves the version any more: missed   └──▶ dispute ──▶ verdict
 
 A dispute is decided by a third member of the same version, or by the trainer before its next step, whichever is first.
-While one of them may still decide, it stays open; else it is undecided, and nobody is sent away.
+While one of them may still decide, it stays open; else it is undecided, and no member is sent away.
 
 What it keeps true: a member decodes one stretch again at a time, and only while no call waits for a member or after
 the stretch has waited for ``PATIENCE_S``; nothing waits for a re-execution; no token of one is trained.
@@ -59,15 +59,15 @@ class ReexecutionCounters:
     num_drawn: int = 0
     num_same: int = 0
     num_missed: int = 0
-    """Nobody could decode them again: no other member served their version, or it was lost."""
+    """They could not be decoded again: no other member served their version, or it was lost."""
     num_disputed: int = 0
     num_undecided: int = 0
-    """Disputes that nobody could decide."""
+    """Disputes that could not be decided."""
     num_tokens: int = 0
     """Decoded for all that: the cost."""
 
     def named(self) -> dict[str, int]:
-        """Return the counts by the names under which people see them."""
+        """Return the counts under the names that users see."""
         return {f"reexecuted_{name.removeprefix('num_')}": count for name, count in asdict(self).items()}
 
 
@@ -129,15 +129,15 @@ class Reexecutions:
 
     @property
     def num_open(self) -> int:
-        """Stretches that wait or are decoded again, and disputes."""
+        """Return the number of stretches that wait or are decoded again, and of disputes."""
         return len(self._waiting) + len(self._busy) + len(self._open)
 
     def opened(self, request: GenerateRequest) -> None:
-        """A call has begun."""
+        """Record that a call has begun."""
         self._recorder.opened(request)
 
     def delivered(self, effect: Deliver) -> None:
-        """Tokens have come out."""
+        """Record that tokens have come out."""
         member = self._coordinator.members.get(effect.member)
         is_seeded = member is not None and member.declared is not None and member.declared.seeded
         self._recorder.delivered(effect, is_seeded=is_seeded)
@@ -145,7 +145,7 @@ class Reexecutions:
             self.ended(effect.call_id)
 
     def ended(self, call_id: str) -> None:
-        """A call has ended, or failed."""
+        """Queue the recorded stretches of a call that has ended or failed, to be decoded again."""
         for stretch in (stretches := self._recorder.ended(call_id)):
             self.counters.num_drawn += 1
             self._waiting.append(_Waiting(stretch, self._clock.now_s(), {stretch.engine}))
@@ -191,7 +191,7 @@ class Reexecutions:
     def decide(self, dispute: Dispute, verdict: Verdict, *, by: str = "the trainer") -> None:
         """Send away who has lied. ``NEITHER`` is the trainer's alone: rounding explains both."""
         if (opened := next((each for each in self._open if each.dispute is dispute), None)) is None:
-            return  # somebody else was faster
+            return  # another has decided it already
         if verdict is Verdict.NEITHER:
             self._undecided(opened)
             return

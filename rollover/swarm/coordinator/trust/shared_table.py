@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SharedTable(Generic[T]):
-    """The rows of ``file``, as they are now, also when another process has changed them.
+    """The rows of ``file``, as they are now, even when another process has changed them.
 
     Args:
         kind: of a row.

@@ -54,7 +54,7 @@ class AdminListener:
 
     @property
     def url(self) -> str:
-        """The address of the page."""
+        """Return the address of the page."""
         assert self._socket is not None, "the listener is bound"
         host, port = self._address[0], self._socket.getsockname()[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -43,7 +43,7 @@ class NatsCluster:
 
     @property
     def connection(self) -> NatsConnection | None:
-        """The connection to the cluster, while there is one."""
+        """Return the connection to the cluster, while there is one."""
         return self._connection if self._connection is not None and self._connection.is_open else None
 
     async def open(self) -> None:
@@ -58,7 +58,7 @@ class NatsCluster:
         return ConfigError(f"engine.nats_url = {str(self.address)!r} cannot be used: {reason}")
 
     async def keep(self, lost: Callable[[], None], back: Callable[[NatsConnection], Awaitable[None]]) -> None:
-        """Call ``lost`` whenever the connection is, and ``back`` with the next one, until cancelled."""
+        """Call ``lost`` whenever the connection is lost, and ``back`` with the next one, until cancelled."""
         while True:
             assert self._connection is not None, "the cluster is open"
             failure = await self._connection.until_ended()
@@ -69,7 +69,7 @@ class NatsCluster:
             logger.warning("the connection to %s is back", self.address)
 
     async def close(self) -> None:
-        """Leave the cluster, behind what was sent."""
+        """Leave the cluster after everything that was sent."""
         if self._connection is not None:
             await self._connection.close()
 

@@ -65,7 +65,7 @@ class NatsGateway:
 
     @property
     def url(self) -> str:
-        """The address that workers are to join."""
+        """Return the address that workers are to join."""
         return str(self._address)
 
     async def serve(self) -> None:
@@ -78,7 +78,7 @@ class NatsGateway:
         self._keeping = asyncio.create_task(self._cluster.keep(self._connection_lost, self._connection_back))
 
     async def close(self) -> None:
-        """End all sessions, behind what was sent, and leave the cluster."""
+        """End all sessions after everything that was sent, and leave the cluster."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

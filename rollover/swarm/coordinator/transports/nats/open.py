@@ -34,7 +34,7 @@ class NatsSide:
 
     @property
     def blob_urls(self) -> tuple[str, ...]:
-        """The bucket, where there is one."""
+        """Return the bucket, where there is one."""
         return () if self._bucket is None else (self._bucket.url,)
 
     def gateway(self, sessions: Sessions, *, hashes: Callable[[], Mapping[str, str]]) -> NatsGateway:
@@ -44,8 +44,8 @@ class NatsSide:
     def publishing(
         self, publish: Callable[[int, WeightSource], Head], blobs: Path, *, timeout_s: float
     ) -> Callable[[int, WeightSource], Head]:
-        """Return what publishes, and returns the new head when all that it needs is in the bucket. It is called in a
-        thread."""
+        """Return the function that publishes, and returns the new head when all that it needs is in the bucket. It is
+        called in a thread."""
         bucket, loop = self._bucket, asyncio.get_running_loop()
         if bucket is None:
             return publish

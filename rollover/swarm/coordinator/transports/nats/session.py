@@ -48,12 +48,12 @@ class NatsSession:
 
     @property
     def has_begun(self) -> bool:
-        """The worker has said hello, under a seal that only the token makes."""
+        """Return True once the worker has said hello, under a seal that only the token makes."""
         return self._conversation.has_begun
 
     @property
     def is_authentic(self) -> bool:
-        """The worker has shown that it knows the token."""
+        """Return True once the worker has shown that it knows the token."""
         return self._channel.is_authentic
 
     def send(self, frame: bytes) -> None:
@@ -66,7 +66,8 @@ class NatsSession:
         self._pump.wake()
 
     def close(self) -> None:
-        """End the session behind what was sent; a worker that does not take that gets ``_CLOSE_TIMEOUT_S``."""
+        """End the session after everything that was sent; a worker that does not take that gets
+        ``_CLOSE_TIMEOUT_S``."""
         if not self._is_closing:
             self._is_closing = True
             self._closing = asyncio.create_task(self._close())

@@ -147,7 +147,7 @@ async def check_logprobs(
     temperatures: Sequence[float] = TEMPERATURES,
     first: Collection[int] = (),
 ) -> tuple[Mismatch, ...]:
-    """Sample after the prompts of ``reference`` at each temperature. Returns what was measured.
+    """Draw a token after each prompt of ``reference`` at each temperature. Returns what was measured.
 
     Args:
         first: numbers of prompts that are asked before the others, which are left out where these leave no doubt: with

@@ -74,7 +74,7 @@ class StudyRequest:
 
 
 def simulate(request: StudyRequest) -> None:
-    """Study the strategies, print the results, and write the requested files.
+    """Simulate the strategies, print the results, and write the requested files.
 
     Raises:
         RolloverError: the message says how to fix it.

@@ -60,7 +60,7 @@ def _between(known: Sequence[tuple[float, FrontierPoint]], knob: Knob, lag: floa
 
 
 def _beyond(known: Sequence[tuple[float, FrontierPoint]]) -> list[float]:
-    """Go farther up, as long as more lag still bought throughput."""
+    """Try farther up, as long as more lag still bought throughput."""
     top = known[-1]
     if len(known) > 1 and (top[1].lag <= known[-2][1].lag or top[1].gain.mean <= known[-2][1].gain.mean):
         return []

@@ -124,8 +124,8 @@ def recommendation(advice: Advice) -> str:
 
 
 def rivals(study: Study, advice: Advice) -> str:
-    """State what the other strategies reach at the requested lag, each with its fastest setting within it, and whose
-    settings jump over it. Empty if no lag was requested."""
+    """Say what the other strategies reach at the requested lag, each with its fastest setting within it, and which of
+    them have no setting close to it. Empty if no lag was requested."""
     budget = advice.lag_budget
     if budget is None:
         return ""

@@ -169,8 +169,7 @@ def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[I
 
 
 def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints, Ints]:
-    """Order the islands by growing a set from ``start`` along the widest links, and hand out the shares in that
-    order."""
+    """Grow a set of islands from ``start`` along the widest links, and hand out the shares in that order."""
     order = [start]
     pull = graph.links[start].copy()
     pull[start] = -np.inf
@@ -239,7 +238,7 @@ def _from_coarse(
 
 
 def _matching(graph: _Graph) -> list[tuple[int, ...]]:
-    """Pair the islands of each class by heavy-edge matching; at most one island of a class stays single."""
+    """Match the islands of each class in pairs along heavy edges; at most one island of a class stays single."""
     pairs: list[tuple[int, ...]] = []
     free = np.ones(len(graph.classes), dtype=bool)
     for i in range(len(graph.classes)):

@@ -46,7 +46,8 @@ def costed_on_links(
     placement: Placement,
     routing: Routing,
 ) -> PlacedSolution:
-    """Cost the solution's kinds of replica and its training plan at the links of ``placement``, and find their rate.
+    """Compute the costs of the solution's kinds of replica and of its training plan at the links of ``placement``, and
+    find their rate.
 
     ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
     """

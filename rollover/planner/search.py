@@ -129,7 +129,7 @@ def _widest(fleet: Fleet) -> dict[str, Link]:
 
 
 def _kinds(fleet: Fleet, topology: Topology) -> list[list[int]]:
-    """Group the nodes that have the same device and equal links."""
+    """Return the sets of nodes that have the same device and equal links."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, node in enumerate(fleet.nodes):
         links = tuple(sorted(zip(topology.widths[i].tolist(), topology.latencies[i].tolist(), strict=True)))

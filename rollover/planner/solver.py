@@ -76,7 +76,7 @@ def minimum(
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Silence the solver's library, which prints remarks of its own to the process's standard output, past Python."""
+    """Hide the remarks that the solver's library prints to the process's standard output, past Python."""
     sys.stdout.flush()
     kept, sink = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -104,7 +104,7 @@ def _lengths(plan: Plan, c: int) -> str:
 
 
 def sentences(plan: Plan) -> tuple[str, ...]:
-    """State what the user should know about the plan, most important first."""
+    """Say what the user should know about the plan, most important first."""
     return (
         *cannot_run(plan),
         *_simulated(plan),
@@ -122,7 +122,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def cannot_run(plan: Plan) -> Iterator[str]:
-    """State which parts of the plan this version cannot run, and what it costs to avoid them."""
+    """Say which parts of the plan this version cannot run, and what it costs to avoid them."""
     if unlimited := plan.unlimited:
         yield (
             f"Planned for rollover launch. Without its limits, the fleet would reach {_rate(plan, unlimited)} by the"
@@ -171,7 +171,7 @@ def _counted(devices: Mapping[str, int]) -> str:
 
 
 def _worth(plan: Plan, devices: Mapping[str, int]) -> str:
-    """State what is saved without them."""
+    """Say what is saved without them."""
     prices = [(plan.fleet.by_name[name].price_per_hour, n) for name, n in devices.items()]
     if any(price is None for price, _ in prices):
         return ""

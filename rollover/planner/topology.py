@@ -57,7 +57,7 @@ class Topology:
         return narrowest(self.link(a, b) for a, b in pairs if a != b)
 
     def chain(self, nodes: Sequence[int]) -> list[int]:
-        """Order the nodes so that neighbours are joined by wide links, each time along the widest link onwards."""
+        """Sort the nodes so that neighbours are joined by wide links, each time along the widest link onwards."""
         if not nodes:
             return []
         left = sorted(nodes)

@@ -21,7 +21,7 @@ def stretches(steps: Sequence[T], most: int = MAX_POINTS) -> list[Sequence[T]]:
 
 
 def x_title(num_steps: int, most: int = MAX_POINTS, what: str = "means") -> str:
-    """Title an axis of training steps, with a word on what its points stand for."""
+    """Return the title of an axis of training steps, with a word on what its points stand for."""
     size = max(1, -(-num_steps // most))
     return "training step" if size == 1 else f"training step ({what} over {size})"
 

@@ -193,12 +193,12 @@ class Replica:
                 yield call, self.num_decoded(call)
 
     def forget(self) -> None:
-        """Lose the caches of parked samples."""
+        """Drop the caches of parked samples."""
         self._kept.clear()
         self._kept_tokens = 0
 
     def recompute(self, policy_version: int) -> None:
-        """Lose every cache to new weights; running samples have theirs computed again and stay."""
+        """Drop every cache for new weights; running samples have theirs computed again and stay."""
         self.forget()
         for call in self._running.values():
             response = call.response_tokens + self.num_decoded(call)

@@ -30,7 +30,7 @@ def _place(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cosines, sines, keys, values, tables, lengths, row_stride, table_stride, eps,
     num_heads, num_kv, NORM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a query head in place, or write a key or value head to the cache. Program (b, h): head h of
+    """Normalise and rotate a query head in place, or write a key or value head to the cache. Program (b, h): head h of
     sequence b."""
     b, h = tl.program_id(0), tl.program_id(1)
     position = tl.load(lengths + b)

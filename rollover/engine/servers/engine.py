@@ -151,7 +151,7 @@ class ServerEngine:
             return
         self._closed = True
         sent, limit_s = self._calls.end_all(), self._config.abort_timeout_s
-        if self._process is None:  # a server that goes on living should not go on decoding, or standing still
+        if self._process is None:  # a server that lives on should neither decode nor stand still
             if sent:
                 await attempt(self._dialect.ask_to_abort([call.request_id for call in sent]), limit_s)
             await attempt(self._give_back(), limit_s)

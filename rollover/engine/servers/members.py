@@ -109,7 +109,7 @@ class Member:
         self.lost.clear()
 
     def suspect(self, reason: str) -> None:
-        """Suspect it, since a call has failed: it gets no more before the next probe, which is made now."""
+        """Treat it as suspect, since a call has failed: it gets no more before the next probe, which is made now."""
         if self.is_up:
             self.health, self.reason = Health.SUSPECT, reason
         self.look.set()

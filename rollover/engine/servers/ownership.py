@@ -79,7 +79,8 @@ class Ownership:
         return cls(run, predecessor=str(held.get("run", "")), lock=descriptor)
 
     def label(self, version: int, *, asleep: Collection[Part] = (), free: bool = False) -> str:
-        """Label our weights of a version, on a server that has given back the memory of what is ``asleep``."""
+        """Return the label of our weights of a version, on a server that has given back the memory of what is
+        ``asleep``."""
         return f"rollover:{self.run}:{version}{_ASLEEP[tuple(asleep)]}" + ":free" * free
 
     @staticmethod

@@ -118,7 +118,7 @@ class Serving(_Message, frozen=True, kw_only=True):
     manifest: str
     """Digest of the manifest that the weights were made from."""
     prepare_s: float = 0.0
-    """Time to fetch, verify and materialise the weights, while the engine went on."""
+    """Time to fetch, verify and materialise the weights, while the engine continued."""
     pause_s: float = 0.0
     """Time that the engine stood still."""
     wire_bytes: int = 0
@@ -180,7 +180,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     served: tuple[Head, ...] = ()
     """Weights from which the tokens it holds were sampled, oldest first."""
     is_full: bool = False
-    """It holds as many tokens as it may, and decodes on once some of them are acknowledged."""
+    """It holds as many tokens as it may, and resumes decoding once some of them are acknowledged."""
 
 
 class Decoded(_Message, frozen=True, kw_only=True):
@@ -270,11 +270,11 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Adopt(_Message, frozen=True, kw_only=True):
-    """Go on with a held call under an id, and send its tokens again from ``offset``. An offered one that was stopped
-    decodes on. Of a call that the worker has already under this id, only the sending is repeated.
+    """Continue a held call under an id, and send its tokens again from ``offset``. An offered call that was stopped
+    resumes. Of a call that the worker has already under this id, only the sending is repeated.
 
-    The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample went
-    on elsewhere, answers ``CallFailed``.
+    The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample was
+    continued elsewhere, answers ``CallFailed``.
 
     Example: after the coordinator was killed, ``Adopt(held="8f3a.g4.1#7.", call_id="b20c.g4.1#1.", offset=256)`` asks
     for what had not been journaled.

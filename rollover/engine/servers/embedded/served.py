@@ -86,7 +86,7 @@ class ServedEngine:
         await self._engine.abort({*self._open} if body.all else body.request_ids)
 
     async def pause(self) -> None:
-        """Sample nothing more until ``resume``."""
+        """Stop sampling until ``resume``."""
         await self._engine.pause()
         self._is_paused = True
 

@@ -43,7 +43,7 @@ class ServerInfo(Answer):
 
     Example: ``ServerInfo(service="rollover embedded engine", model_path="/models/qwen3-0.6b", vocab_size=151_936,
     max_context_tokens=8192, max_running=64, number_format="bfloat16", prefill_tokens_per_iteration=24.0,
-    label="run-7/v3")``.
+    label="rollover:run-7:3")``.
     """
 
     service: Literal["rollover embedded engine"]
@@ -64,8 +64,8 @@ class ServerInfo(Answer):
 class TokensEvent(Event):
     """Tokens of one call that weights of one label sampled; the last event of a call has a ``finish_reason``.
 
-    Example: ``TokensEvent(token_ids=[31, 4], logprobs=[-0.2, -1.1], label="run-7/v3", kv_label="run-7/v2")``: two
-    tokens of version 3 over a cache that version 2 began.
+    Example: ``TokensEvent(token_ids=[31, 4], logprobs=[-0.2, -1.1], label="rollover:run-7:3",
+    kv_label="rollover:run-7:2")``: two tokens of version 3 over a cache that version 2 began.
     """
 
     token_ids: list[TokenId]
@@ -119,7 +119,7 @@ class AbortBody(_Body):
 class LoadBody(_Body):
     """Names new weights, and says what becomes of the cache.
 
-    Example: ``LoadBody(folder="/weights/v3", label="run-7/v3", keeps_kv=False)``.
+    Example: ``LoadBody(folder="/weights/v3", label="rollover:run-7:3", keeps_kv=False)``.
     """
 
     folder: str
@@ -162,7 +162,7 @@ class Announcement(_Body):
 class Reception(_Body):
     """Ends a reception: all tensors have come.
 
-    Example: ``Reception(label="run-7/v3", keeps_kv=True)``.
+    Example: ``Reception(label="rollover:run-7:3", keeps_kv=True)``.
     """
 
     label: str
@@ -172,7 +172,7 @@ class Reception(_Body):
 class LabelBody(_Body):
     """Renames the weights in force.
 
-    Example: ``LabelBody(new_version="run-7/v3")``.
+    Example: ``LabelBody(new_version="rollover:run-7:3")``.
     """
 
     new_version: str

@@ -13,7 +13,7 @@ from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
 class ModelInfo(Answer):
     """The model that the server serves, and the label of its weights.
 
-    Example: ``{"model_path": "/models/qwen3-0.6b", "is_generation": true, "weight_version": "run-7/v3"}``.
+    Example: ``{"model_path": "/models/qwen3-0.6b", "is_generation": true, "weight_version": "rollover:run-7:3"}``.
     """
 
     model_path: str
@@ -118,7 +118,7 @@ class WeightChecks(Answer):
 class WeightSpan(Answer):
     """Tokens ``start`` to ``end`` of a call's output and the label of the weights that sampled them.
 
-    Example: ``{"version": "run-7/v3", "start": 0, "end": 16}``: its first 16 tokens.
+    Example: ``{"version": "rollover:run-7:3", "start": 0, "end": 16}``: its first 16 tokens.
     """
 
     version: str

@@ -92,7 +92,7 @@ class PauseState(Answer):
 class WeightInfo(Answer):
     """The label of the weights in force.
 
-    Example: ``{"weight_version": "run-7/v3"}``.
+    Example: ``{"weight_version": "rollover:run-7:3"}``.
     """
 
     weight_version: str

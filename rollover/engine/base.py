@@ -242,8 +242,8 @@ class CallPlacement(Protocol):
         max_staleness: int | None = None,
     ) -> int | None:
         """Promise a place to the call that the caller opens for this sample next. Returns the version that the member
-        serves, at least ``least_version``; ``None`` when the sample should wait, and then every other should too until
-        something else has changed than that fewer of them do.
+        serves, at least ``least_version``; ``None`` when the sample should wait: every other sample should then wait
+        too, until something changes other than that fewer of them wait.
 
         Args:
             num_waiting: samples that are to be placed beside this one. max_staleness: the step that trains the sample

@@ -102,8 +102,8 @@ class EngineConfig(ABC):
 
     @abstractmethod
     def mismatch_remedy(self, number_format: str) -> str:
-        """Say what a user can do about an engine whose log-probs are not the trainer's. It reports to compute in
-        ``number_format``."""
+        """Say what a user can do about an engine whose log-probs are not the trainer's. The engine reports that it
+        computes in ``number_format``."""
 
     def weights_root(self, default: Path, name: str) -> Path | None:
         """Return the folder through which weights reach the engine, ``None`` where it takes them from memory.

@@ -71,7 +71,7 @@ class EngineKind:
 
 
 async def open_engine(config: EngineConfig, setup: EngineSetup) -> TrainedEngine:
-    """Open the engine. Raises ``RolloverError`` when it cannot be had; the message says what to change."""
+    """Open the engine. Raises ``RolloverError`` when it cannot be opened; the message says what to change."""
     assert not setup.lockstep or config.declared.deterministic, "the config refuses deterministic = true with it"
     return await ENGINES[config.kind].open(config, setup)
 

@@ -89,9 +89,9 @@ class ModelRunner(Protocol):
     def decode(
         self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
-        """Write to the cache too, and draw one token of each sequence, with its log-prob, from the logits of its only
-        new one. Rows may be tokens of one sequence that follow each other, over the same blocks: within a layer all
-        keys and values are written before any query reads them."""
+        """Write the tokens' keys and values to the cache, and draw one token of each sequence, with its log-prob, from
+        the logits of its only new one. Rows may be tokens of one sequence that follow each other, over the same blocks:
+        within a layer all keys and values are written before any query reads them."""
         ...
 
 

@@ -53,7 +53,7 @@ class ServerMemory:
         await self._endpoint.check()
 
     async def find(self) -> None:
-        """Look whether an earlier run has left it without its memory."""
+        """Find out whether an earlier run has left it without its memory."""
         self.is_released = bool(await self._served.parts_asleep())
 
     async def release(self) -> None:

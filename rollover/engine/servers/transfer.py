@@ -179,7 +179,8 @@ class _Sending:
         return report
 
     async def last_error(self) -> BaseException | None:
-        """Return how the last thing that was begun has failed. What a server saw of it may have been heard of first."""
+        """Return the error of the piece of work that was begun last, if it failed. A server may have reported the same
+        failure earlier."""
         if self._last is None:
             return None
         await asyncio.wait([asyncio.wrap_future(self._last)])

@@ -183,7 +183,7 @@ class NatsConnection:
 async def connect(
     address: NatsAddress, *, tls: ssl.SSLContext | None, name: str, timeout_s: float, replies: str = "_INBOX"
 ) -> NatsConnection:
-    """Connect to the first server of an address that can be had.
+    """Connect to the first server of an address that can be reached.
 
     Args:
         tls: how certificates are checked; where it is left out, by the system's authorities.
@@ -285,7 +285,7 @@ class _OneServer(Client):
 
 
 async def _close(client: Client) -> None:
-    """Close a client; a server that does not read must not hold us."""
+    """Close a client; a server that does not read must not hold us up."""
     closing = asyncio.ensure_future(client.close())
     closing.add_done_callback(_forget)
     await asyncio.wait((closing,), timeout=_CLOSE_TIMEOUT_S)

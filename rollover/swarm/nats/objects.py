@@ -55,7 +55,7 @@ class NatsBucket:
         await self._store(connection)
 
     async def mirror(self, connection: NatsConnection, folder: Path) -> None:
-        """Put into the bucket what it lacks of the folder, then take out what the folder has no more.
+        """Copy the blobs of the folder that the bucket lacks into it, then delete those that the folder no longer has.
 
         Raises ``NatsFailure``; what has been stored by then stays.
         """

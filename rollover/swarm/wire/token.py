@@ -47,7 +47,7 @@ class WorkerToken:
 
     @classmethod
     def make(cls, name: str, publisher: Ed25519PublicKey) -> WorkerToken:
-        """Make out a new token with a random secret. Raises ``ConfigError`` for a name that cannot be one."""
+        """Create a new token with a random secret. Raises ``ConfigError`` for a name that cannot be one."""
         raw = publisher.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
         token = cls(name=name, secret=secrets.token_urlsafe(_SECRET_BYTES), publisher=raw.hex())
         if _FORM.fullmatch(token.text) is None:

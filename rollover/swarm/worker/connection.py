@@ -148,7 +148,7 @@ async def open_connection(
     has_been_member: bool = False,
 ) -> AsyncIterator[CoordinatorConnection]:
     """Open a connection, and close it afterwards. Raises ``Refused`` and ``Disconnected``, and ``ConfigError`` where
-    the environment names a proxy that is none."""
+    the environment names a proxy that cannot be one."""
     proxy = proxy_for(address.session_url)
     try:
         socket = await connect(
@@ -200,7 +200,7 @@ def _final(has_been_member: bool) -> type[EngineError]:
 def _not_opened(
     address: object, path: str, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
 ) -> EngineError:
-    """Return what to tell of a connection that was not opened; ``address``: the coordinator, and the way there;
+    """Return the error to raise for a connection that was not opened; ``address``: the coordinator, and the way there;
     ``path``: what was asked for there."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code

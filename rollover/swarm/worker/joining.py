@@ -28,7 +28,7 @@ from rollover.swarm.worker.worker import SwarmWorker
 
 
 def default_cache(token: WorkerToken) -> Path:
-    """Return where a worker keeps what it fetches, when its user says nothing."""
+    """Return where a worker keeps what it fetches by default."""
     return Path.home() / ".cache" / "rollover" / "workers" / token.name
 
 

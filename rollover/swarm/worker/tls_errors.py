@@ -43,7 +43,7 @@ def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | 
 
 
 def tls_failed(error: ssl.SSLError) -> str:
-    """Say why TLS did not come about, and what to do.
+    """Say why the TLS handshake failed, and what to do.
 
     Example: ``"it does not speak TLS there: ..."`` of a coordinator that has no certificate.
     """

@@ -107,7 +107,7 @@ class _Server(uvicorn.Server):
 
 
 def taken(address: tuple[str, int]) -> socket.socket:
-    """Take an address without listening there yet. Raises ``ConfigError`` naming it when it cannot be had."""
+    """Take an address without listening there yet. Raises ``ConfigError`` naming it when it cannot be taken."""
     host, port = address
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -214,7 +214,7 @@ def how_to_serve_adapters(shape: AdapterShape | None) -> str:
 
 
 def served_rank(rank: int) -> int:
-    """Return the least of the ranks that vLLM makes room for which holds adapters of ``rank``. Raises
+    """Return the smallest rank for which vLLM makes room and that holds adapters of ``rank``. Raises
     ``ConfigError``."""
     for served in _RANKS:
         if rank <= served:

@@ -188,7 +188,7 @@ class SwarmMember:
 
     def measured(self, tokens_per_s: float, mean_running: float) -> None:
         """Take note of what a heartbeat says about its speed: the tokens per second of all its calls, and how many
-        shared them. One under which little was decoded counts for little."""
+        calls shared them. A heartbeat of a time in which little was decoded counts for little."""
         self.tokens_per_s = tokens_per_s
         if mean_running > 0:
             self._decoding = (_KEPT * self._decoding[0] + tokens_per_s, _KEPT * self._decoding[1] + mean_running)

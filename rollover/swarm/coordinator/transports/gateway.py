@@ -90,8 +90,8 @@ class Gateway:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     def bind(self) -> None:
-        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate is no
-        good."""
+        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate cannot be
+        used."""
         self._socket = listen_on(self._config.address, setting="engine.listen")
         self._port = self._socket.getsockname()[1]
         routes = [
@@ -183,7 +183,8 @@ async def _no_session(websocket: WebSocket) -> None:
 
 
 async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
-    """Hand on the frames of one connection until one side ends it; say why where that is what the worker has sent."""
+    """Hand on the frames of one connection until one side ends it; tell the worker why, if the reason is a frame that
+    it has sent."""
     receiving = asyncio.create_task(_receive(websocket, conversation))
     try:
         await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)

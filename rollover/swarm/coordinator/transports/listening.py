@@ -40,7 +40,7 @@ def check_listening(config: SwarmConfig, *, now: datetime | None = None) -> list
 
 
 def check_certificate(config: SwarmConfig, *, now: datetime) -> list[str]:
-    """Read the certificate and its key; return what a user should know: names and end first, then warnings.
+    """Read the certificate and its key; return what a user should know: names and expiry first, then warnings.
 
     Raises ``ConfigError`` when they cannot be read, do not belong together, or no worker would accept them now.
     """

@@ -110,7 +110,7 @@ class SecondOpinion:
         return drawn
 
     def _differs(self, request: GenerateRequest, drawn: list[tuple[int, float]]) -> bool:
-        """Return whether there is no use in decoding on."""
+        """Return whether there is no use in decoding further."""
         start = len(request.response_ids)
         return any(token != self.stretch.token(start + i) for i, (token, _) in enumerate(drawn))
 

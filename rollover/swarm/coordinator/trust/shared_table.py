@@ -44,7 +44,8 @@ class SharedTable(Generic[T]):
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, T]]:
-        """Give out the rows to be changed, and write them at the end, at once and durably; not where the work raises.
+        """Yield the rows to be changed, and write them at the end, at once and durably; write nothing if the work
+        raises.
 
         Raises ``RunError`` for a file that cannot be read, ``ResourceError`` on a full disk.
         """

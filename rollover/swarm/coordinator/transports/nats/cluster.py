@@ -47,7 +47,7 @@ class NatsCluster:
         return self._connection if self._connection is not None and self._connection.is_open else None
 
     async def open(self) -> None:
-        """Connect. Raises ``ConfigError`` when that cannot be, or another run is under the subject."""
+        """Connect. Raises ``ConfigError`` when it cannot connect, or another run uses the subject."""
         try:
             self._connection = await self._connected()
         except NatsFailure as e:

@@ -115,7 +115,7 @@ class NatsGateway:
             self._publish(message.reply, b"")
 
     def _hello_came(self, message: NatsMessage) -> None:
-        """Give a worker a session, if its token may be known. It is shown to be by the first sealed message."""
+        """Give a worker a session, if its token may be known; its first sealed message shows whether it is."""
         name = self._address.inbox_owner(message.reply)
         if name is None or (connection := self._cluster.connection) is None:
             return  # whose answers would go anywhere is answered nowhere

@@ -49,7 +49,7 @@ _ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTerms:
-    """Hold what is the same for all engine servers of a run.
+    """Holds the settings that all engine servers of a run share.
 
     Example: ``EngineTerms(prefix="rollover-r1", lease_s=600.0, placement_timeout_s=60.0, logs=Path("logs"),
     model=EngineModel(folder), probe=Path("/runs/r1/weights/probe"), remedy="set engine.weights_dir")``.

@@ -44,7 +44,7 @@ _NUM_ASKED = 16
 
 
 class Lot:
-    """Draws the samples that are decoded again. Nobody can foresee it: the draw is a hash under a key of its own.
+    """Draws the samples that are decoded again. It cannot be foreseen: the draw is a hash under a key of its own.
 
     Example: ``Lot(0.02).draws("g7.3.")`` is true for one sample key of fifty, and always the same for one.
     """

@@ -67,8 +67,8 @@ class Output(NamedTuple):
 
 
 class EngineCore:
-    """Not thread-safe: one owner calls it. Raises ``ModelError`` for a folder it cannot run and
-    ``ConfigError`` for sizes that cannot work.
+    """Decodes the open calls of one model, one iteration at a time. Not thread-safe: one owner calls it. Raises
+    ``ModelError`` for a folder it cannot run and ``ConfigError`` for sizes that cannot work.
 
     Args:
         make_model_runner: how to compute, where it is not to be what the config and the device suggest.

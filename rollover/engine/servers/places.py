@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerProgram:
-    """Say what serves the model, at whatever address it is started.
+    """The command that serves the model at a given address.
 
     Example: ``program.command_at("10.0.0.5", 8000)`` is ``["vllm", "serve", "/models/policy", "--host", "10.0.0.5",
     "--port", "8000"]``.

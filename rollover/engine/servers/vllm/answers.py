@@ -99,7 +99,7 @@ class WeightInfo(Answer):
 
 
 class WorldSize(Answer):
-    """The number of the workers of a server.
+    """The number of workers of a server.
 
     Example: ``{"world_size": 4}`` with two data-parallel ranks of two devices.
     """
@@ -147,7 +147,7 @@ class Choice(Answer):
 
 
 class PromptDetails(Answer):
-    """The part of the prompt that was not computed.
+    """The part of the prompt that was found in the cache.
 
     Example: ``{"cached_tokens": 512}``.
     """

@@ -246,9 +246,9 @@ class CallPlacement(Protocol):
         too, until something changes other than that fewer of them wait.
 
         Args:
-            num_waiting: samples that are to be placed beside this one. max_staleness: the step that trains the sample
-            waits for it once this number of versions has been published after the one that is returned. ``None``: no
-            step will wait for it, as far as is known.
+            num_waiting: samples that are to be placed beside this one.
+            max_staleness: the step that trains the sample waits for it once this number of versions has been published
+                after the one that is returned. ``None``: no step will wait for it, as far as is known.
         """
         ...
 

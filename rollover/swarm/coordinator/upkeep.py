@@ -31,7 +31,7 @@ class Upkeep:
     Args:
         perform: carries out effects.
         proceed: called whenever leases have been looked at, for work that may be possible by now.
-        write_status: shows people how things are.
+        write_status: shows the state of the swarm.
         crashed: called with an error that is a mistake in the code; the work that it broke is not repeated.
         valid_names: returns the workers whose token is valid now; without it, all are.
 
@@ -56,7 +56,7 @@ class Upkeep:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, lease_s: float) -> None:
-        """Begin; each piece of work has a task of its own."""
+        """Begin the upkeep; each piece of work has a task of its own."""
         self._repeat(self._look_at_leases, min(_STATUS_S, lease_s / 4))
         self._repeat(self._write_status, _STATUS_S)
         self._repeat(self._send_revoked_away, _TOKENS_S)

@@ -50,7 +50,8 @@ def blob_transports(
     address: JoinAddress, token: WorkerToken, tls: ssl.SSLContext | None, *, timeout_s: float
 ) -> Mapping[str, httpx.AsyncBaseTransport]:
     """Return the transports that fetch blobs from the coordinator, by the beginning of a URL: the buckets of its NATS
-    cluster, or its own port. That is given the token, and so its certificate is checked as strictly as for a session."""
+    cluster, or its own port. The port is given the token, so its certificate is checked as strictly as for a
+    session."""
     if isinstance(address, CoordinatorAddress):
         return {} if tls is None else {f"https://{address.netloc}": ProxiedTransport(verify=tls)}
     from rollover.swarm.nats.client import connect

@@ -210,7 +210,7 @@ class Members:
     ) -> dict[Member, EngineError]:
         """Do ``act`` on members at once. Returns how it failed where it did.
 
-        Nobody waits for a member that is taken out, nor for one that takes longer than ``limit_s`` for ``what``. When
+        A member that is taken out, or takes longer than ``limit_s`` for ``what``, is no longer waited for. When
         cancelled, it takes out those that were not done.
         """
         failures = await asyncio.gather(*(self._one(member, act, limit_s, what) for member in members))

@@ -132,7 +132,7 @@ class NatsConnection:
             await self._unless_ended(answered)
         except NatsFailure as e:
             if isinstance(e.__cause__, nats.errors.NoRespondersError | nats.errors.TimeoutError):
-                return False  # nobody listens, or whoever does is stopped or gone without the server's knowing
+                return False  # there is no listener, or it is stopped or gone without the server's knowing
             raise
         return True
 

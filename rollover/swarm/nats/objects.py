@@ -108,7 +108,7 @@ class NatsBucket:
             await jetstream.purge_stream(stream, subject=f"$O.{self.name}.M.{key}")
             await jetstream.purge_stream(stream, subject=f"$O.{self.name}.C.{info.nuid}")
         except nats.js.errors.NotFoundError:
-            pass  # somebody else was faster
+            pass  # another process was faster
         assert self._stored is not None
         self._stored.discard(name)
 

@@ -28,7 +28,7 @@ _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
 """Consecutive rounds without a source for the blob, its home last, after which it counts as missing."""
 _SLOW = 4
-"""A download is continued elsewhere when this multiple of its bandwidth is to be had there."""
+"""A download is continued elsewhere when this multiple of its bandwidth is available there."""
 _REMEDY = "; if it is right, add it, or its authority's, to the file of --ca-file"
 _TRY_BYTES = 2**20
 _TRY_IN_BYTES = 4 * 2**20

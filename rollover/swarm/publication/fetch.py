@@ -98,7 +98,7 @@ class WeightFetcher:
         """Return the weights of a publication. A second call waits for the first; cancel what is no longer wanted.
 
         Args:
-            urls: where blobs can be had, ``{url}/{digest}``, best guess first.
+            urls: where blobs are, ``{url}/{digest}``, best guess first.
             run_epoch: the coordinator's, which is the one that has published ``head``.
 
         Raises:

@@ -119,7 +119,7 @@ def _parse(text: str, place: str) -> WorkerToken:
 
 def _read_private(file: Path) -> str:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to must not hold us
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not hold us up
     except OSError as e:
         raise ConfigError(f"{file}: the worker's token cannot be read: {e.strerror}") from None
     try:

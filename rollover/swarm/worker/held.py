@@ -69,7 +69,7 @@ class HeldCalls:
 
     @property
     def is_full(self) -> bool:
-        """Return True if so many tokens are held that the worker must not decode."""
+        """Return True if the worker holds too many tokens to decode more."""
         return self._is_full
 
     @property

@@ -93,7 +93,7 @@ class SwarmMember:
     num_verified: int = 0
     """Tokens that another member has decoded again and found the same."""
     num_missed: int = 0
-    """Stretches of its responses that were to be decoded again, and that nobody could decode."""
+    """Stretches of its responses that were to be decoded again, and that no member could decode."""
     distrust: str = ""
     """Reason for which it gets no more calls."""
     is_revoked: bool = False

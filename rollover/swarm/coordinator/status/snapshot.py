@@ -23,7 +23,7 @@ from rollover.swarm.publication.blobs import replace_file
 
 _MAX_NOTE = 500
 _MANY_MISSED = 4
-"""Responses of a worker that nobody could decode again, and none that somebody could, of which people are told."""
+"""Number of unverified responses at which a worker is reported, if none of its responses could be verified."""
 _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
 
@@ -203,7 +203,7 @@ def _note(member: SwarmMember, state: str) -> str:
 
 
 def _unverified(member: SwarmMember) -> str:
-    """Return why nobody knows whether a member lies; an empty text where that can be found out."""
+    """Return why it is not known whether a member lies; an empty text where that can be found out."""
     if member.declared is not None and (doubt := unverifiable(member.declared)):
         return doubt
     if member.num_missed >= _MANY_MISSED and not member.num_verified:

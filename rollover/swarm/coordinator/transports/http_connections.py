@@ -1,4 +1,4 @@
-"""Connections over which somebody has yet to say what they want: they have a deadline, and there are only so many.
+"""Connections over which a peer has yet to make its request: they have a deadline, and their number is limited.
 
 What it keeps true: whoever has shown no token holds a connection for ``REQUEST_TIMEOUT_S`` at the longest before a
 request, and again after each answer; at most ``MAX_WAITING`` such connections are open.

@@ -370,7 +370,7 @@ class PushPull:
             case Assign(call_id=call_id):
                 worker.count(self.now_s)
                 start = len(unpack_ids(message.response_ids))
-                length = max(start + 1, self._length(message.sample_key))
+                length = max(start + 1, self._length(message.sample_key.partition("~")[0]))
                 begins_s = self.now_s + start / (PREFILL * worker.speed)
                 worker.calls[call_id] = Call(message.sample_key, start, begins_s, length, start)
                 self.at(begins_s - self.now_s + (length - start) / worker.speed, "ends", (worker, call_id))

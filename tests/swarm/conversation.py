@@ -20,6 +20,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -43,6 +44,7 @@ from rollover.swarm.wire.messages import (
 from rollover.types import SamplingParams
 
 FILE = Path(__file__).with_name("conversation.json")
+TOLD = SampleKeys(bytes(32)).sealed("laptop", "g4.1.")
 HEADS = [Head(version=version, manifest=f"{version + 1:x}" * 64) for version in range(3)]
 
 
@@ -51,7 +53,15 @@ class Conversation:
 
     def __init__(self) -> None:
         run = RunIdentity(run_id="runs/sums", run_epoch=2, vocab_size=50000, max_context_tokens=4096)
-        self.hub = Coordinator(run, HEADS[0], ttl_s=15.0, exact=False, checks=False, blob_urls=("https://relay/blobs",))
+        self.hub = Coordinator(
+            run,
+            HEADS[0],
+            ttl_s=15.0,
+            exact=False,
+            checks=False,
+            blob_urls=("https://relay/blobs",),
+            secret=bytes(32),
+        )
 
     def frame(self, frame: bytes, now_s: float) -> list[bytes]:
         """A worker has sent ``frame``. Returns the frames that go back."""
@@ -200,7 +210,7 @@ SCRIPT: list[tuple[float, int, FromWorker | dict[str, Any]]] = [
             run_id="runs/sums",
             run_epoch=2,
             served=(HEADS[0], HEADS[1]),
-            held=(HeldCall(call_id="8f3a.g4.1#7.", sample_key="g4.1.", start=3, end=7, is_running=True),),
+            held=(HeldCall(call_id="8f3a.g4.1#7.", sample_key=TOLD, start=3, end=7, is_running=True),),
         ),
     ),
     (16.0, 2, READY),

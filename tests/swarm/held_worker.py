@@ -27,7 +27,7 @@ from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 from rollover.swarm.worker.served import ServedHeads
 from rollover.types import FinishReason
-from tests.swarm.kit import LENGTH, response
+from tests.swarm.kit import LENGTH, plain, response
 
 
 @dataclass
@@ -161,7 +161,7 @@ class HeldWorker:
             if call.is_aborted:
                 num = 0
             if num:
-                ids = response(assign.sample_key, stream.end, stream.end + num)
+                ids = response(plain(assign.sample_key), stream.end, stream.end + num)
                 version = self.serves.version  # type: ignore[union-attr]
                 chunk = Chunk(token_ids=ids, logprobs=(-0.5,) * num, policy_version=version, kv_version=version)
                 self.held.decoded(stream, chunk)

@@ -13,6 +13,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.machine.members import RunIdentity
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -40,11 +41,18 @@ from rollover.types import SamplingParams
 VOCAB = 1000
 LENGTH = 40
 TTL_S = 15.0
+SECRET = b"of the run"
+KEYS = SampleKeys(SECRET)
 
 
 def coordinator(**changes: Any) -> Coordinator:
     run = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
-    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, **changes})
+    return Coordinator(run, head(0), **{"ttl_s": TTL_S, "exact": False, "checks": False, "secret": SECRET, **changes})
+
+
+def plain(sample_key: str) -> str:
+    """Return a sample key without its seal."""
+    return sample_key.partition("~")[0]
 
 
 def token_at(sample_key: str, position: int) -> int:
@@ -154,7 +162,8 @@ class ModelCall:
     """A call as a worker remembers it: tokens before ``acked`` are forgotten."""
 
     call_id: str
-    sample_key: str
+    told: str
+    """The sample's key, as the worker was told it."""
     start: int
     """Where the call began."""
     end: int
@@ -166,6 +175,10 @@ class ModelCall:
     is_over: bool = False
     is_aborted: bool = False
     is_end_sent: bool = False
+
+    @property
+    def sample_key(self) -> str:
+        return plain(self.told)
 
 
 @dataclass
@@ -184,7 +197,7 @@ class ModelWorker:
 
     def hello(self) -> Hello:
         held = tuple(
-            HeldCall(call_id=c.call_id, sample_key=c.sample_key, start=c.acked, end=c.end, is_running=not c.is_over)
+            HeldCall(call_id=c.call_id, sample_key=c.told, start=c.acked, end=c.end, is_running=not c.is_over)
             for c in self.calls.values()
         )
         return Hello(
@@ -220,7 +233,7 @@ class ModelWorker:
                 return self.start(message)
             case Assign() if message.call_id not in self.calls:
                 start = len(unpack_ids(message.response_ids))
-                assert unpack_ids(message.response_ids) == response(message.sample_key, 0, start)
+                assert unpack_ids(message.response_ids) == response(plain(message.sample_key), 0, start)
                 self.calls[message.call_id] = ModelCall(
                     message.call_id, message.sample_key, start, start, start, start, message.least_version
                 )

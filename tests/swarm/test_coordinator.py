@@ -9,21 +9,36 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from msgspec import structs
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import CheckLogprobs, Close, Deliver, Effect, Fail, Send, ServesAnew
+from rollover.swarm.coordinator.machine.effects import (
+    Changed,
+    CheckLogprobs,
+    Close,
+    Deliver,
+    Effect,
+    Fail,
+    Send,
+    ServesAnew,
+)
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.machine.publications import EarlierPublication
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
     Ack,
     Adopt,
     Assign,
+    CallFailed,
     Decoded,
+    FromWorker,
     Goodbye,
     Head,
     Heartbeat,
+    HeldCall,
     Hello,
     Leaving,
+    NotServing,
     Ready,
     Release,
     Serving,
@@ -33,10 +48,13 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.types import FinishReason
 from tests.swarm.kit import (
+    KEYS,
     LENGTH,
+    SECRET,
     TTL_S,
     VOCAB,
     DrivenSwarm,
+    ModelCall,
     ModelWorker,
     coordinator,
     head,
@@ -222,10 +240,107 @@ def test_what_a_member_offers_that_had_lost_its_lease_is_accepted_late_and_count
     assert (hub.counters.adopted_calls, hub.counters.late_accepted) == (1, int(lapses))
 
 
+def holding(*spans: tuple[int, int]) -> ModelWorker:
+    """Return a worker that holds several calls of ``g0.0``, each between two positions, from a coordinator that was
+    killed: the last acknowledgement of one was lost before it was given the sample again."""
+    worker = ModelWorker("a", run_id="run", run_epoch=1, served={0: head(0)})
+    for number, (start, end) in enumerate(spans):
+        versions = dict.fromkeys(range(start, end), 0)
+        call_id = f"g0.0#{number}."
+        told = KEYS.sealed("a", "g0.0.")
+        worker.calls[call_id] = ModelCall(call_id, told, start, end, start, end, 0, versions, is_over=True)
+    return worker
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["opened later", "waiting"])
+@pytest.mark.parametrize(
+    ("spans", "num_done", "adopted"),
+    [
+        pytest.param([(0, 12), (12, 30)], 12, 1, id="both would do"),
+        pytest.param([(12, 30), (0, 12)], 12, 0, id="in the other order"),
+        pytest.param([(0, 12), (12, 30)], 5, 0, id="the longer one begins too late"),
+        pytest.param([(0, LENGTH), (12, 30)], 12, 0, id="one is whole"),
+        pytest.param([(0, 12), (20, 30)], 15, None, id="neither will do"),
+    ],
+)
+def test_of_several_calls_of_a_sample_a_member_resumes_the_one_that_reaches_furthest(
+    spans: list[tuple[int, int]], num_done: int, adopted: int | None, waits: bool
+) -> None:
+    hub, worker = coordinator(), holding(*spans)
+    effects = hub.opened(request("g0.0", 9, num_done=num_done)) if waits else []
+    effects += join(hub, worker)
+    effects += [] if waits else hub.opened(request("g0.0", 9, num_done=num_done))
+    assert [a.held for a in sent(effects, Adopt)] == ([] if adopted is None else [f"g0.0#{adopted}."])
+    assert len(sent(effects, Assign)) == (adopted is None)
+    for effect in effects:
+        if isinstance(effect, Send) and not isinstance(effect.message, Welcome):
+            worker.got(effect.message)
+    assert worker.calls.keys() == {"g0.0#9."} and hub.members["a"].held == {}
+    out = [e for m in decoded(worker, "g0.0#9.", LENGTH) for e in hub.received(worker.lease, m, 1.0)]
+    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.", num_done)
+    assert hub.num_running == 0
+
+
+def test_calls_that_a_member_offers_of_a_sample_that_another_finishes_are_released() -> None:
+    hub, other, worker = coordinator(), ModelWorker("b"), holding((0, 12), (12, 30))
+    join(hub, other)
+    other.got(sent(hub.opened(request("g0.0", 9)), Assign)[0])
+    join(hub, worker)
+    (piece,) = decoded(other, "g0.0#9.", LENGTH)
+    effects = hub.received(other.lease, piece, 1.0)
+    assert [e.piece.finish_reason for e in effects if isinstance(e, Deliver)] == [FinishReason.LENGTH]
+    assert [(e.lease, e.message) for e in effects if isinstance(e, Send)] == [
+        (worker.lease, Release(call_ids=(f"g0.0#{number}.",))) for number in range(2)
+    ]
+
+
+CLAIMS = {
+    "the name of a sample": "g0.0.",
+    "what another member was told": KEYS.sealed("b", "g0.0."),
+    "a seal of another sample": KEYS.sealed("a", "g1.0.").replace("g1", "g0"),
+    "what another run tells": SampleKeys(b"another run").sealed("a", "g0.0."),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.parametrize("waits", [False, True], ids=["opened later", "waiting"])
+def test_a_member_obtains_no_sample_by_saying_that_it_holds_one(claim: str, waits: bool) -> None:
+    hub, liar = coordinator(checks=True), ModelWorker("a", run_id="run", run_epoch=1, served={0: head(0)})
+    if waits:
+        hub.opened(request("g0.0"))
+    held = HeldCall(call_id="guessed", sample_key=CLAIMS[claim], start=0, end=LENGTH, is_running=True)
+    effects = hub.connected("a", structs.replace(liar.hello(), held=(held,)), 0.0)
+    effects += [] if waits else hub.opened(request("g0.0"))
+    assert sent(effects, Release) == [Release(call_ids=("guessed",))]
+    assert not sent(effects, Adopt) and not sent(effects, Assign)
+    assert (hub.num_waiting, hub.members["a"].calls, hub.members["a"].held) == (1, set(), {})
+
+
+def test_a_member_resumes_no_call_that_was_made_to_look_at_it() -> None:
+    hub, worker = coordinator(checks=True), ModelWorker("a")
+    join(hub, worker)
+    (assign,) = sent(hub.opened(request("check"), only="a"), Assign)
+    assert assign.sample_key == "check." and KEYS.opened("a", assign.sample_key) is None
+    hub.checked("a", 0)
+    (assign,) = sent(hub.opened(request("g0.0")), Assign)
+    assert KEYS.opened("a", assign.sample_key) == "g0.0."
+
+
+@pytest.mark.parametrize("end", [LENGTH + 1, 2**31])
+def test_a_call_that_is_longer_than_the_response_may_be_is_not_resumed(end: int) -> None:
+    hub, worker = coordinator(), holding((0, LENGTH))
+    hello = worker.hello()
+    (held,) = hello.held
+    hub.connected("a", structs.replace(hello, held=(structs.replace(held, end=end),)), 0.0)
+    effects = hub.opened(request("g0.0", 9, num_done=4))
+    assert not sent(effects, Adopt) and sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
+
+
 def restarted(epoch: int, *, at: int, earlier: Iterable[EarlierPublication] = ()) -> Coordinator:
     """Return the coordinator of a run that was started again from a checkpoint."""
     run = RunIdentity(run_id="run", run_epoch=epoch, vocab_size=VOCAB, max_context_tokens=64)
-    hub = Coordinator(run, Head(version=0, manifest=""), ttl_s=TTL_S, exact=False, checks=False, earlier=earlier)
+    nothing, settings = Head(version=0, manifest=""), {"exact": False, "checks": False}
+    hub = Coordinator(run, nothing, ttl_s=TTL_S, **settings, earlier=earlier, secret=SECRET)
     hub.published(head(at, epoch), 0.0)
     return hub
 
@@ -437,6 +552,31 @@ def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
     assert bye.is_final and "63" in bye.reason and "64" in bye.reason
 
 
+ENDLESS = "x" * 2**20
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        NotServing(version=1, reason=ENDLESS),
+        CallFailed(call_id="g0.0#0.", reason=ENDLESS),
+        Leaving(reason=ENDLESS),
+        Hello(protocols=(99,), software=ENDLESS),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_what_a_worker_says_at_length_is_cut(said: FromWorker) -> None:
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    join(hub, ModelWorker("b"))  # the reason of a failed call is kept where another member does better
+    hub.opened(request("g0.0"))
+    effects = hub.connected("a", said, 1.0) if isinstance(said, Hello) else hub.received(worker.lease, said, 1.0)
+    kept = hub.members["a"].last_error
+    assert "xxx" in kept and len(kept) < 5000
+    told = [e.reason if isinstance(e, Fail) else e.what for e in effects if isinstance(e, Fail | Changed)]
+    assert all(len(text) < 5000 for text in (*told, *(bye.reason for bye in sent(effects, Goodbye))))
+
+
 def test_one_connection_for_each_name() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
@@ -467,6 +607,8 @@ class Swarm(DrivenSwarm):
         self.wires: dict[str, list[Any]] = {name: [] for name in "abc"}
         """Messages to the coordinator that are under way, with their lease."""
         self.connected: set[str] = set()
+        self.given: dict[str, set[str]] = {name: set() for name in "abc"}
+        """Samples that each worker was assigned."""
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -486,6 +628,10 @@ class Swarm(DrivenSwarm):
                 case Send(lease, message):
                     for worker in self.workers.values():
                         if worker.lease == lease and worker.name in self.connected:
+                            if isinstance(message, Assign):
+                                self.given[worker.name].add(self.open[message.call_id])
+                            if isinstance(message, Adopt):
+                                assert self.open[message.call_id] in self.given[worker.name]
                             self.wires[worker.name] += [(lease, m) for m in worker.got(message)]
                 case Close(lease):
                     for worker in self.workers.values():
@@ -518,12 +664,27 @@ class Swarm(DrivenSwarm):
                 return
         raise AssertionError(f"{self.done.keys() - self.finished} were never finished")
 
+    @rule(name=names, other=names, number=st.integers(0, 5))
+    def connect_as_a_liar(self, name: str, other: str, number: int) -> None:
+        """A worker says that it holds a call of a sample, whose name it guesses or has heard from another worker."""
+        heard = {call.told for call in self.workers[other].calls.values()} if other != name else set()
+        claims = [f"g{number}.0.", *sorted(heard)]
+        self.connect(
+            name,
+            anew=False,
+            lies=tuple(
+                HeldCall(call_id=f"guessed {i}", sample_key=claim, start=0, end=LENGTH, is_running=True)
+                for i, claim in enumerate(claims)
+            ),
+        )
+
     @rule(name=names, anew=st.booleans())
-    def connect(self, name: str, anew: bool) -> None:
+    def connect(self, name: str, anew: bool, lies: tuple[HeldCall, ...] = ()) -> None:
         if anew:
             self.workers[name] = ModelWorker(name, room=2)
         worker = self.workers[name]
-        effects = self.hub.connected(name, worker.hello(), self.now_s)
+        hello = worker.hello()
+        effects = self.hub.connected(name, structs.replace(hello, held=hello.held + lies), self.now_s)
         (welcome,) = sent(effects, Welcome)
         self.connected.add(name)
         self.wires[name] = [(welcome.lease, m) for m in worker.got(welcome)]
@@ -592,6 +753,17 @@ class Swarm(DrivenSwarm):
         sample = data.draw(st.sampled_from(sorted(self.done)))
         self.perform(self.hub.journaled(f"{sample}.", len(self.done[sample])))
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """A call is stopped and its sample asked for again at once: its worker may get it a second time."""
+        call_id = data.draw(st.sampled_from(sorted(self.open)))
+        sample = self.open[call_id]
+        self.perform(self.hub.aborted([call_id]))
+        self.work(num_tokens=1)
+        self.start(int(sample[1:-2]))
+        self.work(num_tokens=3)
+
     @rule()
     def restart_the_coordinator(self) -> None:
         """All that was delivered is journaled here; calls and leases are gone."""
@@ -602,6 +774,11 @@ class Swarm(DrivenSwarm):
         self.connected.clear()
         self.wires = {name: [] for name in "abc"}
         self.open.clear()
+
+    @invariant()
+    def offers_are_known_by_sample_and_by_member(self) -> None:
+        offers = sorted((name, held.call_id) for each in self.hub._placing._offers.values() for name, held in each)
+        assert offers == sorted((m.name, call_id) for m in self.hub.members.values() for call_id in m.held)
 
     @invariant()
     def nobody_is_given_more_than_there_is_room_for(self) -> None:

@@ -181,6 +181,9 @@ def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_
             await finish(stage, 24)
             phone = next(w for w in stage.status().workers if w.name == "phone")
             assert phone.lag is not None and phone.lag > BOUND
+            ages = [row["rollout/starvation_age"] for row in runs.rows(stage.run)]
+            assert 1 <= max(ages) <= BOUND, "what the phone has begun is waited for, and is reported while it is"
+            assert stage.status().metrics["rollout/starvation_age"] == ages[-1]
 
     asyncio.run(scene())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollover.swarm.coordinator.machine.deadlines import Deadline
-from rollover.swarm.coordinator.machine.dispatch import Work, choose, drain_s
+from rollover.swarm.coordinator.machine.dispatch import Work, choose, drain_s, finish_s, typical_speed
 from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.wire.messages import Ready
@@ -102,6 +102,14 @@ class Members(RuleBasedStateMachine):
         candidates = [m.candidate(HEAD, elapsed_s) for m in able]
         chosen = self.ranking.choose(work, HEAD, elapsed_s)
         assert chosen == choose(candidates, work)
+        able_now = [c for c in candidates if c.version >= least or c.ready_s < math.inf]
+        with_room = [
+            (finish_s(c, work, typical_speed(able_now)), c.num_running / c.max_running, c.name)
+            for c in able_now
+            if c.room > 0 and c.version >= least
+        ]
+        finish, _, name = min(with_room, default=(math.inf, 0.0, ""))
+        assert self.ranking.fastest(work, HEAD, elapsed_s) == ((finish, name) if with_room else None)
         assert self.ranking.drain_s(tokens) == drain_s(candidates, tokens)
         if chosen is not None:
             self.members[chosen].calls = self.members[chosen].calls | {"new"}

@@ -38,7 +38,7 @@ def deliveries(draw: st.DrawFn) -> list[Piece]:
 
 @given(deliveries())
 def test_every_token_comes_out_once_and_in_order(arriving: list[Piece]) -> None:
-    stream, out = TokenStream(START), []
+    stream, out = TokenStream(START, max_early=100), []
     for each in arriving:
         out += stream.arrived(each)
     assert [t for p in out for t in p.token_ids] == list(range(START, START + 30))
@@ -48,8 +48,30 @@ def test_every_token_comes_out_once_and_in_order(arriving: list[Piece]) -> None:
     assert stream.is_over and stream.num_early == 0
 
 
+@given(deliveries(), st.integers(1, 30))
+def test_what_waits_is_bounded_and_what_was_dropped_can_come_again(arriving: list[Piece], max_early: int) -> None:
+    stream, out = TokenStream(START, max_early=max_early), []
+    for each in arriving:
+        out += stream.arrived(each)
+        assert stream.num_early == sum(len(p.token_ids) for p in stream._early.values()) <= max_early
+    for start in range(START, START + 30, 3):  # asked for again from the position that is missing, they come in order
+        out += stream.arrived(piece(start, start + 3, last=start == START + 27))
+    assert [t for p in out for t in p.token_ids] == list(range(START, START + 30))
+    assert stream.is_over and stream.num_early == 0
+
+
+def test_a_member_that_withholds_the_first_token_makes_nothing_grow() -> None:
+    """Every suffix of the response together would be 15 times as long as the response."""
+    stream = TokenStream(START, max_early=30)
+    for start in range(START + 29, START, -1):
+        assert stream.arrived(piece(start, START + 30, last=True)) == []
+        assert stream.num_early <= 30
+    (first,) = stream.arrived(piece(START, START + 1))
+    assert first.token_ids == (START,) and not stream.is_over
+
+
 def test_a_response_that_ends_without_another_token_ends_once() -> None:
-    stream = TokenStream(START)
+    stream = TokenStream(START, max_early=30)
     assert [p.token_ids for p in stream.arrived(piece(START, START + 2))] == [(START, START + 1)]
     end = piece(START + 2, START + 2, last=True)
     assert [(p.token_ids, p.finish_reason) for p in stream.arrived(end)] == [((), FinishReason.STOP)]
@@ -57,7 +79,7 @@ def test_a_response_that_ends_without_another_token_ends_once() -> None:
 
 
 def test_what_comes_early_waits() -> None:
-    stream = TokenStream(START)
+    stream = TokenStream(START, max_early=30)
     assert stream.arrived(piece(START + 5, START + 9)) == []
     assert stream.num_early == 4 and not stream.is_over
     first, second = stream.arrived(piece(START, START + 7))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
 
 from rollover.clock import SystemClock
 from rollover.swarm.config import SwarmConfig
@@ -34,6 +35,7 @@ from rollover.swarm.wire.messages import (
     Leaving,
     NotServing,
     ProtocolError,
+    Ready,
     Welcome,
     encode,
 )
@@ -71,6 +73,9 @@ class RecordedSessions:
     def received(self, lease: int, message: FromWorker) -> None:
         self.messages[lease].append(message)
         self._wake()
+
+    def fenced(self, message: FromWorker) -> None:
+        raise AssertionError(f"no worker here names another's lease, but one sent {message}")
 
     def disconnected(self, lease: int) -> None:
         self.gone.append(lease)
@@ -113,6 +118,14 @@ async def greeted(connection: CoordinatorConnection) -> Welcome:
     answer = await connection.receive()
     assert isinstance(answer, Welcome)
     return answer
+
+
+def swarm_engine() -> SwarmEngine:
+    run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
+    hub = Coordinator(run, head(0), ttl_s=15.0, exact=False, checks=False)
+    return SwarmEngine(
+        SwarmConfig(), hub, lambda version, source: head(version), SystemClock(), number_format="float32"
+    )
 
 
 def payload(random: Random, size: int) -> str:
@@ -320,15 +333,31 @@ class TransportContract:
 
         self.run(law)
 
+    def test_a_worker_cannot_speak_for_another(self) -> None:
+        async def main() -> None:
+            engine = swarm_engine()
+            ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
+            members, counters = engine.coordinator.members, engine.coordinator.counters
+            tokens = [self.token(name) for name in ("victim", "liar")]
+            async with asyncio.timeout(DEADLINE_S), self.place(engine, self.credentials) as place:
+                async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
+                    leases = [(await greeted(connection)).lease for connection in (victim, liar)]
+                    for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
+                        await liar._link.send(encode(leases[0], lie))
+                    await liar._link.send(encode(leases[1] + 1, ready))
+                    await liar.send(ready)
+                    await victim.send(ready)
+                    while not all(members[name].ready == ready for name in ("victim", "liar")):
+                        await asyncio.sleep(0.01)
+                    assert (members["victim"].lease, members["victim"].last_error) == (leases[0], "")
+                    assert not members["victim"].distrust and counters.fenced == 5
+                await engine.close()
+
+        asyncio.run(main())
+
     def test_a_second_connection_of_a_name_ends_the_first(self) -> None:
         async def main() -> None:
-            config = SwarmConfig()
-            run = RunIdentity(run_id="run", run_epoch=1, vocab_size=10, max_context_tokens=64)
-            hub = Coordinator(run, head(0), ttl_s=config.lease_s, exact=False, checks=False)
-            engine = SwarmEngine(
-                config, hub, lambda version, source: head(version), SystemClock(), number_format="float32"
-            )
-            token = self.token()
+            engine, token = swarm_engine(), self.token()
             async with asyncio.timeout(DEADLINE_S), self.place(engine, self.credentials) as place:
                 async with place.dial(token) as first, place.dial(token) as second:
                     assert (await greeted(first)).lease == 1

@@ -373,6 +373,9 @@ class SwarmEngine:
     def received(self, lease: int, message: FromWorker) -> None:
         self._perform(self.coordinator.received(lease, message, self._clock.now_s()))
 
+    def fenced(self, message: FromWorker) -> None:
+        self.coordinator.counters.refuse(message)
+
     def disconnected(self, lease: int) -> None:
         self._connections.forget(lease)
         self._perform(self.coordinator.disconnected(lease, self._clock.now_s()))

@@ -95,9 +95,9 @@ async def open_swarm(
         verifiable_only=config.verifiable_only,
         blob_urls=(*blob_urls(config, os.environ), *(over_nats.blob_urls if over_nats is not None else ())),
         earlier=_earlier(publisher),
+        secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )
     credentials = Credentials(root / "workers.json")
-    formats = Counter(info.dtype for info in read_weight_infos(folder).values())
     weight_log = WeightLog(root / FILE_NAME)
     board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
     publish = _publishing(publisher, weight_log, board)
@@ -108,7 +108,7 @@ async def open_swarm(
         coordinator,
         publish,
         clock,
-        number_format=formats.most_common(1)[0][0],
+        number_format=_number_format(folder),
         check_source=_Fits(folder),
         valid_names=credentials.hashes,
         board=board,
@@ -179,6 +179,11 @@ class _Fits:
                 raise EngineError(
                     f"the swarm: tensor {name!r} has the shape {given.get(name)}, but the model's has {shape}"
                 )
+
+
+def _number_format(folder: Path) -> str:
+    """Return the number format of most tensors in a model folder."""
+    return Counter(info.dtype for info in read_weight_infos(folder).values()).most_common(1)[0][0]
 
 
 def _next_epoch(file: Path) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import tempfile
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -31,6 +33,14 @@ def open_key(file: Path) -> Ed25519PrivateKey:
             " the file, or delete it and give every worker a new token"
         )
     return Ed25519PrivateKey.from_private_bytes(content)
+
+
+def secret_of(key: Ed25519PrivateKey, purpose: str) -> bytes:
+    """Return 32 bytes that only the owner of a publisher's key can derive, the same in each process of the run.
+
+    Example: ``secret_of(key, "rollover.swarm.samples.v1")``
+    """
+    return hmac.digest(key.private_bytes_raw(), purpose.encode(), sha256)
 
 
 def _make(file: Path) -> None:

@@ -34,7 +34,7 @@ from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.changed import changed_fraction
 from rollover.swarm.publication.delta import Bytes, encode
 from rollover.swarm.publication.frozen import FrozenTensors
-from rollover.swarm.publication.keys import open_key
+from rollover.swarm.publication.keys import open_key, secret_of
 from rollover.swarm.publication.manifest import (
     FILE_NAME,
     BlobRef,
@@ -139,6 +139,10 @@ class SwarmPublisher:
     def public_key(self) -> Ed25519PublicKey:
         """Return the key with which workers tell this publisher's manifests from others."""
         return self._key.public_key()
+
+    def secret_for(self, purpose: str) -> bytes:
+        """Return a secret that is the same in each start of the run, and known to nobody else: see ``secret_of``."""
+        return secret_of(self._key, purpose)
 
     @property
     def head(self) -> Head | None:

@@ -25,6 +25,11 @@ SAMPLE = re.compile(r"g\d+\.\d+\.")
 """Keys of samples that are trained; checks and evaluations have others, and are in no journal."""
 
 
+def _plain(sample_key: str) -> str:
+    """Return a sample key without the seal with which workers are told it."""
+    return sample_key.partition("~")[0]
+
+
 @dataclass
 class SeenCall:
     """A call with all tokens of it that went over the wire, by position."""
@@ -69,7 +74,7 @@ class WireRecord:
             case Hello(held=held):
                 self.hellos.append((time.monotonic(), member))
                 for offer in held:
-                    self.calls.setdefault(offer.call_id, SeenCall(offer.sample_key, {}))
+                    self.calls.setdefault(offer.call_id, SeenCall(_plain(offer.sample_key), {}))
             case Serving(version=version):
                 self.servings.append((time.monotonic(), member, version))
             case Decoded():
@@ -87,7 +92,7 @@ class WireRecord:
                 self.welcomes.append((time.monotonic(), member))
             case Assign():
                 # Assigned a second time, since its member does not know it, it goes on with tokens drawn anew.
-                call = self.calls.setdefault(message.call_id, SeenCall(message.sample_key, {}))
+                call = self.calls.setdefault(message.call_id, SeenCall(_plain(message.sample_key), {}))
                 call.tokens = dict(enumerate(unpack_ids(message.response_ids)))
             case Adopt() if (held := self.calls.get(message.held)) is not None:
                 # What the worker has sent of it is a response of its own, should the call have failed since.

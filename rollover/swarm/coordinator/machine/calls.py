@@ -13,6 +13,7 @@ from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
 from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair, confirmed, disagreements
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.streams import Piece
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.coordinator.machine.waiting import WaitingCalls
@@ -24,6 +25,7 @@ class SwarmCalls:
 
     Args:
         members: the swarm's, by name.
+        keys: by which members know samples.
         counters: take note of repairs.
         changed: called when the load of a member has changed.
 
@@ -34,12 +36,13 @@ class SwarmCalls:
     def __init__(
         self,
         members: Mapping[str, SwarmMember],
+        keys: SampleKeys,
         counters: SwarmCounters,
         changed: Callable[[SwarmMember], None],
         *,
         newest: int,
     ) -> None:
-        self._members, self._counters, self._changed = members, counters, changed
+        self._members, self._keys, self._counters, self._changed = members, keys, counters, changed
         self._calls: dict[str, SwarmCall] = {}
         self._halves: Counter[int | None] = Counter()
         """Half calls that are left, by the version at whose publication they are waited for: two where a call has yet
@@ -89,6 +92,14 @@ class SwarmCalls:
         member.calls.add(call_id)
         self._changed(member)
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
+
+    def assignment(self, call_id: str, member: SwarmMember) -> Effect:
+        """Return the message that gives a call to its member. A call that is only for that member, to look at it, is
+        not one that it may resume later: its sample has no sealed key."""
+        call = self._calls[call_id]
+        sample_key = call.request.sample_key
+        told = sample_key if call.is_directed else self._keys.sealed(member.name, sample_key)
+        return Send(member.lease, call.assignment(call_id, told))
 
     def ended(self, call_id: str) -> None:
         """Forget a call that is over here: all of its tokens have come out, or the rest is no longer wanted."""
@@ -216,7 +227,7 @@ class SwarmCalls:
             reason = f"{member.name} and the coordinator cannot agree on what it holds of the call"
             return self.failed(member, reason, {call_id})
         if found.repair is Repair.ASSIGN:
-            return [Send(member.lease, call.assignment(call_id))]
+            return [self.assignment(call_id, member)]
         return [Send(member.lease, call.adoption(found.held, call_id))]
 
     def _cut(self, call_id: str, call: SwarmCall) -> Effect:

@@ -16,6 +16,7 @@ the member has confirmed and the call accepts; a message under a lease that has 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from secrets import token_bytes
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.blame import Blame, others_do_better
@@ -30,11 +31,12 @@ from rollover.swarm.coordinator.machine.effects import (
     SentAway,
     ServesAnew,
 )
-from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember, brief
 from rollover.swarm.coordinator.machine.placing import Placing
 from rollover.swarm.coordinator.machine.publications import EarlierPublication, Publications
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
 from rollover.swarm.coordinator.machine.verifiability import check_consistent, unverifiable
 from rollover.swarm.wire.messages import (
@@ -73,6 +75,8 @@ class Coordinator:
             accepts (asynchronous push-pull).
         checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
         verifiable_only: turn away members whose tokens cannot be verified.
+        secret: by which a coordinator that is started after this one knows which samples it gave to which member;
+            without it, none of these calls is resumed.
 
     Example: one call from its opening to its first token::
 
@@ -91,6 +95,7 @@ class Coordinator:
         verifiable_only: bool = False,
         blob_urls: tuple[str, ...] = (),
         earlier: Iterable[EarlierPublication] = (),
+        secret: bytes | None = None,
     ) -> None:
         self.run = run
         self.head = head
@@ -104,11 +109,14 @@ class Coordinator:
             self._publications.add(head)
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._ranking = Ranking(checks=checks)
-        self._calls = SwarmCalls(self.members, self.counters, self._ranking.changed, newest=head.version)
+        self._ranking, keys = Ranking(checks=checks), SampleKeys(secret or token_bytes(32))
+        self._calls = SwarmCalls(self.members, keys, self.counters, self._ranking.changed, newest=head.version)
         self.calls_of = self._calls.of
-        self._placing = Placing(self.members, self._calls, self._ranking, self.counters, exact=exact, checks=checks)
+        self._placing = Placing(
+            self.members, keys, self._calls, self._ranking, self.counters, exact=exact, checks=checks
+        )
         self._placing.newest = head.version
+        self.takes_one, self.reserve = self._placing.takes_one, self._placing.promise
         self._relief, self._blame = Relief(patience_s=ttl_s), Blame()
 
     # -- connections ------------------------------------------------------------------------------------------
@@ -159,6 +167,7 @@ class Coordinator:
             held = {}
         self._confirm(member, hello.served)
         effects += self._calls.failed(member, started_again, member.calls - held.keys())
+        offers = []
         for call_id, offer in held.items():
             call = self._calls.get(call_id)
             if call is not None and call.member == member.name:
@@ -166,8 +175,8 @@ class Coordinator:
                 if call.is_aborted:
                     effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
             elif self._calls.acknowledgements.get(call_id) is None:
-                effects += self._placing.offer(member, offer)
-        return effects
+                offers.append(offer)
+        return effects + self._placing.offer(member, offers)
 
     def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
         """Record that tokens of a member may come from those of these publications that are known."""
@@ -183,6 +192,7 @@ class Coordinator:
 
     def expire(self, now_s: float) -> list[Effect]:
         """End the leases of members that have been silent for longer than ``ttl_s``, and promises that lapsed."""
+        self._placing.now_s = now_s
         effects: list[Effect] = []
         for lease, member in list(self._leases.items()):
             self._placing.lapse(member, now_s)
@@ -262,16 +272,17 @@ class Coordinator:
             case Heartbeat():
                 return [*self._beaten(member, message), *self._placing.place_waiting()]
             case CallFailed(call_id=call_id, reason=reason):
-                return [*self._failed_at(member, call_id, f"{member.name}: {reason}"), *self._placing.place_waiting()]
+                said = f"{member.name}: {brief(reason)}"
+                return [*self._failed_at(member, call_id, said), *self._placing.place_waiting()]
             case Ready():
                 return [*self._is_ready(member, message), *self._placing.place_waiting()]
             case Serving():
                 return [*self._serving(member, message), *self._placing.place_waiting()]
             case NotServing(version=version, reason=reason):
-                member.last_error = f"version {version}: {reason}"
+                member.last_error = f"version {version}: {brief(reason)}"
                 return []
             case Leaving(reason=reason):
-                left = f"{member.name} has left: {reason}"
+                left = f"{member.name} has left: {brief(reason)}"
                 return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
             case Hello():
                 raise ProtocolError("it sent a second hello on one connection")
@@ -359,7 +370,12 @@ class Coordinator:
         effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
         if beat.number <= member.last_heartbeat:
             return effects  # it is late, or came twice
-        member.beaten(beat, self._placing.now_s)
+        positions = {
+            call_id: call.stream.position
+            for call_id, call in self._calls.of(member)
+            if not (call.is_aborted or call.is_directed)
+        }
+        member.beaten(beat, positions, self._placing.now_s)
         self._ranking.changed(member)
         self._confirm(member, beat.served)
         if beat.serving is not None:
@@ -367,8 +383,7 @@ class Coordinator:
         if beat.ready is not None and beat.ready != member.ready:
             effects += self._is_ready(member, beat.ready)
         self._calls.check_confirmed(member, beat)
-        offers = [offer.call_id for offer in member.held.values()]
-        return effects + self._calls.repaired(member, beat, offers)
+        return effects + self._calls.repaired(member, beat, member.held)
 
     # -- versions and trust -----------------------------------------------------------------------------------
 
@@ -431,35 +446,6 @@ class Coordinator:
     @property
     def num_waiting(self) -> int:
         return self._calls.num_waiting
-
-    def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
-    ) -> bool:
-        """Return whether ``reserve`` would promise a place now."""
-        return self._placing.takes_one(
-            least_version, max_new_tokens, num_waiting=num_waiting, max_staleness=max_staleness
-        )
-
-    def reserve(
-        self,
-        sample_key: str,
-        least_version: int,
-        max_new_tokens: int,
-        *,
-        num_waiting: int = 0,
-        max_staleness: int | None = None,
-        until_s: float,
-    ) -> int | None:
-        """Promise a place, until ``until_s``, to the first call of a group. Returns the version that the member serves,
-        or ``None`` when no member should get the call now. See ``CallPlacement.reserve``."""
-        return self._placing.promise(
-            sample_key,
-            least_version,
-            max_new_tokens,
-            num_waiting=num_waiting,
-            max_staleness=max_staleness,
-            until_s=until_s,
-        )
 
     def opened(self, request: GenerateRequest, *, only: str | None = None) -> list[Effect]:
         """Open a call. It goes to a member at once or waits for one. With ``only`` it goes to that member or fails, and

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rollover.swarm.coordinator.machine.dispatch import Candidate
 from rollover.swarm.coordinator.machine.reconcile import Disagreement
@@ -21,8 +23,24 @@ from rollover.swarm.wire.messages import (
 
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
 """Shortest and longest time for which a member gets no call after one has failed at it."""
+_MOST_TOKENS_PER_S, _MOST_REPORTED = 1e6, 1e15
+"""Highest speed of a call that is believed, and highest figure that a heartbeat may give."""
+_LOOK_S = 1.0
+"""Shortest time over which tokens that arrive say how fast a member is."""
+_SLACK = 2.0
+"""Factor by which the speed that a member reports may exceed that with which its tokens arrive: it does not count the
+time that its engine stands still, and a message may be late."""
 _KEPT = 0.7
 """Weight that a measurement of a member's speed keeps when the next one comes."""
+
+
+_MAX_SAID = 4096
+
+
+def brief(text: str) -> str:
+    """Return what a worker has said, cut to 4,096 characters: a frame has room for millions, which would be kept,
+    logged, and searched for secrets every time that the member is shown."""
+    return text[:_MAX_SAID]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +89,7 @@ class SwarmMember:
     reserved: dict[str, float] = field(default_factory=dict)
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
-    """Calls that it offers to continue, by sample key."""
+    """Calls that it offers to resume, by id."""
     has_lapsed: bool = False
     """Its last lease has ended without a word, and it has not been back."""
     is_late: bool = False
@@ -85,6 +103,10 @@ class SwarmMember:
     call_tokens_per_s: float | None = None
     _decoding: tuple[float, float] = (0.0, 0.0)
     """Tokens per second, and the calls that shared them, summed over its heartbeats with older ones for less."""
+    _looked: tuple[float, Mapping[str, int]] = (0.0, MappingProxyType({}))
+    """Time at which its calls were last looked at, and the positions that they had reached."""
+    _shown: tuple[float, int] = (math.inf, 0)
+    """Tokens per second with which each call grew from one look to the next, and all its tokens until then."""
     tokens_per_s: float = 0.0
     num_held: int = 0
     is_full: bool = False
@@ -110,7 +132,7 @@ class SwarmMember:
             spoken = ", ".join(map(str, hello.protocols)) or "none"
             return (
                 f"this run speaks version {PROTOCOL} of the swarm protocol, but the worker"
-                f" ({hello.software}) speaks {spoken}: install the same version of Rollover on both"
+                f" ({brief(hello.software)}) speaks {spoken}: install the same version of Rollover on both"
                 " sides"
             )
         return f"{self.name!r} is no longer trusted: {self.distrust}" if self.distrust else ""
@@ -126,7 +148,13 @@ class SwarmMember:
         return self.version if able and (not checked or self.checked_version == self.version) else None
 
     def loaded(self, serving: Serving) -> None:
-        """Record how long new weights took to load; a message that repeats a version tells nothing of that."""
+        """Record how long new weights took to load; a message that repeats a version tells nothing of that. Raises
+        ``ProtocolError`` for what cannot be true."""
+        if not all(0 <= figure < math.inf for figure in (serving.prepare_s, serving.pause_s, serving.wire_bytes)):
+            raise ProtocolError(
+                f"it reports that it fetched {serving.wire_bytes} bytes of weights in {serving.prepare_s:g} s and stood"
+                f" still for {serving.pause_s:g} s, which is impossible"
+            )
         if serving.prepare_s:
             self.prepare_s, self.pause_s, self.wire_bytes = serving.prepare_s, serving.pause_s, serving.wire_bytes
 
@@ -173,26 +201,42 @@ class SwarmMember:
         """Return the time from a publication on for which it is waited for."""
         return 0.0 if self.prepare_s is None else 2 * self.prepare_s + 1
 
-    def beaten(self, beat: Heartbeat, now_s: float) -> None:
-        """Take note of what a heartbeat says about the member itself. Raises ``ProtocolError`` for what cannot be
-        true."""
-        if not (0 <= beat.tokens_per_s < math.inf and 0 <= beat.mean_running < math.inf):
+    def beaten(self, beat: Heartbeat, positions: Mapping[str, int], now_s: float) -> None:
+        """Record what a heartbeat says about the member itself. ``positions``: those that its calls have reached.
+        Raises ``ProtocolError`` for what cannot be true."""
+        if not (0 <= beat.tokens_per_s <= _MOST_REPORTED and 0 <= beat.mean_running <= _MOST_REPORTED):
             raise ProtocolError(
                 f"it reports a speed of {beat.tokens_per_s:g} tokens/s over {beat.mean_running:g} calls, which is"
                 " impossible"
             )
+        self._look(positions, now_s, is_first=not self.last_heartbeat)
         self.last_heartbeat = beat.number
         self.num_held, self.is_full = beat.num_held, beat.is_full
         self.is_resting = self.is_resting and now_s < self.rests_until_s
         self.measured(beat.tokens_per_s, beat.mean_running)
 
     def measured(self, tokens_per_s: float, mean_running: float) -> None:
-        """Take note of what a heartbeat says about its speed: the tokens per second of all its calls, and how many
+        """Record what a heartbeat says about its speed: the tokens per second of all its calls, and how many
         calls shared them. A heartbeat of a time in which little was decoded counts for little."""
         self.tokens_per_s = tokens_per_s
         if mean_running > 0:
-            self._decoding = (_KEPT * self._decoding[0] + tokens_per_s, _KEPT * self._decoding[1] + mean_running)
-            self.call_tokens_per_s = self._decoding[0] / self._decoding[1] or None
+            believed = min(tokens_per_s, _MOST_TOKENS_PER_S * mean_running)
+            self._decoding = (_KEPT * self._decoding[0] + believed, _KEPT * self._decoding[1] + mean_running)
+        if self._decoding[1]:
+            self.call_tokens_per_s = min(self._decoding[0] / self._decoding[1], _SLACK * self._shown[0]) or None
+
+    def _look(self, positions: Mapping[str, int], now_s: float, *, is_first: bool) -> None:
+        """Record how far its calls have come since the last look. Those that it had all the time show how fast it
+        is, a token for each more or less; where there are none, tokens that have arrived show that it decodes."""
+        since_s, before = self._looked
+        if not is_first and now_s - since_s < _LOOK_S:
+            return
+        if not is_first and (both := positions.keys() & before.keys()):
+            num_tokens = sum(positions[call_id] - before[call_id] + 1 for call_id in both)
+            self._shown = num_tokens / (len(both) * (now_s - since_s)), self.num_decoded
+        elif self.num_decoded > self._shown[1]:
+            self._shown = math.inf, self.num_decoded
+        self._looked = now_s, positions
 
     def found_slow(self, tokens_per_s: float) -> None:
         """Take note that a call has shown it to be no faster than this."""
@@ -205,7 +249,7 @@ class SwarmMember:
 class SwarmCounters:
     """Counts of what the protocol absorbed.
 
-    Example: ``fenced`` 3 says that three messages came under leases that had ended.
+    Example: ``fenced`` 3 says that three messages came under leases that had ended, or were not their sender's.
     """
 
     fenced: int = 0
@@ -228,7 +272,7 @@ class SwarmCounters:
     """Clients and frames that transports refused, by cause."""
 
     def refuse(self, message: FromWorker) -> None:
-        """Take note of a message under a lease that has ended."""
+        """Count a message under a lease that has ended, or is not its sender's."""
         self.fenced += 1
         if isinstance(message, Decoded):
             self.late_tokens += len(message.token_ids) // 4

@@ -2,22 +2,26 @@
 
 What it keeps true: a promise is kept as long as its member can keep it; a call goes to a member whose weights it
 accepts, and in sequential pull only to one that has the newest; a member that will not finish before a training step
-waits for the response does not get it while another would finish sooner; tokens that a connected member offers are not
-decoded again.
+waits for the response does not get it while another would finish sooner, unless that was expected for too long; tokens
+that a connected member offers are not decoded again; an offer is believed only of a sample that its member was given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
+
+from msgspec import structs
 
 from rollover.swarm.coordinator.machine.calls import SwarmCalls
 from rollover.swarm.coordinator.machine.deadlines import Deadline, Pace
 from rollover.swarm.coordinator.machine.dispatch import Candidate, Work
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.patience import CallPatience
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.remaining import RemainingTokens
+from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.wire.messages import HeldCall, Release
 
@@ -27,6 +31,7 @@ class Placing:
 
     Args:
         members: the swarm's, by name.
+        keys: by which members know samples.
         exact: calls go to members with the newest version only.
         checks: members get calls only under a version that passed the log-prob check.
 
@@ -37,6 +42,7 @@ class Placing:
     def __init__(
         self,
         members: Mapping[str, SwarmMember],
+        keys: SampleKeys,
         calls: SwarmCalls,
         ranking: Ranking,
         counters: SwarmCounters,
@@ -44,10 +50,10 @@ class Placing:
         exact: bool,
         checks: bool,
     ) -> None:
-        self._members, self._calls, self._ranking, self._counters = members, calls, ranking, counters
+        self._members, self._keys, self._calls, self._ranking, self._counters = members, keys, calls, ranking, counters
         self._exact, self._checks = exact, checks
         self.remaining = RemainingTokens()
-        self._pace = Pace()
+        self._pace, self._patience = Pace(), CallPatience()
         self.newest = 0
         self.now_s = 0.0
         """Time at which something was last heard."""
@@ -55,8 +61,8 @@ class Placing:
         """Number of calls that were still to come when a place was last asked for, and when they would be due."""
         self._promises: dict[str, str] = {}
         """Member by sample key."""
-        self._offers: dict[str, list[str]] = {}
-        """Members that offer to continue a sample, by its key."""
+        self._offers: dict[str, list[tuple[str, HeldCall]]] = {}
+        """Calls that members offer to resume, each with its member, by sample key."""
 
     def published(self, version: int, now_s: float) -> None:
         """Take note of a new version of the weights."""
@@ -74,7 +80,7 @@ class Placing:
     # -- promises -------------------------------------------------------------------------------------------------
 
     def takes_one(
-        self, least_version: int, max_new_tokens: int, *, num_waiting: int, max_staleness: int | None
+        self, least_version: int, max_new_tokens: int, *, num_waiting: int = 0, max_staleness: int | None = None
     ) -> bool:
         """Return whether ``promise`` would keep a place now."""
         return self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness) is not None
@@ -85,12 +91,13 @@ class Placing:
         least_version: int,
         max_new_tokens: int,
         *,
-        num_waiting: int,
-        max_staleness: int | None,
+        num_waiting: int = 0,
+        max_staleness: int | None = None,
         until_s: float,
     ) -> int | None:
-        """Keep a place for the first call of a group, which will be opened soon. Returns the version that its member
-        serves; ``None`` when no member should get the call now."""
+        """Keep a place, until ``until_s``, for the first call of a group, which will be opened soon. Returns the
+        version that its member serves; ``None`` when no member should get the call now. See ``CallPlacement.reserve``.
+        """
         name = self._choose_for_first(least_version, max_new_tokens, num_waiting, max_staleness)
         if name is None:
             return None
@@ -116,38 +123,46 @@ class Placing:
 
     # -- offers ---------------------------------------------------------------------------------------------------
 
-    def offer(self, member: SwarmMember, held: HeldCall) -> list[Effect]:
-        """Record that a member could continue a call of a sample: it does where one waits; else it may be asked for
-        later."""
-        member.held[held.sample_key] = held
-        self._offers.setdefault(held.sample_key, []).append(member.name)
-        call_id = self._calls.waiting.of_sample(held.sample_key)
-        call = None if call_id is None else self._calls.get(call_id)
-        return [] if call_id is None or call is None else self._adopted(call_id, call)
+    def offer(self, member: SwarmMember, offers: Iterable[HeldCall]) -> list[Effect]:
+        """Record calls that a member could resume: it does where one of the sample waits; else it may be asked
+        for one later. A member may hold several calls of one sample, where it was given the sample again before the
+        first of them was durable. It is told to forget calls of samples that it was never given."""
+        effects: list[Effect] = []
+        for told in offers:
+            if (sample_key := self._keys.opened(member.name, told.sample_key)) is None:
+                effects.append(Send(member.lease, Release(call_ids=(told.call_id,))))
+                continue
+            held = member.held[told.call_id] = structs.replace(told, sample_key=sample_key)
+            self._offers.setdefault(sample_key, []).append((member.name, held))
+        for sample_key in dict.fromkeys(held.sample_key for held in member.held.values()):
+            call_id = self._calls.waiting.of_sample(sample_key)
+            call = None if call_id is None else self._calls.get(call_id)
+            if call_id is not None and call is not None:
+                effects += self._adopted(call_id, call)
+        return effects
 
     def forget(self, member: SwarmMember) -> None:
         """Forget the promises and the offers of a member."""
-        for key in list(member.held):
-            self._let_go(member, key)
+        for held in list(member.held.values()):
+            self._let_go(member, held)
         for key in list(member.reserved):
             self._promises.pop(key, None)
         member.reserved.clear()
 
     def withdraw(self, sample_key: str) -> list[Effect]:
         """Have members let go of what they offer of a sample that is finished."""
-        effects: list[Effect] = []
-        for name in list(self._offers.get(sample_key, ())):
-            member = self._members[name]
-            offer = self._let_go(member, sample_key)
-            effects.append(Send(member.lease, Release(call_ids=(offer.call_id,))))
-        return effects
+        return [self._released(self._members[name], held) for name, held in list(self._offers.get(sample_key, ()))]
 
-    def _let_go(self, member: SwarmMember, sample_key: str) -> HeldCall:
-        names = self._offers[sample_key]
-        names.remove(member.name)
-        if not names:
-            del self._offers[sample_key]
-        return member.held.pop(sample_key)
+    def _released(self, member: SwarmMember, held: HeldCall) -> Effect:
+        self._let_go(member, held)
+        return Send(member.lease, Release(call_ids=(held.call_id,)))
+
+    def _let_go(self, member: SwarmMember, held: HeldCall) -> None:
+        offers = self._offers[held.sample_key]
+        offers.remove((member.name, held))
+        if not offers:
+            del self._offers[held.sample_key]
+        del member.held[held.call_id]
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -188,23 +203,28 @@ class Placing:
     def assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
         """Give a call to a member."""
         self._calls.give(call_id, member)
-        return [Send(member.lease, call.assignment(call_id))]
+        return [self._calls.assignment(call_id, member)]
 
     def _adopted(self, call_id: str, call: SwarmCall) -> list[Effect]:
-        """Have a member continue a call of the sample that it holds, where one does."""
-        key, position = call.request.sample_key, call.stream.position
-        if key not in self._offers:
-            return []
-        connected = (m for name in self._offers[key] if (m := self._members[name]).is_connected)
-        if (member := next(connected, None)) is None:
-            return []
-        offer = self._let_go(member, key)
-        if not offer.start <= position <= offer.end:
-            return [Send(member.lease, Release(call_ids=(offer.call_id,)))]
-        self._calls.give(call_id, member, held_as=offer.call_id)
+        """Have a member resume a call of the sample that it holds, where one does: of several, the call that reaches
+        furthest. A member is told to forget those that do not join the response where it stands, and once it has
+        resumed one, its others of the sample."""
+        position = call.stream.position
+        named = ((self._members[name], held) for name, held in self._offers.get(call.request.sample_key, ()))
+        offers = [(member, held) for member, held in named if member.is_connected]
+        fitting = [(m, held) for m, held in offers if held.start <= position <= held.end <= call.limit]
+        adopter, adopted = max(fitting, key=lambda offer: offer[1].end, default=(None, None))
+        effects: list[Effect] = []
+        for member, held in offers:
+            if held is not adopted and (member is adopter or (member, held) not in fitting):
+                effects.append(self._released(member, held))
+        if adopter is None or adopted is None:
+            return effects
+        self._let_go(adopter, adopted)
+        self._calls.give(call_id, adopter, held_as=adopted.call_id)
         self._counters.adopted_calls += 1
-        self._counters.late_accepted += member.is_late
-        return [Send(member.lease, call.adoption(offer.call_id, call_id))]
+        self._counters.late_accepted += adopter.is_late
+        return [*effects, Send(adopter.lease, call.adoption(adopted.call_id, call_id))]
 
     def _choose_for_first(
         self, least_version: int, limit: int, num_waiting: int, max_staleness: int | None
@@ -214,15 +234,21 @@ class Placing:
         if max_staleness is not None:
             deadline = self._pace.of_first(self.newest, max_staleness, self.now_s)
         self._to_come = num_waiting, deadline
-        return self._choose(self.least(least_version), 0, limit, deadline)
+        kind = "first", least_version, max_staleness
+        return self._choose(self.least(least_version), 0, limit, deadline, kind)
 
     def _choose_for(self, call: SwarmCall) -> str | None:
         deadline = None
         if call.due_version is not None:
             deadline = self._pace.of_started(call.due_version, self.now_s)
-        return self._choose(call.least_version, call.stream.position, call.limit, deadline)
+        kind = call.least_version, call.due_version
+        return self._choose(call.least_version, call.stream.position, call.limit, deadline, kind)
 
-    def _choose(self, least_version: int, num_decoded: int, limit: int, deadline: Deadline | None) -> str | None:
+    def _choose(
+        self, least_version: int, num_decoded: int, limit: int, deadline: Deadline | None, kind: Hashable
+    ) -> str | None:
+        """Return the member that the dispatch rule chooses. Where the rule has held back calls of this ``kind`` for as
+        long as the fastest member with room would have taken, that member."""
         if not self._ranking.has_room(least_version):
             return None
         typical = self.remaining.expected(0, limit)
@@ -233,7 +259,14 @@ class Placing:
             horizon_s=self._horizon_s(deadline, typical),
             deadline=None if self._exact else deadline,
         )
-        return self._ranking.choose(work, self.newest, self._pace.since_s(self.now_s))
+        elapsed_s = self._pace.since_s(self.now_s)
+        if (name := self._ranking.choose(work, self.newest, elapsed_s)) is not None:
+            self._patience.given(kind, self.now_s)
+            return name
+        fastest = self._ranking.fastest(work, self.newest, elapsed_s)
+        if fastest is None or fastest[0] > self._patience.waited_s(kind, self.now_s):
+            return None
+        return fastest[1]
 
     def _horizon_s(self, deadline: Deadline | None, typical: float) -> float:
         """Return the time in which all members together would be done with the calls that are due no later: in

@@ -103,14 +103,9 @@ class Ranking:
 
         ``head_version``, ``elapsed_s``: the newest version, and the time since it was published.
         """
-        self._settle()
-        fit = {version: each for version, each in self._versions.items() if version >= work.least_version}
-        if not any(each.free for each in fit.values()):
+        typical, best = self._with_room(work, head_version, elapsed_s)
+        if not best:
             return None
-        typical = math.nan
-        if any(_has_unknown(each) for each in self._versions.values()):
-            typical = self._typical_speed(work.least_version, head_version, elapsed_s)
-        best = [(_best(each.free, work, typical), work.limit_s(version)) for version, each in fit.items() if each.free]
         if in_time := [found for found, limit_s in best if found[0] <= limit_s]:
             return min(in_time)[2]
         best_s, _, name = min(found for found, _ in best)
@@ -118,6 +113,28 @@ class Ranking:
             if finish_s(candidate, work, typical) < best_s:
                 return None
         return name
+
+    def fastest(self, work: Work, head_version: int, elapsed_s: float) -> tuple[float, str] | None:
+        """Return the member with room that would finish a call first, and the time that it would take; ``None`` if no
+        member has room."""
+        _, best = self._with_room(work, head_version, elapsed_s)
+        if not best:
+            return None
+        finish_s, _, name = min(found for found, _ in best)
+        return finish_s, name
+
+    def _with_room(
+        self, work: Work, head_version: int, elapsed_s: float
+    ) -> tuple[float, list[tuple[tuple[float, float, str], float]]]:
+        """Return the speed that is assumed where it is not known; and for each version that a call accepts the expected
+        finish, load and name of the member with room that the rule prefers, with the limit within which it is in time.
+        """
+        self._settle()
+        fit = {v: each for v, each in self._versions.items() if v >= work.least_version and each.free}
+        typical = math.nan
+        if fit and any(_has_unknown(each) for each in self._versions.values()):
+            typical = self._typical_speed(work.least_version, head_version, elapsed_s)
+        return typical, [(_best(each.free, work, typical), work.limit_s(version)) for version, each in fit.items()]
 
     def candidates(self, head_version: int, elapsed_s: float) -> list[Candidate]:
         """Return all members that may get calls, as the rule sees them."""

@@ -1,7 +1,7 @@
 """Token streams by position: whatever arrives, however often and in whatever order, comes out once and in order.
 
-What it keeps true: the pieces that come out, put one after the other, are the response from ``start`` on without a gap
-or a repetition, and nothing comes out after the piece that ends it.
+What it keeps true: the pieces that come out, put one after the other, are the response from ``start`` on without a
+gap or a repetition, and nothing comes out after the piece that ends it; what waits is bounded.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Piece:
         """Return the position after its last token."""
         return self.offset + len(self.token_ids)
 
+    @property
+    def is_last(self) -> bool:
+        """Return whether it ends the response."""
+        return self.finish_reason is not None
+
     def behind(self, position: int) -> Piece:
         """Return the part from ``position`` on."""
         skipped = max(0, position - self.offset)
@@ -55,8 +60,13 @@ class TokenStream:
 
     position: int
     """Position after the last token that came out."""
+    max_early: int
+    """Tokens that may wait for those before them. A piece for which there is no room is dropped: its member is asked
+    for it again. Pieces that overlap could otherwise be many times as long as the response."""
     finish_reason: FinishReason | None = None
     """Reason for which it ended, once its end has come out."""
+    num_early: int = 0
+    """Tokens that wait for those before them."""
     _early: dict[int, Piece] = field(default_factory=dict)
 
     @property
@@ -67,25 +77,34 @@ class TokenStream:
         """Return what can come out now that ``piece`` is here."""
         if self.is_over or (piece.end <= self.position and piece.finish_reason is None):
             return []
-        known = self._early.get(piece.offset)
-        if known is None or (known.end, known.finish_reason is not None) < (piece.end, piece.finish_reason is not None):
-            self._early[piece.offset] = piece
+        self._keep(piece)
         out = []
-        while not self.is_over and (offset := self._next()) is not None:
-            piece = self._early.pop(offset).behind(self.position)
+        while not self.is_over and (early := self._next()) is not None:
+            piece = early.behind(self.position)
             if piece.token_ids or piece.finish_reason is not None:
                 out.append(piece)
             self.position = max(self.position, piece.end)
             self.finish_reason = piece.finish_reason
         if self.finish_reason is not None:
             self._early.clear()
+            self.num_early = 0
         return out
 
-    @property
-    def num_early(self) -> int:
-        """Return the number of tokens that wait for those before them."""
-        return sum(len(piece.token_ids) for piece in self._early.values())
+    def _keep(self, piece: Piece) -> None:
+        """Keep a piece until its turn, unless one at its position is longer or too many tokens wait already."""
+        known = self._early.get(piece.offset)
+        if known is not None and (known.end, known.is_last) >= (piece.end, piece.is_last):
+            return
+        num_early = self.num_early + len(piece.token_ids) - (0 if known is None else len(known.token_ids))
+        if piece.offset <= self.position or num_early <= self.max_early:
+            self._early[piece.offset] = piece
+            self.num_early = num_early
 
-    def _next(self) -> int | None:
-        """Return where a piece begins that continues from here, the earliest."""
-        return next((offset for offset in sorted(self._early) if offset <= self.position), None)
+    def _next(self) -> Piece | None:
+        """Take out the earliest piece, if it continues from here."""
+        offset = min(self._early, default=self.position + 1)
+        if offset > self.position:
+            return None
+        piece = self._early.pop(offset)
+        self.num_early -= len(piece.token_ids)
+        return piece

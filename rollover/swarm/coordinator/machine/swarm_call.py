@@ -34,7 +34,7 @@ class SwarmCall:
         """It is for one member, to look at that: its length says nothing of those of responses."""
         self.least_version = least_version
         self.start = len(request.response_ids)
-        self.stream = TokenStream(self.start)
+        self.stream = TokenStream(self.start, max_early=self.limit - self.start)
         self.member: str | None = None
         self.held_as = ""
         """The id under which its member held it when it was told to continue it; empty where it was assigned."""
@@ -71,12 +71,12 @@ class SwarmCall:
         self.num_repairs, self.unconfirmed = 0, None
         self._prefix.update(pack_ids(piece.token_ids))
 
-    def assignment(self, call_id: str) -> Assign:
-        """Return the message that gives the call to a member."""
+    def assignment(self, call_id: str, sample_key: str) -> Assign:
+        """Return the message that gives the call to a member. ``sample_key``: by which the member knows the sample."""
         request, params = self.request, self.request.params
         return Assign(
             call_id=call_id,
-            sample_key=request.sample_key,
+            sample_key=sample_key,
             prompt_key=request.prompt_key,
             prompt_ids=pack_ids(request.prompt_ids),
             response_ids=pack_ids(request.response_ids),

@@ -51,6 +51,10 @@ class Sessions(Protocol):
 
     def received(self, lease: int, message: FromWorker) -> None: ...
 
+    def fenced(self, message: FromWorker) -> None:
+        """Count a message under a lease that is not its connection's, and ignore it."""
+        ...
+
     def disconnected(self, lease: int) -> None: ...
 
     def refused(self, cause: Refusal) -> None:
@@ -127,7 +131,10 @@ class WorkerConversation:
         try:
             envelope = decode_up(frame)
             if self._lease is not None:
-                self._sessions.received(envelope.lease, envelope.message)
+                if envelope.lease == self._lease:
+                    self._sessions.received(self._lease, envelope.message)
+                else:  # leases are small numbers: nobody may speak for another by naming theirs
+                    self._sessions.fenced(envelope.message)
             elif isinstance(envelope.message, Hello):
                 self._lease = self._sessions.connected(self._name, envelope.message, self._connection)
             else:

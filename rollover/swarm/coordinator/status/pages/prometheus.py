@@ -22,7 +22,7 @@ _STEP = {
 }
 _COUNTERS = {
     "duplicates": ("repeated_tokens", "Tokens that arrived more than once and came out once."),
-    "fenced_writes": ("fenced", "Messages under leases that had ended; they changed nothing."),
+    "fenced_writes": ("fenced", "Messages under leases that had ended or were another's; they changed nothing."),
     "late_tokens": ("late_tokens", "Tokens in such messages."),
     "reexecuted_tokens": ("reexecuted_tokens", "Tokens decoded to check what another worker has sampled."),
     "reexecuted_drawn": ("reexecuted_drawn", "Parts of responses that were drawn to be decoded again."),

@@ -1,6 +1,6 @@
 """Compares what training takes of memory with what ``rollover train --dry-run`` says before.
 
-    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about four minutes on two idle cores
+    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about six minutes on two idle cores
 
 For each shape and each way to train, a process of its own takes two steps of GRPO over two full rows: with the second
 one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and
@@ -42,16 +42,25 @@ SHAPES = {
 }
 """Width, number of layers, vocabulary."""
 PLAIN = TrainerConfig(micro_batch_tokens=RESPONSE * SAMPLES, device="cpu", learning_rate=1e-4)
+BFLOAT16 = replace(PLAIN, dtype="bfloat16")
+ADAPTERS = replace(PLAIN, lora=LoraConfig(rank=8))
 WAYS = {
     "all weights": PLAIN,
     "layers recomputed": replace(PLAIN, gradient_checkpointing=True),
-    "bfloat16": replace(PLAIN, dtype="bfloat16"),
-    "adapters": replace(PLAIN, lora=LoraConfig(rank=8)),
+    "bfloat16": BFLOAT16,
+    "adapters": ADAPTERS,
     "two devices": replace(PLAIN, num_devices=2),
     "two devices, shared rows": replace(PLAIN, num_devices=2, context_parallel=2),
     "four devices, shared rows": replace(PLAIN, num_devices=4, context_parallel=4),
     "shared rows, recomputed": replace(PLAIN, num_devices=2, context_parallel=2, gradient_checkpointing=True),
+    "two devices, bfloat16": replace(BFLOAT16, num_devices=2),
+    "two devices, bfloat16, recomputed": replace(BFLOAT16, num_devices=2, gradient_checkpointing=True),
+    "two devices, adapters": replace(ADAPTERS, num_devices=2),
+    "two devices, adapters, bfloat16": replace(ADAPTERS, num_devices=2, dtype="bfloat16"),
+    "two devices, adapters, bfloat16 base": replace(ADAPTERS, num_devices=2, dtype="bfloat16"),
 }
+BASES = {"two devices, adapters, bfloat16 base": torch.bfloat16}
+"""Number formats of models that are not in float32."""
 
 
 def model_of(shape: str) -> dict[str, Any]:
@@ -117,17 +126,17 @@ def measure(folder: str, way: str) -> int:
 def compare(shape: str, way: str) -> dict[str, float | str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = model_of(shape)
+    model, dtype = model_of(shape), BASES.get(way, torch.float32)
     estimated = training_memory(
         WAYS[way],
         model,
         max_prompt_tokens=1,
         max_response_tokens=RESPONSE,
         batch_samples=SAMPLES,
-        base_dtype=torch.float32,
+        base_dtype=dtype,
     )
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model), dtype=dtype).save_pretrained(folder)
         done = subprocess.run(
             [sys.executable, __file__, "--measure", folder, "--way", way],
             env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
@@ -158,7 +167,7 @@ def main() -> None:
             ratio = float(row["measured_mib"]) / float(row["estimated_mib"])
             row["ratio"] = ratio
             print(
-                f"{shape:26s} {way:26s} measured {row['measured_mib']:6.0f} MiB, estimated {row['estimated_mib']:6.0f},"
+                f"{shape:26s} {way:36s} measured {row['measured_mib']:6.0f} MiB, estimated {row['estimated_mib']:6.0f},"
                 f" ratio {ratio:.2f}",
                 flush=True,
             )

@@ -102,7 +102,7 @@ def training_memory(
         optimizer=_MOMENT_BYTES * of_depth.trained // size,
         activations=of_depth.layers,
         logits=max(0, of_depth.whole - of_depth.layers),
-        gathered=_gathered(config, shallow.num_parameters, deeper.num_parameters) if size > 1 else 0,
+        gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if size > 1 else 0,
     )
 
 
@@ -128,7 +128,7 @@ class _Trace:
 def _trace(
     config: TrainerConfig, model: Mapping[str, Any], row: PackedRow, temperature: float, base_dtype: torch.dtype
 ) -> _Trace:
-    autocast = config.dtype == "bfloat16" and config.num_devices == 1
+    autocast = config.dtype == "bfloat16" and not _gathers_halves(config)
     with FakeTensorMode() as fake:
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
@@ -164,8 +164,8 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
 
     shape = AutoConfig.for_model(**{**model, "layer_types": None})
     dtype = torch.float32 if config.lora is None else base_dtype
-    if config.dtype == "bfloat16" and config.num_devices > 1:
-        dtype = torch.bfloat16  # the format in which weights are gathered for the passes
+    if _gathers_halves(config):
+        dtype = torch.bfloat16
     with unset_fake_temporarily(), torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
@@ -186,14 +186,31 @@ def _counterpart(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _gathered(config: TrainerConfig, shallow: int, deeper: int) -> int:
+def _gathers_halves(config: TrainerConfig) -> bool:
+    """Return whether float32 weights are gathered in bfloat16 for the passes, which then need no autocast."""
+    return config.dtype == "bfloat16" and config.num_devices > 1 and config.lora is None
+
+
+def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:
     """Compute the bytes of whole tensors at the peak of a pass over sharded weights: everything outside the layers,
-    with its gradient; the layer that computes, the next one and a gradient; and on GPUs, where transfers overlap with
-    computation, the buffer in which the next one arrives and a second gradient that is being scattered."""
-    layer = (deeper - shallow) // (_TRACED_LAYERS[1] - _TRACED_LAYERS[0])
-    rest = shallow - _TRACED_LAYERS[0] * layer
+    with its gradient; the layer that computes and the next one; and a gradient, either as computed or in float32 for
+    the sum over devices. On GPUs, where transfers overlap with computation, also the buffer in which the next layer
+    arrives, and a gradient in both forms. Frozen weights have no gradients.
+
+    Args:
+        rest: a model without layers.
+        one: a model with one layer.
+    """
+    width = 2 if _gathers_halves(config) else _FLOAT32_BYTES
+
+    def weights(trace: _Trace) -> int:
+        return trace.weights - (_FLOAT32_BYTES - width) * trace.trained
+
+    layer, num_trained = weights(one) - weights(rest), one.trained - rest.trained
+    computed, summed = width * num_trained, _FLOAT32_BYTES * num_trained
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    return (2 if config.dtype == "bfloat16" else 4) * (2 * rest + (3 if on_cpu else 5) * layer)
+    of_layers = 2 * layer + max(computed, summed) if on_cpu else 3 * layer + computed + summed
+    return weights(rest) + width * rest.trained + of_layers
 
 
 class _Allocations(TorchDispatchMode):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -40,7 +40,16 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["layers recomputed", "adapters", "two devices, shared rows"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "layers recomputed",
+        "adapters",
+        "two devices, shared rows",
+        "two devices, bfloat16, recomputed",
+        "two devices, adapters, bfloat16",
+    ],
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(
     way: str, tmp_path: Path
@@ -71,6 +80,36 @@ def test_adapters_are_trained_in_float32_beside_a_base_in_its_own_format_and_nee
     assert found.optimizer == 8 * trained
     assert found.weights == 2 * found.num_parameters + 4 * trained
     assert found.reference == 0
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_make_the_same_passes_on_several_devices_and_a_frozen_base_is_gathered_as_it_is_held(
+    dtype: Literal["float32", "bfloat16"], base: torch.dtype
+) -> None:
+    config = replace(CONFIG, dtype=dtype, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
+    one, two = (estimate(replace(config, num_devices=n), base_dtype=base) for n in (1, 2))
+    assert (two.activations, two.logits) == (one.activations, one.logits)
+    assert (2 * two.weights, 2 * two.optimizer) == (one.weights, one.optimizer)
+    layer = count(layers=2) - count(layers=1)
+    adapters = one.gradients // (4 * WIDE["num_hidden_layers"])
+    rest = count(layers=0)
+    assert two.gathered == base.itemsize * (rest + 2 * layer) + 4 * 3 * adapters
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_weights_are_gathered_in_the_format_of_the_passes_and_gradients_are_summed_in_float32(
+    dtype: Literal["float32", "bfloat16"], width: int
+) -> None:
+    found = estimate(replace(CONFIG, dtype=dtype, num_devices=2))
+    layer, rest = count(layers=2) - count(layers=1), count(layers=0)
+    assert found.gathered == 2 * width * (rest + layer) + 4 * layer
+    assert found.weights + found.gradients + found.optimizer == 16 * count(layers=4) // 2
+
+
+def count(layers: int) -> int:
+    """Return the number of parameters of a model of so many layers."""
+    return estimate(CONFIG, layers=layers).num_parameters
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])

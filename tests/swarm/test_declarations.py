@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from rollover.engine.logprob_check import FLOAT32_TOLERANCE, HALF_TOLERANCE
+from rollover.engine.reexecution import Slack
+from rollover.run.engine_trust import Trust
+from rollover.run.loading import load
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, SentAway
 from rollover.swarm.wire.messages import Assign, Goodbye
 from tests.swarm import liars
-from tests.swarm.kit import ModelWorker, coordinator, head, request
+from tests.swarm.kit import VOCAB, ModelWorker, coordinator, head, request
 from tests.swarm.test_coordinator import decoded, join, sent
+from tests.virtual_time import VirtualClock, run
 
 UP_TO_DATE = [
     (liars.OldCache, "version 1 with a cache of version 0, but says that its engine keeps no caches of older weights"),
@@ -100,3 +110,47 @@ def test_an_operator_can_turn_away_who_cannot_be_verified(kind: type[ModelWorker
         assert bool(byes) == bool(only and reason)
         assert all(bye.is_final and reason in bye.reason and "engine.verifiable_only" in bye.reason for bye in byes)
         assert (hub.max_running == 0) == bool(byes) and not hub.members["a"].distrust
+
+
+@pytest.mark.parametrize(
+    ("number_format", "setting", "tolerance"),
+    [
+        ("float32", None, FLOAT32_TOLERANCE),
+        ("bfloat16", None, HALF_TOLERANCE),
+        ("float32", 0.03, 0.03),
+    ],
+)
+def test_the_run_decides_what_rounding_explains_and_not_what_a_worker_says_of_its_format(
+    number_format: str, setting: float | None, tolerance: float
+) -> None:
+    async def law() -> None:
+        hub, config = coordinator(), SwarmConfig(logprob_tolerance=setting)
+        engine = SwarmEngine(
+            config, hub, lambda version, source: head(version), VirtualClock(), number_format=number_format
+        )
+        join(hub, liars.CoarseInWords("a"))
+        join(hub, ModelWorker("b"))
+        assert engine.reexecutions.slack == Slack(logprobs=tolerance)
+        engine.allow_rounding(0.05)  # the trainer computes in a coarser format, say
+        assert engine.reexecutions.slack == Slack(logprobs=0.05)
+        await engine.close()
+
+    run(law())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FLOAT32_TOLERANCE), ("bfloat16", HALF_TOLERANCE)])
+def test_re_execution_allows_as_much_as_the_log_prob_check(dtype: str, tolerance: float) -> None:
+    """A member that the check lets in, with a trainer in half precision, is not sent away for its rounding later."""
+
+    async def law() -> None:
+        config = load("quickstart", ["--engine.kind", "swarm", "--trainer.dtype", dtype])
+        assert isinstance(config.engine, SwarmConfig)
+        engine = SwarmEngine(
+            config.engine, coordinator(), lambda v, source: head(v), VirtualClock(), number_format="float32"
+        )
+        trainer: Any = SimpleNamespace(vocab_size=VOCAB)
+        Trust(config, engine, trainer, num_tokens=VOCAB, replayed=())
+        assert engine.reexecutions.slack == Slack(logprobs=tolerance)
+        await engine.close()
+
+    run(law())

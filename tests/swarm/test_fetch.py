@@ -262,7 +262,7 @@ def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(publisher: S
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             with pytest.raises(EngineTimeout) as refusal:
-                await fetch(fetcher, second, server, deadline_s=0.3)
+                await fetch(fetcher, second, server, deadline_s=2.0)
             assert "version 1 of the weights did not arrive within" in str(refusal.value)
             assert f"blob {name[:16]} from" in str(refusal.value) and server.url in str(refusal.value)
             assert fetcher.held is before
@@ -561,7 +561,8 @@ def test_a_download_that_is_far_slower_than_another_source_goes_on_there(
                 sources.ended(url, int(rate), 1.0, well=True)
             assert_same(tensors(await fetch(fetcher, head, slow, fast)), served(VERSIONS[0]))
             assert sources.estimate(slow.url).success == 0.5
-        assert [start for digest, start in fast.asked if digest == name] == [2000]
+        # The clock moves while the first thousand bytes are taken in: it is looked at after these or after the next.
+        assert [start for digest, start in fast.asked if digest == name] in ([1000], [2000])
 
     def stalls(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         if digest != name:

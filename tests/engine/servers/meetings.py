@@ -79,8 +79,9 @@ class Meeting:
     def broadcast(self, tensor: torch.Tensor) -> None:
         if self.is_broken:
             raise RuntimeError("connection closed by peer")
-        for seat in self.seats:
-            seat.sent.append(tensor.clone())
+        copies = [tensor.clone() for _ in self.seats]  # gives other threads a turn, so that all are made first
+        for seat, copy in zip(self.seats, copies, strict=True):
+            seat.sent.append(copy)
 
     def close(self) -> None:
         with self._changed:

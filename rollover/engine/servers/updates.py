@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import TypeGuard
 
 from rollover.engine.base import Sleeps
-from rollover.engine.servers.background import in_time
+from rollover.engine.servers.background import in_time, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.group_updates import GroupUpdate
 from rollover.engine.servers.members import Member, Members
@@ -106,7 +107,7 @@ class PoolUpdates:
         if version < self.version:
             raise EngineError(f"weights cannot go back from version {self.version} to {version}")
         members = self._members.in_service if self._paused is None else self._standing
-        if source.folder is None and isinstance(source, SentByHolder):
+        if _is_sent(source):
             failed = await self._have_sent(members, version, source)
         else:
             failed = await self._members.each(
@@ -154,14 +155,22 @@ class PoolUpdates:
         and does not yet is probed, since one that hangs never will."""
         return self._paused is None or member in self._pausing
 
-    async def catch_up(self, member: Member) -> int:
+    async def catch_up(self, member: Member, *, was_late: bool = False) -> int:
         """Give a member that comes back the weights of the pool: now or, where they can no longer be had from anywhere,
-        with the next update. Returns their version."""
+        with the next update. Returns their version.
+
+        Args:
+            was_late: the pool had newer weights before the member had taken in those that it was given. Where weights
+                are sent, which takes longer than a fast run keeps a version, it then gets the next with the others.
+        """
         engine, name = member.engine, member.name
         await self._resumed.wait()
         version = self.version
         try:
             await in_time(engine.pause(), self._switch_timeout_s, name, "stand still")
+            if was_late and _is_sent(self._source):
+                async with within(self._load_timeout_s, f"{name} was not sent the next weights in time"):
+                    return await self._with_the_others(member)
             try:
                 await in_time(engine.load(version, self._source), self._load_timeout_s, name, f"load version {version}")
             except WeightsGone:
@@ -194,6 +203,11 @@ class PoolUpdates:
     def _standing(self) -> list[Member]:
         """Return the members that are paused. One that was taken out is woken when it comes back, or is closed."""
         return [member for member in self._paused or () if not member.is_down]
+
+
+def _is_sent(source: WeightSource) -> TypeGuard[SentByHolder]:
+    """Return whether weights are sent by their holder rather than read from a folder."""
+    return source.folder is None and isinstance(source, SentByHolder)
 
 
 async def _put_to_sleep(member: Member) -> EngineError | None:

@@ -6,7 +6,7 @@
     distrust ──▶ down for good
 
 What it keeps true: a member that comes back gets calls only once it has the weights of the pool and, where log-probs
-are checked, has passed the check.
+are checked, has passed the check under these or under weights that it was given just before.
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ class Watch:
         """Take a member in again once it answers and has the weights of the pool, or leave it out for longer."""
         try:
             await member.engine.revive()
-            while True:
-                version = await self._updates.catch_up(member)
-                await member.engine.probe(decode=True)
-                if self.logprob_check is not None:
-                    await self.logprob_check(member.engine, version)
-                if self._updates.is_current(version):
-                    break
+            version = await self._updates.catch_up(member)
+            await member.engine.probe(decode=True)
+            if self.logprob_check is not None:
+                await self.logprob_check(member.engine, version)
+            # A check can take longer than a fast run keeps a version: the weights that follow are checked like those of
+            # the others, after the next update.
+            while not self._updates.is_current(version):
+                version = await self._updates.catch_up(member, was_late=True)
         except EngineError as e:
             member.take_out(str(e))
             if isinstance(e, EngineMismatch) and member not in self._mismatched:

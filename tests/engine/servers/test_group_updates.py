@@ -240,6 +240,35 @@ def test_a_server_that_comes_back_when_the_weights_are_gone_is_sent_the_next_wit
     asyncio.run(main())
 
 
+@KINDS
+def test_a_server_that_comes_back_to_a_run_that_is_faster_than_its_check_is_sent_the_next_with_the_others(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            holder = Holder()
+
+            async def check(engine: Any, version: int) -> None:
+                checked.append(version)
+                await sent.publish(holder.at(version + 1))
+
+            await sent.publish(holder.at(1))
+            sent.pool.check_logprobs_with(check)
+            sent.servers[1].restart()
+            waiting = sent.pool._updates._late
+            await sent.until(lambda: len(waiting) == 1)
+            assert sent.groups == [[1, 3], [1], [1]]
+            await sent.publish(holder.at(3))
+            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+            assert sent.groups[3:] == [[1, 3]]
+            assert [server.weights for server in sent.servers] == ["sent 1536.0"] * 2
+
+    asyncio.run(main())
+    assert checked == [1]
+
+
 def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are_sent() -> None:
     lease, version = Lease(), 3
     give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)

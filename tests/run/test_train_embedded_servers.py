@@ -130,6 +130,7 @@ def test_a_server_that_is_killed_comes_back_with_current_weights_and_nothing_is_
         run.send_signal(signal.SIGINT)
         assert run.wait(DEADLINE_S) == 130, (experiment / "out.txt").read_text()
         until_dead(last)
+    assert "Traceback" not in (experiment / "out.txt").read_text()
     ledger = runs.ledger(experiment / "out")
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     assert WasteCause.FAILED not in ledger.tokens.wasted

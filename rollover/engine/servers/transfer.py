@@ -183,8 +183,9 @@ class _Sending:
         failure earlier."""
         if self._last is None:
             return None
-        await asyncio.wait([asyncio.wrap_future(self._last)])
-        return self._last.exception()
+        ended = asyncio.wrap_future(self._last)
+        await asyncio.wait([ended])
+        return ended.exception()  # asked of this future, which would otherwise report an error that nobody looked at
 
     async def _do(self, work: Callable[[], Any]) -> Any:
         self._last = in_thread(work)

@@ -102,6 +102,21 @@ def test_docstrings_begin_with_a_sentence(module: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_each_line_under_args_and_raises_names_one_or_continues_the_one_above(module: Path) -> None:
+    """A line that continues an item is indented below it: otherwise readers of docstrings take it for the next item."""
+    sections = re.compile(r"^(?:Args|Attributes|Raises):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
+    found = [
+        line
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for section in sections.findall(ast.get_docstring(node) or "")
+        for line in re.findall(r"^ {4}\S.*", section, re.MULTILINE)
+        if not re.match(r"^    \*{0,2}[A-Za-z]\w*(, \*{0,2}[A-Za-z]\w*)*: ", line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
 def test_fields_are_described_by_a_noun_or_a_sentence(module: Path) -> None:
     found = [
         f"line {described.lineno}: {' '.join(text.split()[:6])}"

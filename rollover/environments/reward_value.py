@@ -36,7 +36,7 @@ def single_reward(returned: Any, whose: str) -> float:
 
     Raises:
         MisshapenReward: the value is not a list of one number. RefusedReward: the number is ``None`` or cannot be
-        trained on.
+            trained on.
     """
     values = _plain(returned, "tolist")
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != 1:

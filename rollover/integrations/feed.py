@@ -204,8 +204,8 @@ class Feed:
 
         Args:
             load: called once, on the feed's event loop: puts the weights into the engine, and returns when they sample
-            every later token. Running samples continue during it if the engine supports that; otherwise they are
-            stopped before and resumed after it.
+                every later token. Running samples continue during it if the engine supports that; otherwise they are
+                stopped before and resumed after it.
 
         Raises:
             RunError: ``version`` goes back, or is ahead of the batches that the host has received.

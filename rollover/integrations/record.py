@@ -40,7 +40,7 @@ class HostedRun:
 
     Args:
         resume: whether the run is resumed from the directory, which may be empty if an earlier process was killed
-        before it wrote anything.
+            before it wrote anything.
         facts: facts besides the settings that identify the run, its dataset say; a resumed run must have the same.
         remedy: how a user of this host resumes a run, for messages.
 
@@ -48,7 +48,7 @@ class HostedRun:
 
     Raises:
         RunError: the directory holds a run that is not to be resumed or had other settings or facts, or another process
-        works there.
+            works there.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def strategy(kind: str, engine: Capabilities, **settings: Any) -> Strategy:
     Args:
         kind: one of ``STRATEGIES``.
         settings: options of the strategy and settings that all strategies share, by their names in the tables
-        ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
+            ``[rollout.strategy]`` and ``[rollout]`` of a run's config.
 
     Raises:
         ConfigError: there is no such strategy or setting, or a value that cannot work.

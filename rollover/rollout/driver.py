@@ -80,11 +80,11 @@ class RolloutDriver:
         clock: when left out, the machine's, which continues where the journal ends.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
         shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
-        compares.
+            compares.
         observer: called after each event, when the ledger has already applied it.
         lockstep: see the module's docstring.
         placement: where calls are placed, if the members of the engine come and go and each changes its weights at its
-        own time; usually the same object as ``engine``.
+            own time; usually the same object as ``engine``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class RolloutDriver:
         Raises:
             EngineTimeout: nothing was decoded or scored for ``stall_timeout_s``; names the samples.
             EngineError: the engine does not work: every running sample failed, one of them more than ``max_retries``
-            times.
+                times.
             DataError: every sample fails, or a reward function is wrong.
             RunError: the group filter rejects everything.
         """

@@ -196,7 +196,7 @@ def check_chunk(
 
     Raises:
         EngineError: it goes beyond the request, says that the response has ended where it cannot have, or is older than
-        the weights in force when its group started.
+            the weights in force when its group started.
     """
     limit = request.params.max_new_tokens
     if num_tokens > limit:

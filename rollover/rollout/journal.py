@@ -260,12 +260,12 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
 
     Args:
         redo_round: discard everything decoded since the last batch was consumed, so that a deterministic run decodes it
-        again exactly as it would have.
+            again exactly as it would have.
         skip_batch: the step whose batch is to be skipped, now and whenever it is replayed.
 
     Raises:
         RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is not
-        among those that are handed out again.
+            among those that are handed out again.
     """
     events = effective(journal.read())
     consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]

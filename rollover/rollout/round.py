@@ -81,7 +81,7 @@ def best_round(
         batch_size: groups in a batch.
         num_running: samples that can be decoded at the same time; any others wait until some end.
         prefill_tokens_per_iteration: tokens that are prefilled in the time of an iteration; infinite if caches are
-        kept.
+            kept.
     """
     if not lengths.groups:
         return ONE_BY_ONE

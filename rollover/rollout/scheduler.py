@@ -128,7 +128,7 @@ class Scheduler:
         placement: where samples are placed, if the members of the engine come and go; ``max_running`` is then ignored.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
         shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
-        compares.
+            compares.
         emit: called with each event once the ledger has applied it.
     """
 

@@ -20,8 +20,8 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, run_
         run_dir: the run's directory; ``runs/CONFIG-DATE-TIME`` when left out.
 
     Raises:
-        RolloverError: the message says what you can do about it. Stopped: Ctrl-C ended the run early, cleanly;
-        ``rollover train --resume`` continues it.
+        RolloverError: the message says what you can do about it.
+        Stopped: Ctrl-C ended the run early, cleanly; ``rollover train --resume`` continues it.
 
     Example:
         ``rollover.train("quickstart", ["--steps", "5"], run_dir="out")`` trains five steps and returns ``Path("out")``,

@@ -20,8 +20,8 @@ def dry_run(config: RunConfig) -> list[str]:
 
     Raises:
         ModelError: the model's folder or its tokenizer is missing, or the trainer or the engine would refuse it.
-        DataError: a dataset or a reward function cannot be used, or the first row of one. ConfigError: prompts and
-        responses do not fit the model or the engine.
+        DataError: a dataset or a reward function cannot be used, or the first row of one.
+        ConfigError: prompts and responses do not fit the model or the engine.
     """
     from rollover.run.engine import check_engine
     from rollover.run.memory import memory_lines

@@ -35,8 +35,8 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
     exists.
 
     Raises:
-        ModelError: the model is not available or has an unsupported architecture. DataError: a source cannot be read or
-        has no solutions for a warm-up.
+        ModelError: the model is not available or has an unsupported architecture.
+        DataError: a source cannot be read or has no solutions for a warm-up.
     """
     from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model

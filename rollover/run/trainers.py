@@ -25,8 +25,9 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     """Open the trainer of a run that begins with the model in ``folder``, or resumes from ``checkpoint``.
 
     Raises:
-        ModelError: the model cannot be trained, or the checkpoint cannot be resumed under this config. RankLost: the
-        processes of several devices do not start. ConfigError: they cannot be placed on the cluster.
+        ModelError: the model cannot be trained, or the checkpoint cannot be resumed under this config.
+        RankLost: the processes of several devices do not start.
+        ConfigError: they cannot be placed on the cluster.
     """
     from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.fleet import FleetTrainer

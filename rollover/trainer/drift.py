@@ -22,7 +22,7 @@ def measured_drift(
 
     Args:
         distance_T: of each token, in the order of ``trajectories``; NaN where the trainer has not computed it under the
-        weights at the start of the step.
+            weights at the start of the step.
     """
     by_engine: dict[str, list[NDArray[np.float64]]] = {}
     start = 0

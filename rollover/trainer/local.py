@@ -57,8 +57,8 @@ class LocalTrainer:
         temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
         resume_from: a checkpoint to continue from, exactly where ``save`` left off.
         world: other ranks with which it trains one model. All are given the same batches, each trains its own rows of
-        them, and each writes its share of a checkpoint; the process that leads them has checked the one to continue
-        from.
+            them, and each writes its share of a checkpoint; the process that leads them has checked the one to continue
+            from.
 
     Raises ``ModelError`` for a model that cannot be trained and for a checkpoint whose settings, model or
     optimizer state do not match (naming what differs), ``ConfigError`` for a device that is not there.

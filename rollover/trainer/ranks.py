@@ -48,7 +48,7 @@ class LocalLauncher:
     Args:
         timeout_s: ranks that do nothing for this long are ended.
         logs: the folder of ``trainer-rank-0.log`` and so on; without it, output goes to the standard error of this
-        process.
+            process.
 
     Raises ``ConfigError`` for devices that do not exist.
 

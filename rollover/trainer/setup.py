@@ -72,7 +72,7 @@ class TrainingSetup:
 
         Raises:
             ModelError: the settings, the model or, if bits matter, threads or devices differ from those it was written
-            with.
+                with.
             DamagedCheckpoint: it differs from what was written.
         """
         manifest = read_manifest(checkpoint)

@@ -43,7 +43,7 @@ def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequ
 
     Raises:
         DataError: the samples contain images, already have a response, or have values that JSON cannot hold; the
-        message names the group.
+            message names the group.
     """
     name = f"group {group[0].group_index} of the data source"
     for sample in group:
@@ -159,7 +159,7 @@ def account_for_versions(
         version: the version of the servers in this rollout.
         first_rollout: slime's number of the run's first rollout.
         masks_stale: ``--mask-offpolicy-in-partial-rollout``, applied per token: tokens of older versions are not
-        trained.
+            trained.
     """
     spans = [(s.policy_version, len(s.token_ids)) for s in trajectory.segments if s.token_ids]
     oldest = min((v for v, _ in spans), default=version)

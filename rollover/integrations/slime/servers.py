@@ -248,7 +248,7 @@ class LentServers:
 
     Args:
         config: its only url is that of the router; ``first_token_timeout_s`` is the longest wait for a whole response
-        if answers are not streamed.
+            if answers are not streamed.
         num_workers: their number, which determines how many samples are decoded at the same time.
         transport: replaces the network in tests.
 

@@ -32,7 +32,7 @@ def measure(output: Mapping[str, Any], answers: Answers, *, advantages_alone: bo
     Args:
         output: the result of TRL's ``_generate_and_score_completions``.
         advantages_alone: whether a token without an advantage has no gradient, since there is no KL term and no entropy
-        bonus.
+            bonus.
     """
     mask_BT = output["completion_mask"].bool().cpu()
     if "tool_mask" in output:

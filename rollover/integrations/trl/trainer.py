@@ -67,8 +67,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Args:
         rollover: how rollouts are scheduled and which engine decodes them: the name of a strategy, a TOML file, or a
-        dictionary with the tables ``rollout`` and ``engine`` of a run's config. Settings that ``GRPOConfig`` determines
-        must not be repeated. By default the engine is embedded.
+            dictionary with the tables ``rollout`` and ``engine`` of a run's config. Settings that ``GRPOConfig``
+            determines must not be repeated. By default the engine is embedded.
         observer: called with each event of the rollouts, on a thread of its own.
 
     Raises:

@@ -142,7 +142,7 @@ class RolloutWorker:
 
     Raises:
         ConfigError: the bound of ``rollout`` is above TRL's, or its batch does not have the size that the trainer takes
-        per version.
+            per version.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class RolloutWorker:
 
         Raises:
             RolloverError: any that the rollouts raise; they stop waiting for an engine after
-            ``rollout.stall_timeout_s``.
+                ``rollout.stall_timeout_s``.
             RunError: ``rewards`` or ``messages`` have not returned for ``stale_after_s``.
         """
         if self._error is not None:

@@ -143,17 +143,21 @@ def test_several_devices_write_the_model_that_one_does(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "on-1", "on-2"]
 
 
-def test_a_rank_of_the_warm_up_that_is_lost_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pids: list[int] = []
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those of the ranks, in the order in which they are forked."""
+    started: list[int] = []
 
     def start(rank: int, logs: Path | None) -> ranks._Process:
         process = forked_ranks.start(rank, logs)
-        pids.append(process.popen.pid)
+        started.append(process.popen.pid)
         return process
 
     monkeypatch.setattr(ranks, "_start", start)
+    return started
+
+
+def test_a_rank_of_the_warm_up_that_is_lost_is_named(folder: Path, tmp_path: Path, pids: list[int]) -> None:
     settings = config(num_steps=3, batch_size=4, num_devices=2)
     with pytest.raises(ranks.RankLost, match=r"^rank 1 of 2 was killed \(SIGKILL, .*\) in step 1 of the warm-up"):
         run_sft(
@@ -168,21 +172,13 @@ def test_a_rank_of_the_warm_up_that_is_lost_is_named(
 
 
 def test_a_warm_up_that_loses_a_rank_begins_again_and_makes_the_model_that_it_would_have_made(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, pids: list[int]
 ) -> None:
-    pids: list[int] = []
-
-    def start(rank: int, logs: Path | None) -> ranks._Process:
-        process = forked_ranks.start(rank, logs)
-        pids.append(process.popen.pid)
-        return process
-
     def kill(done: SFTProgress) -> None:
         steps.append(done.step)
         if steps == [0, 1]:
             os.kill(pids[1], signal.SIGKILL)
 
-    monkeypatch.setattr(ranks, "_start", start)
     settings = config(num_steps=3, batch_size=2, learning_rate=1e-3, num_devices=2)
     told: list[str] = []
     for name, on_progress in (("killed", kill), ("undisturbed", lambda done: None)):

@@ -312,6 +312,8 @@ class Ledger:
                 group = self.ready.pop(group_id)
                 if group.start_version is not None:  # otherwise each of its samples failed before it was sent out
                     self.starts_of_ready[group.start_version] -= 1
+                for sample in group.samples:
+                    sample.pack()
             self.batches[step] = group_ids
         self._account(step, +1)
         self.next_step += 1

@@ -48,9 +48,12 @@ class SampleRecord:
     @property
     def trajectory(self) -> Trajectory:
         """Return the present state as a record."""
-        return Trajectory(
-            sample_id=self.sample_id, prompt=self.prompt, segments=tuple(self.segments), reward=self.reward
-        )
+        segments = tuple(segment.unpacked() for segment in self.segments)
+        return Trajectory(sample_id=self.sample_id, prompt=self.prompt, segments=segments, reward=self.reward)
+
+    def pack(self) -> None:
+        """Hold the tokens in little memory, now that they are only kept for a restart."""
+        self.segments = [segment.packed() for segment in self.segments]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -445,6 +447,17 @@ def test_a_restart_takes_back_what_was_trained_since_the_checkpoint() -> None:
     ledger.check()
     ledger.apply(consumed(1, 1))
     assert ledger.tokens.trained == 8 and ledger.tokens.live == 0 and not ledger.replay
+
+
+def test_what_is_kept_for_a_restart_takes_8_bytes_a_token_and_comes_back_as_it_was() -> None:
+    logprobs = tuple(array("f", (-0.1 * i for i in range(1000))))
+    segment = ended(A, 1000, STOP).segment._replace(token_ids=tuple(range(70_000, 71_000)), rollout_logprobs=logprobs)
+    ledger = Ledger([opened(0), started(A), SegmentEnded(time_s=1.0, sample_id=A, segment=segment), scored(A)])
+    before = ledger.sample(A).trajectory
+    ledger.apply(consumed(0, 0))
+    assert ledger.sample(A).trajectory == before and before.segments == (segment,)
+    kept = ledger.sample(A).segments[0]
+    assert sys.getsizeof(kept.token_ids) + sys.getsizeof(kept.rollout_logprobs) < 8 * 1000 + 300
 
 
 def test_tokens_without_a_gradient_move_from_trained_to_wasted_when_the_step_is_done() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 from rollover.errors import ResourceError, is_full, system_error
 
@@ -37,8 +38,8 @@ def write_folder(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = _beside(folder)
-        partial.chmod(0o755)
         write(partial)
+        _let_others_read(partial)
         for path in (*partial.rglob("*"), partial) if durable else ():
             _flush(path)
         _put(partial, folder)
@@ -56,6 +57,16 @@ def write_folder(
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _let_others_read(folder: Path) -> None:
+    """Give the files the permissions that the umask gives to new ones. safetensors lets only their owner read them, but
+    a server that loads the folder may run as another user."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path in folder.rglob("*"):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            path.chmod(mode)
+
+
 def _put(partial: Path, folder: Path) -> None:
     if not folder.exists():
         os.rename(partial, folder)
@@ -67,7 +78,9 @@ def _put(partial: Path, folder: Path) -> None:
 
 
 def _beside(folder: Path) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{folder.name}-", dir=folder.parent))
+    path = folder.parent / f"{PARTIAL}{folder.name}-{uuid4().hex[:12]}"
+    path.mkdir()  # unlike tempfile's, with the permissions that the umask gives
+    return path
 
 
 def _flush(path: Path) -> None:

@@ -6,6 +6,7 @@ Only headers are read, no tensors, and torch is not needed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def read_weight_infos(folder: Path) -> dict[str, TensorInfo]:
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
             raise ModelError(f"{file} is not a safetensors file: {e}") from None
     return infos
+
+
+def number_format(folder: Path) -> str:
+    """Return the number format of most tensors of a model folder, by torch's name. Raises ``ModelError`` when there are
+    no weights or they cannot be read."""
+    formats = Counter(info.dtype for info in read_weight_infos(folder).values())
+    if not formats:
+        raise ModelError(f"model folder {str(folder)!r} has no weights")
+    return formats.most_common(1)[0][0]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

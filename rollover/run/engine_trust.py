@@ -50,11 +50,19 @@ class Trust:
 
     Args:
         num_tokens: size of the tokenizer's vocabulary; models may have more rows, or fewer.
+        trainer_format: the number format in which the trainer computes log-probs.
         replayed: steps whose batches an earlier process sampled and judged.
     """
 
     def __init__(
-        self, config: RunConfig, engine: TrainedEngine, trainer: Trainer, *, num_tokens: int, replayed: Collection[int]
+        self,
+        config: RunConfig,
+        engine: TrainedEngine,
+        trainer: Trainer,
+        *,
+        num_tokens: int,
+        trainer_format: str,
+        replayed: Collection[int],
     ) -> None:
         rollout, number_format = config.rollout, engine.capabilities.number_format
         self._engine = engine
@@ -62,7 +70,7 @@ class Trust:
         self._trainer = trainer
         self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), engine.capabilities.max_context_tokens)
         self._later = (rollout.temperature,)
-        self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, config.trainer.dtype)
+        self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, trainer_format)
         """Mean distance of log-probs, in nats, that counts as rounding."""
         self._remedy = config.engine.mismatch_remedy(number_format)
         """Advice for the user about an engine beyond the tolerance."""

@@ -212,7 +212,7 @@ def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
 
     from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model
-    from rollover.trainer.lora import number_format
+    from rollover.trainer.lora import base_format
 
     if config.model.scratch is not None:
         return config.model.scratch.model_config(config.model.scratch.vocab_size), torch.float32
@@ -220,7 +220,7 @@ def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
     folder = resolve_model(config.model.path, weights=False)
     model = read_model_config(folder, weights=Path(config.model.path).is_dir())
     if any(folder.glob("*.safetensors")):
-        return model, number_format(folder)
+        return model, base_format(folder)
     named = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
     return model, getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)
 

@@ -36,7 +36,7 @@ from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
 from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, WatchesSteps, to_all
 from rollover.run.prepare import check_model, initial_policy
-from rollover.run.trainers import open_trainer
+from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
 from rollover.tasks.open import eval_sources, held_out_texts, train_source
@@ -120,7 +120,14 @@ async def open_session(
         weights = WeightSync(
             trainer=trainer,
             publisher=Publisher([engine], folders=folders, timeout_s=config.engine.publication_timeout_s),
-            trust=Trust(config, engine, trainer, num_tokens=len(tokenizer), replayed=state.ledger.replay),
+            trust=Trust(
+                config,
+                engine,
+                trainer,
+                num_tokens=len(tokenizer),
+                trainer_format=logprob_format(config.trainer, folder),
+                replayed=state.ledger.replay,
+            ),
             driver=driver,
             reloads_after_check=config.engine.declared.deterministic,
             sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,

@@ -10,6 +10,7 @@ from rollover.algorithms.config import resolve
 from rollover.cluster.config import ClusterConfig
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
+from rollover.hf.weights import number_format
 from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
@@ -96,6 +97,15 @@ def check_devices(config: RunConfig) -> list[str]:
         f"{section.role}: each pass is shared by {section.context_parallel} devices, along the sequence"
         for section in shared
     ]
+
+
+def logprob_format(config: TrainerConfig, folder: Path) -> str:
+    """Return the number format in which the trainer computes log-probs. Adapters are computed beside the weights of
+    ``folder``, which keep their format.
+
+    Example: "bfloat16" with ``dtype = "float32"`` and adapters of a bfloat16 model.
+    """
+    return config.dtype if config.lora is None or config.dtype == "bfloat16" else number_format(folder)
 
 
 def _shape(config: RunConfig) -> Mapping[str, Any]:

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from rollover.errors import ConfigError, ModelError, require
+from rollover.errors import ConfigError, require
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
-from rollover.hf.weights import read_weight_infos
+from rollover.hf.weights import number_format
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
@@ -66,7 +66,7 @@ class LoraPolicy:
         self.autocast = config.dtype == "bfloat16"
         self._publishes_adapters = config.lora.publish == "adapter"
         model = load_policy(
-            base, dtype=number_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
+            base, dtype=base_format(base), device=device, gradient_checkpointing=config.gradient_checkpointing
         )
         self._settings = adapter_settings(model, config.lora, base)
         self.model: Any = with_adapters(model, self._settings, seed=seed)
@@ -118,7 +118,7 @@ def merge(checkpoint: Path, target: Path, *, base: str | Path, companions: Compa
     from peft import LoraConfig as PeftConfig
 
     folder = resolve_model(base)
-    model = load_policy(folder, dtype=number_format(folder))
+    model = load_policy(folder, dtype=base_format(folder))
     try:
         with_adapters(model, PeftConfig.from_pretrained(str(checkpoint)), seed=0)
     except (OSError, ValueError, TypeError) as error:
@@ -224,11 +224,8 @@ def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Ten
     return tensors
 
 
-def number_format(folder: Path) -> torch.dtype:
-    """Return the number format of most tensors in a model folder."""
-    formats = [info.dtype for info in read_weight_infos(folder).values()]
-    if not formats:
-        raise ModelError(f"model folder {str(folder)!r} has no weights")
-    found = getattr(torch, max(set(formats), key=formats.count))
+def base_format(folder: Path) -> torch.dtype:
+    """Return the number format in which the weights beside the adapters are held: that of their folder."""
+    found = getattr(torch, number_format(folder))
     assert isinstance(found, torch.dtype)
     return found

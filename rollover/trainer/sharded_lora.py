@@ -23,10 +23,10 @@ from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.lora import (
     adapter_settings,
     adapters_off,
+    base_format,
     merged_weights,
     name_in_file,
     named_adapters,
-    number_format,
     read_adapters,
     with_adapters,
 )
@@ -67,7 +67,7 @@ class ShardedLoraPolicy:
             stored = read_adapters(checkpoint, {name_in_file(name): value for name, value in values.items()})
             return {name: stored[name_in_file(name)] for name in values}
 
-        self.model = load_sharded(base, config, world, dtype=number_format(base), adapt=adapt)
+        self.model = load_sharded(base, config, world, dtype=base_format(base), adapt=adapt)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the merged weights, sharded as the base is."""

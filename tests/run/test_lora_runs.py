@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_engines_sample_from_the_merged_weights(experiment: Path, strategy: str)
         logprobs_T = all_logprobs(load_policy(folder), pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
         distance_T = (logprobs_T - recorded_T)[versions_T == version].abs()
         assert float(distance_T.max()) < 1e-4, version
+
+
+@pytest.mark.parametrize("publish", ["merged", "adapter"])
+def test_a_half_precision_model_trains_on_a_cpu_with_default_settings(
+    experiment: Path, publish: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer computes beside bfloat16 weights, the engine in float32: the run counts the difference as rounding,
+    though ``trainer.dtype`` is float32. A tolerance for float32 alone would stop the run."""
+    load_policy(Path("model"), dtype=torch.bfloat16).save_pretrained("half")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path("model") / file, "half")
+    args = ("run.toml", "--model.path", "half", *LORA, "--trainer.lora.publish", publish, "--steps", "2")
+    assert train(*args, "--run-dir", "out") == 0
+    assert train(*args, "--run-dir", "strict", "--engine.logprob_tolerance", "0.0001") == 2
+    message = capsys.readouterr().err
+    assert "use engine.kind 'vllm' or 'sglang'" in message and "engine.dtype" not in message
 
 
 def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experiment: Path) -> None:

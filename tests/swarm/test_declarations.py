@@ -149,7 +149,7 @@ def test_re_execution_allows_as_much_as_the_log_prob_check(dtype: str, tolerance
             config.engine, coordinator(), lambda v, source: head(v), VirtualClock(), number_format="float32"
         )
         trainer: Any = SimpleNamespace(vocab_size=VOCAB)
-        Trust(config, engine, trainer, num_tokens=VOCAB, replayed=())
+        Trust(config, engine, trainer, num_tokens=VOCAB, trainer_format=dtype, replayed=())
         assert engine.reexecutions.slack == Slack(logprobs=tolerance)
         await engine.close()
 

@@ -78,7 +78,8 @@ class EmbeddedConfig(EngineConfig):
         )
 
     def mismatch_remedy(self, number_format: str) -> str:
-        return "set engine.dtype = 'float32', or use engine.kind 'vllm' or 'sglang' for this model"
+        finer = "" if number_format == "float32" else "set engine.dtype = 'float32', or "
+        return f"{finer}use engine.kind 'vllm' or 'sglang' for this model"
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from EngineConfig.refusals(self, demands)

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.clock import Clock
 from rollover.errors import ConfigError, EngineError, RunError
 from rollover.hf.architecture import Architecture
-from rollover.hf.weights import read_weight_infos
+from rollover.hf.weights import number_format, read_weight_infos
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
@@ -108,7 +107,7 @@ async def open_swarm(
         coordinator,
         publish,
         clock,
-        number_format=_number_format(folder),
+        number_format=number_format(folder),
         check_source=_Fits(folder),
         valid_names=credentials.hashes,
         board=board,
@@ -179,11 +178,6 @@ class _Fits:
                 raise EngineError(
                     f"the swarm: tensor {name!r} has the shape {given.get(name)}, but the model's has {shape}"
                 )
-
-
-def _number_format(folder: Path) -> str:
-    """Return the number format of most tensors in a model folder."""
-    return Counter(info.dtype for info in read_weight_infos(folder).values()).most_common(1)[0][0]
 
 
 def _next_epoch(file: Path) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
+from rollover.engine.ends import check_end, reached_end
 from rollover.errors import CallDisplaced, EngineError, EngineTimeout
-from rollover.types import FinishReason, SamplingParams
+from rollover.types import FinishReason
 
 STALL_S = 900.0
 """Longest silence of a response, whatever the engine calls it."""
@@ -43,7 +44,8 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
             async with aclosing(_unstalled(engine, call, stall_s)) as chunks:
                 async for chunk in chunks:
                     tail = chunk.token_ids or ids
-                    check_end(call.request_id, call, chunk, len(ids) + len(chunk.token_ids), tail[-1] if tail else None)
+                    num_tokens = len(ids) + len(chunk.token_ids)
+                    check_end(call.request_id, call, chunk.finish_reason, num_tokens, tail[-1] if tail else None)
                     yield chunk
                     last = chunk
                     ids += chunk.token_ids
@@ -81,35 +83,3 @@ async def _unstalled(engine: Engine, call: GenerateRequest, stall_s: float) -> A
     finally:
         with suppress(EngineError):
             await stream.aclose()  # type: ignore[attr-defined]
-
-
-def check_end(name: object, call: GenerateRequest, chunk: Chunk, num_tokens: int, last_token: int | None) -> None:
-    """Refuse a chunk that ends a call before its end can have come. ``num_tokens`` and ``last_token`` are the
-    response's, including the chunk's.
-
-    Where a call has stop strings, its last token alone does not tell whether one is complete, so any is believed.
-
-    Raises:
-        EngineError: the call ended for its length before its limit, or with a stop but without a token, or at one that
-            is none of the stop tokens it names.
-    """
-    limit = call.params.max_new_tokens
-    if chunk.finish_reason is FinishReason.LENGTH and num_tokens < limit:
-        raise EngineError(
-            f"the engine ended {name} for its length after {num_tokens} tokens, but {limit} were requested"
-        )
-    if chunk.finish_reason is FinishReason.STOP and num_tokens == len(call.response_ids):
-        raise EngineError(f"the engine says that {name} reached a stop token, but sent no token")
-    stops = call.params.stop_token_ids
-    if chunk.finish_reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
-        raise EngineError(
-            f"the engine says that {name} stopped at token {last_token}, but its stop tokens are {sorted(stops)}"
-        )
-
-
-def reached_end(params: SamplingParams, ids: Sequence[int]) -> FinishReason | None:
-    """Return why nothing is left to decode after the response ``ids``: the engine or the process died between the last
-    token and the news that it was the last. ``None`` while something is."""
-    if ids and ids[-1] in params.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(ids) >= params.max_new_tokens else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Chunk, Engine, GenerateRequest
-from rollover.engine.complete import check_end, reached_end
+from rollover.engine.ends import check_end, reached_end
 from rollover.errors import EngineError
 from rollover.rollout.actions import StartSample
 from rollover.rollout.ledger import Ledger
@@ -201,7 +201,7 @@ def check_chunk(
     limit = request.params.max_new_tokens
     if num_tokens > limit:
         raise EngineError(f"the engine decoded {num_tokens} tokens for {sample_id}, but at most {limit} were requested")
-    check_end(sample_id, request, chunk, num_tokens, last_token)
+    check_end(sample_id, request, chunk.finish_reason, num_tokens, last_token)
     if chunk.token_ids and start_version is not None and chunk.policy_version < start_version:
         raise EngineError(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"

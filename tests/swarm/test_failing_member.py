@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
 from rollover.swarm.coordinator.machine.blame import NUM_REMEMBERED, Blame
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Changed, Effect, Fail
+from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Fail
 from rollover.swarm.wire.messages import Assign, CallFailed
-from tests.swarm.kit import LENGTH, ModelWorker, assert_ranked, request
+from tests.swarm.kit import LENGTH, ModelWorker, assert_ranked, request, response
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
 from tests.swarm.test_relief import given, member
 
@@ -83,6 +88,50 @@ def test_what_fails_at_a_second_member_too_is_a_failed_attempt() -> None:
     assert failed(fail(hub, first, "g0.0#0.", 1.0)) == [("g0.0#0.", True)]
     assert given(hub.opened(request("g0.0", 1)), first, second, third) is second
     assert failed(fail(hub, second, "g0.0#1.", 1.0)) == [("g0.0#1.", False)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason", "stops", "said"),
+    [
+        (0, "length", (), f"ended g0.0#0. for its length after 0 tokens, but {LENGTH} were requested"),
+        (3, "length", (), f"ended g0.0#0. for its length after 3 tokens, but {LENGTH} were requested"),
+        (0, "stop", (), "says that g0.0#0. reached a stop token, but sent no token"),
+        (3, "stop", (100_000,), "but its stop tokens are [100000]"),
+        (3, "abort", (), "stopped g0.0#0. after 3 tokens without being asked to"),
+    ],
+)
+def test_an_end_that_cannot_have_come_is_a_failure_of_the_member_that_claims_it(
+    num_tokens: int, reason: str, stops: tuple[int, ...], said: str
+) -> None:
+    """The response keeps its tokens and continues elsewhere; no such answer can end the run while another worker does
+    better."""
+    hub = coordinator()
+    liar, good = member(hub, "liar", 100.0, room=8), member(hub, "good", 1.0, room=2)
+    asked = request("g0.0")
+    asked = replace(asked, params=replace(asked.params, stop_token_ids=stops))
+    assert given(hub.opened(asked), liar, good) is liar
+    liar.decode("g0.0#0.", num_tokens)
+    claim = liar.piece(liar.calls["g0.0#0."], 0, num_tokens, 0, reason)
+    effects = hub.received(liar.lease, claim, 1.0)
+    delivered = [e.piece for e in effects if isinstance(e, Deliver)]
+    assert [(p.token_ids, p.finish_reason) for p in delivered] == (
+        [(response("g0.0.", 0, num_tokens), None)] if num_tokens else []
+    )
+    assert failed(effects) == [("g0.0#0.", True)]
+    assert said in hub.members["liar"].last_error
+    assert given(hub.opened(request("g0.0", 1, num_done=num_tokens)), liar, good) is good
+    assert_ranked(hub)
+
+
+@pytest.mark.parametrize("claimed", [-5, 0, 7, 30, 10**12])
+def test_a_member_can_claim_no_more_prefill_than_there_was_to_do(claimed: int) -> None:
+    hub = coordinator()
+    worker = member(hub, "a", 1.0, room=2)
+    assert given(hub.opened(request("g0.0", num_done=30)), worker) is worker
+    first, second = decoded(worker, "g0.0#0.", 4), decoded(worker, "g0.0#0.", 2)
+    said = [structs.replace(piece, num_prefilled_tokens=claimed) for piece in (*first, *second)]
+    pieces = [e.piece for message in said for e in hub.received(worker.lease, message, 1.0) if isinstance(e, Deliver)]
+    assert [p.num_prefilled_tokens for p in pieces] == [min(max(claimed, 0), 30), 0]
 
 
 def test_the_only_member_is_not_spared_so_that_the_run_says_what_is_wrong() -> None:

@@ -260,6 +260,34 @@ def test_one_run_is_under_a_subject(tmp_path: Path, credentials: Credentials) ->
         run(law)
 
 
+@pytest.mark.parametrize("at_the_same_time", [True, False])
+def test_of_two_runs_that_find_a_subject_free_one_has_it(
+    tmp_path: Path, credentials: Credentials, at_the_same_time: bool
+) -> None:
+    """Both have asked before either listens, as runs do that warm their models up in between."""
+    server = NatsServer(tmp_path)
+
+    async def law() -> None:
+        address = NatsAddress.parse(server.url)
+        gateways = []
+        for _ in range(2):
+            place = NatsCluster(address)
+            await place.open()
+            gateways.append(NatsGateway(place, RecordedSessions(), hashes=credentials.hashes))
+        if at_the_same_time:
+            found = await asyncio.gather(*(each.serve() for each in gateways), return_exceptions=True)
+        else:
+            await gateways[0].serve()
+            (found,) = [[None, *await asyncio.gather(gateways[1].serve(), return_exceptions=True)]]
+        refused = [error for error in found if error is not None]
+        assert len(refused) == 1 and "another run already uses the subject 'rollover'" in str(refused[0])
+        for each in gateways:
+            await each.close()
+
+    with running(server):
+        run(law)
+
+
 # -- more servers than one ----------------------------------------------------------------------------------------
 
 

@@ -125,9 +125,9 @@ class NatsConnection:
 
         await self._unless_ended(self._client.subscribe(subject, cb=came, pending_bytes_limit=_MAX_PENDING_BYTES))
 
-    async def asks(self, subject: str, *, timeout_s: float) -> bool:
+    async def asks(self, subject: str, payload: bytes = b"", *, timeout_s: float) -> bool:
         """Ask on a subject whether there is a listener; tell whether there was an answer. Raises ``NatsFailure``."""
-        answered = asyncio.ensure_future(self._client.request(subject, timeout=timeout_s))
+        answered = asyncio.ensure_future(self._client.request(subject, payload, timeout=timeout_s))
         try:
             await self._unless_ended(answered)
         except NatsFailure as e:

@@ -25,7 +25,7 @@ from typing import Any
 
 from rollover.clock import Clock
 from rollover.engine.base import Chunk, Engine, GenerateRequest
-from rollover.engine.complete import check_end, reached_end
+from rollover.engine.ends import check_end, reached_end
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.privacy import redacted_text
 from rollover.swarm.wire.messages import Adopt, Assign, CallFailed
@@ -273,7 +273,7 @@ class WorkerCalls:
                 async for chunk in chunks:
                     self._take(call, chunk)
                     ids += chunk.token_ids
-                    check_end(request_id, request, chunk, len(ids), ids[-1] if ids else None)
+                    check_end(request_id, request, chunk.finish_reason, len(ids), ids[-1] if ids else None)
                     if chunk.finish_reason is not None:
                         return chunk.finish_reason
             raise EngineError(f"the engine ended a call after {len(ids)} tokens without saying why")

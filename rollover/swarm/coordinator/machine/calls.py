@@ -182,8 +182,9 @@ class SwarmCalls:
         before = call.stream.position
         effects: list[Effect] = []
         for each in call.stream.arrived(piece):
-            call.came_out(each)
-            effects.append(Deliver(call_id, each, member.name))
+            delivered = call.came_out(each)
+            if delivered.token_ids or delivered.is_last:
+                effects.append(Deliver(call_id, delivered, member.name))
         if not call.stream.num_early:
             self._counters.repeated_tokens += max(0, len(piece.token_ids) - (call.stream.position - before))
         if effects and not call.request.is_journaled:

@@ -357,6 +357,9 @@ class Coordinator:
             if member.num_failures:
                 self._ranking.changed(member)
         member.decoded_tokens(num_new)
+        if call.refused_end:
+            refused = self._failed_at(member, message.call_id, f"{member.name}: {call.refused_end}")
+            return [*effects, *refused, *self._placing.place_waiting()]
         if call.stream.is_over:
             if call.stream.finish_reason is not FinishReason.ABORT and not call.is_directed:
                 self._placing.remaining.ended(call.stream.position)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 
 from rollover.engine.base import GenerateRequest
+from rollover.engine.ends import check_end
+from rollover.errors import EngineError
 from rollover.swarm.coordinator.machine.streams import Piece, TokenStream
 from rollover.swarm.wire.messages import (
     Adopt,
@@ -46,6 +49,9 @@ class SwarmCall:
         self._prefix = hashlib.sha256(pack_ids(request.response_ids))
         self._version = 0
         """The version of the last token that came out."""
+        self._last_token: int | None = None
+        self.refused_end = ""
+        """Why its member cannot have reached the end that it claims; empty while there is nothing to refuse."""
 
     @property
     def limit(self) -> int:
@@ -61,8 +67,9 @@ class SwarmCall:
         """Take note that the call was given to a member that had confirmed ``version``: its engine never goes back."""
         self.least_version = max(self.least_version, version or 0)
 
-    def came_out(self, piece: Piece) -> None:
-        """Take note of tokens that are delivered. Raises ``ProtocolError`` for versions that go back."""
+    def came_out(self, piece: Piece) -> Piece:
+        """Take note of tokens that come out, and return what of the piece is to be delivered: all, but without its end
+        if that is refused. Raises ``ProtocolError`` for versions that go back."""
         if piece.token_ids and piece.version < self._version:
             raise ProtocolError(
                 f"it sent tokens of version {piece.version} behind tokens of version {self._version} in one response"
@@ -70,6 +77,18 @@ class SwarmCall:
         self._version = max(self._version, piece.version)
         self.num_repairs, self.unconfirmed = 0, None
         self._prefix.update(pack_ids(piece.token_ids))
+        if piece.token_ids:
+            self._last_token = piece.token_ids[-1]
+        try:
+            check_end(self.request.request_id, self.request, piece.finish_reason, piece.end, self._last_token)
+            if piece.finish_reason is FinishReason.ABORT and not self.is_aborted:
+                raise EngineError(
+                    f"it stopped {self.request.request_id} after {piece.end} tokens without being asked to"
+                )
+        except EngineError as error:
+            self.refused_end = str(error)
+            return replace(piece, finish_reason=None)
+        return piece
 
     def assignment(self, call_id: str, sample_key: str) -> Assign:
         """Return the message that gives the call to a member. ``sample_key``: by which the member knows the sample."""
@@ -149,5 +168,7 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         version=message.version,
         kv_version=message.kv_version,
         finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
-        num_prefilled_tokens=max(0, message.num_prefilled_tokens),
+        num_prefilled_tokens=min(max(0, message.num_prefilled_tokens), call.start)
+        if message.offset <= call.start
+        else 0,
     )

@@ -98,13 +98,18 @@ class NatsCluster:
             self.address, tls=self._tls, name="rollover", timeout_s=_CONNECT_TIMEOUT_S, replies=self.address.replies()
         )
         try:
-            if await connection.asks(self.address.coordinator, timeout_s=_ASK_TIMEOUT_S):
-                raise NatsFailure(
-                    f"another run already uses the subject {self.address.subject!r}: end that run, or"
-                    " name another subject at the end of the address",
-                    is_final=True,
-                )
+            await self.stay_away_from_others(connection)
         except NatsFailure:
             await connection.close()
             raise
         return connection
+
+    async def stay_away_from_others(self, connection: NatsConnection, own_id: bytes = b"") -> None:
+        """Ask whether another run uses the subject; ``own_id`` tells the asker's own listener who asks. Raises
+        ``NatsFailure`` if one does."""
+        if await connection.asks(self.address.coordinator, own_id, timeout_s=_ASK_TIMEOUT_S):
+            raise NatsFailure(
+                f"another run already uses the subject {self.address.subject!r}: end that run, or"
+                " name another subject at the end of the address",
+                is_final=True,
+            )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -58,6 +59,10 @@ class NatsGateway:
         self._sessions: dict[str, NatsSession] = {}
         self._ungreeted: dict[str, NatsSession] = {}
         """Sessions whose worker has not said hello yet, the oldest first."""
+        self._id = secrets.token_hex(8).encode()
+        """What it asks with whether another run uses the subject."""
+        self._is_established = False
+        """No other run uses the subject: whoever comes later has to stay away."""
         self._lost: list[str] = []
         """Inboxes of sessions that ended with the last connection."""
         self._keeping: asyncio.Task[None] | None = None
@@ -89,10 +94,14 @@ class NatsGateway:
         await self._cluster.close()
 
     async def _listen(self, connection: NatsConnection) -> None:
-        await connection.subscribe(self._address.hello, self._hello_came)
-        await connection.subscribe(self._address.sessions, self._message_came)
+        self._is_established = False
         await connection.subscribe(self._address.coordinator, self._question_came)
         await connection.flush()  # what the cluster does not permit it has said by then
+        await self._cluster.stay_away_from_others(connection, self._id)  # who began while this run warmed its model up
+        self._is_established = True
+        await connection.subscribe(self._address.hello, self._hello_came)
+        await connection.subscribe(self._address.sessions, self._message_came)
+        await connection.flush()
         if not connection.is_open:
             raise await connection.until_ended()
 
@@ -111,7 +120,11 @@ class NatsGateway:
     # -- what comes -------------------------------------------------------------------------------------------------
 
     def _question_came(self, message: NatsMessage) -> None:
-        if message.reply:
+        """Answer another coordinator, which then stays away. Of two that ask each other at the same time, the one with
+        the smaller id stays."""
+        asker = message.payload
+        stays_away = asker == self._id or (not self._is_established and b"" < asker < self._id)
+        if message.reply and not stays_away:
             self._publish(message.reply, b"")
 
     def _hello_came(self, message: NatsMessage) -> None:

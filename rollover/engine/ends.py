@@ -1,0 +1,43 @@
+"""Tells how a response can end, and whether one that an engine says has ended can have done so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollover.engine.base import GenerateRequest
+from rollover.errors import EngineError
+from rollover.types import FinishReason, SamplingParams
+
+
+def check_end(
+    name: object, call: GenerateRequest, reason: FinishReason | None, num_tokens: int, last_token: int | None
+) -> None:
+    """Refuse the end of a call that cannot have come. ``num_tokens`` and ``last_token`` are the response's at that
+    point.
+
+    Where a call has stop strings, its last token alone does not tell whether one is complete, so any is believed.
+
+    Raises:
+        EngineError: the call ended for its length before its limit, or with a stop but without a token, or at one that
+            is none of the stop tokens it names.
+    """
+    limit = call.params.max_new_tokens
+    if reason is FinishReason.LENGTH and num_tokens < limit:
+        raise EngineError(
+            f"the engine ended {name} for its length after {num_tokens} tokens, but {limit} were requested"
+        )
+    if reason is FinishReason.STOP and num_tokens == len(call.response_ids):
+        raise EngineError(f"the engine says that {name} reached a stop token, but sent no token")
+    stops = call.params.stop_token_ids
+    if reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
+        raise EngineError(
+            f"the engine says that {name} stopped at token {last_token}, but its stop tokens are {sorted(stops)}"
+        )
+
+
+def reached_end(params: SamplingParams, ids: Sequence[int]) -> FinishReason | None:
+    """Return why nothing is left to decode after the response ``ids``: the engine or the process died between the last
+    token and the news that it was the last. ``None`` while something is."""
+    if ids and ids[-1] in params.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(ids) >= params.max_new_tokens else None

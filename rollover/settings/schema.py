@@ -199,7 +199,9 @@ def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
         elif isinstance(here, list):
             here = here[int(key)]
         else:
-            here = here.setdefault(part, [] if override.path[depth + 1].isdigit() else {})
+            if here.get(part) is None:  # absent, or a table that a run was begun without
+                here[part] = [] if override.path[depth + 1].isdigit() else {}
+            here = here[part]
     return path
 
 
@@ -363,7 +365,7 @@ class _Report:
             case "unexpected_keyword_argument" | "extra_forbidden":
                 message = f"unknown key{self._suggestion(path)}"
             case "literal_error" | "enum":
-                message = f"{seen!r} is not allowed{nearest(str(seen), _quoted(context['expected']))}"
+                message = f"{seen!r} is not allowed{_choices(str(seen), _quoted(context['expected']))}"
             case "union_tag_not_found":
                 path += (context["discriminator"].strip("'"),)
                 message = "this key is required"
@@ -433,6 +435,13 @@ class _Report:
             if line is not None:
                 return line, f"{self.document.name}:{line}: {text}"
         return 0, f"{self.document.name}: {text}"
+
+
+def _choices(value: str, allowed: Sequence[str]) -> str:
+    """Return all of a few values that could be meant, or the one of many that looks like ``value``."""
+    if len(allowed) > 3:
+        return nearest(value, allowed)
+    return f"; choose {' or '.join(map(repr, allowed))}"
 
 
 def _quoted(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
+from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
 from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.wire.address import is_loopback
@@ -142,7 +143,10 @@ class SwarmConfig(EngineConfig):
                 f"nats_bucket must be lower-case letters, digits, '-' and '_', at most 64, got {self.nats_bucket!r}"
             )
         if self.transport == "nats":
-            _ = self.nats_address
+            try:
+                _ = self.nats_address
+            except ConfigError as error:
+                raise ValueError(f"nats_url: {error}") from None
 
     @property
     def nats_address(self) -> NatsAddress:

@@ -171,6 +171,14 @@ def test_servers_may_be_others_when_a_run_is_resumed(tmp_path: Path) -> None:
         directory.saved_config(tmp_path, ["--engine.kv_on_update", "keep"])
 
 
+def test_a_table_that_a_run_was_begun_without_is_added_where_its_keys_may_change(tmp_path: Path) -> None:
+    directory.create(CONFIG, tmp_path).close()
+    moved = directory.saved_config(tmp_path, ["--cluster.address", "10.0.0.5:6379"])
+    assert moved.cluster is not None and moved.cluster.address == "10.0.0.5:6379"
+    with pytest.raises(RunError, match=r"trainer\.lora cannot change when a run is resumed: what the run has learned"):
+        directory.saved_config(tmp_path, ["--trainer.lora.rank", "8"])
+
+
 def test_the_number_of_steps_stays_where_the_learning_rate_depends_on_it(tmp_path: Path) -> None:
     directory.create(replace(CONFIG, trainer=TrainerConfig(schedule="cosine")), tmp_path).close()
     with pytest.raises(RunError, match=r"steps cannot change .* trainer\.schedule 'cosine' depends on it"):

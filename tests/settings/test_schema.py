@@ -89,7 +89,7 @@ def test_a_document_becomes_the_dataclasses_it_describes() -> None:
         ("[rollout]\nstops = [\n  'a',\n  1,\n]", "run.toml:2: rollout.stops.1: expected a string, got the whole number 1"),
         ("rollout = 2", "run.toml:1: rollout: expected a table, got the whole number 2"),
         ("sources = 2", "run.toml:1: sources: expected a list, got the whole number 2"),
-        ("[rollout]\nstrategy = 'aprl'", "run.toml:2: rollout.strategy: 'aprl' is not allowed; did you mean 'april'?"),
+        ("[rollout]\nstrategy = 'aprl'", "run.toml:2: rollout.strategy: 'aprl' is not allowed; choose 'sync' or 'april'"),
         ("[[sources]]\nweight = 1", "run.toml:1: sources.0.name: this key is required"),
         ("[warmup]\nsize = 1", "run.toml:2: warmup.size: unknown key; known: bounds, group_size, name, stops, strategy, temperature"),
         ("[rollout]\ngroup_size = 0", "run.toml:2: rollout.group_size must be at least 1, got 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -26,6 +26,35 @@ def test_the_page_names_each_field(name: str) -> None:
     for inner in {"hello": [messages.HeldCall], "heartbeat": [messages.CallState]}.get(name, []):
         fields |= {field.name for field in msgspec.structs.fields(inner)}
     assert {f for f in fields if f"`{f}`" not in SECTIONS[name]} == set()
+
+
+_WORDS = {int: "integer", float: "number", str: "text", bool: "boolean", bytes: "binary"}
+
+
+def word(hint: Any) -> str:
+    """A type as the page writes it."""
+    options = [option for option in get_args(hint) if option not in (type(None), ...)]
+    if get_origin(hint) is tuple:
+        return f"array of {word(options[0])}"
+    if get_origin(hint) is Literal:
+        return "text"
+    if options:
+        return f"{word(options[0])} or nil"
+    return _WORDS.get(hint) or f"`{hint.__struct_config__.tag or INNER[hint]}`"
+
+
+INNER = {messages.HeldCall: "held call", messages.CallState: "call state"}
+
+
+def row(name: str, struct: type) -> str:
+    hints = get_type_hints(struct)
+    keys = (f"`{f.name}`{'' if f.required else '?'} {word(hints[f.name])}" for f in msgspec.structs.fields(struct))
+    return f"| `{name}` | {', '.join(keys)} |"
+
+
+@pytest.mark.parametrize(("name", "struct"), [*MESSAGES.items(), *((name, struct) for struct, name in INNER.items())])
+def test_the_page_gives_the_type_of_each_key_and_whether_it_may_be_left_out(name: str, struct: type) -> None:
+    assert row(name, struct) in PAGE
 
 
 def test_limits_and_names_are_those_of_the_code() -> None:

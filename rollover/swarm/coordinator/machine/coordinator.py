@@ -317,6 +317,8 @@ class Coordinator:
         if doubt and self._verifiable_only:
             reason = f"this run admits only workers whose tokens can be verified (engine.verifiable_only), but {doubt}"
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        if member.ready is None and not member.num_failures:
+            member.last_error = ""  # what ended its last membership
         member.ready = member.declared = ready
         self._ranking.changed(member)
         return [Changed(f"{member.name} is ready{f', but {doubt}' if doubt else ''}", is_warning=bool(doubt))]

@@ -199,7 +199,7 @@ def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
         return "holds as many tokens as it may (--max_held_tokens) and pauses until they are journaled"
     is_well = state == "ready" and not member.num_failures
-    return member.distrust or (_unverified(member) if is_well else member.last_error)
+    return member.distrust or (_unverified(member) if is_well else member.last_error.removeprefix(f"{member.name}: "))
 
 
 def _unverified(member: SwarmMember) -> str:
@@ -236,7 +236,8 @@ class StatusFile:
             return _read_status(json.loads(self.path.read_text()))
         except FileNotFoundError:
             raise RunError(
-                f"{self.path.parents[1]} has no swarm: its engine.kind is not 'swarm', or it was never started"
+                f"{self.path.parents[1]} has no swarm yet: its engine.kind is not 'swarm', or it has not published its"
+                " first weights, which follow a warm-up"
             ) from None
         except (ValueError, TypeError, KeyError) as e:
             raise RunError(f"{self.path} cannot be read: {e}") from None

@@ -83,9 +83,10 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Return the address that workers are to join."""
+        """Return the address that workers are to join, with ``HOST`` where it listens on all of the machine's."""
         assert self._port, "the address was taken before"
         host = self._config.address[0]
+        host = "HOST" if host in ("", "0.0.0.0", "::") else host
         scheme = "ws" if self._config.tls_certificate is None else "wss"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 

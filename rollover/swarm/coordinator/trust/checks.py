@@ -86,7 +86,7 @@ class MemberChecks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
-        member = self._coordinator.members[name]
+        member, said = self._coordinator.members[name], ""
         for attempt in itertools.count(1):
             again.clear()
             try:
@@ -106,7 +106,9 @@ class MemberChecks:
             if member.version != version:
                 return  # it is gone, or serves other weights by now: these are checked when it says so
             member.last_error = f"log-prob check of version {version}, attempt {attempt}: {problem}"
-            logger.warning("%s gets no calls: %s", name, member.last_error)
+            if problem != said:
+                logger.warning("%s gets no calls: %s", name, member.last_error)
+            said = problem
             await wait_for_any(self._clock, AGAIN_S, again)
 
 

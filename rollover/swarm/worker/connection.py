@@ -230,8 +230,8 @@ def _not_opened(
     if isinstance(error, OSError):
         return Disconnected(f"{address} cannot be reached: {_unreachable(error)}")
     return Disconnected(
-        f"{address} did not open a connection: {redacted_text(str(error))}; if it is not a coordinator that answers there"
-        " but a NATS server, join nats://HOST:PORT/SUBJECT"
+        f"{address} did not open a connection: {redacted_text(str(error))}; if a NATS server answers there instead of a"
+        " coordinator, join nats://HOST:PORT/SUBJECT"
     )
 
 

@@ -146,11 +146,16 @@ def versions_here() -> dict[str, str]:
 
 
 def written(resources: Mapping[str, float]) -> str:
-    """Return resources as a message names them.
+    """Return resources as a message names them: Ray's own first, in one order.
 
     Example: ``{"GPU": 1.0, "h100": 0.5}`` gives "GPU 1, h100 0.5".
     """
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items()) or "nothing"
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items(), key=_ray_first)) or "nothing"
+
+
+def _ray_first(resource: tuple[str, float]) -> tuple[bool, str]:
+    name, _ = resource
+    return name not in ("CPU", "GPU", "memory"), name
 
 
 def described(nodes: Sequence[ClusterNode]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from rollover.errors import require
 
 if TYPE_CHECKING:
     from rollover.planner.plan import Plan
+    from rollover.run.config import RunConfig
 
 
 @click.command("launch", cls=ConfiguredCommand)
@@ -27,7 +27,8 @@ def command(ctx: click.Context, plan: Path, config: str, run_dir: Path | None, d
 
     PLAN is a file written by `rollover plan FLEET --for-launch --json PLAN`. CONFIG is a TOML file with the model, the
     tasks and the kind of servers. The plan says how many ranks train, which servers decode on which type of node, and
-    how large a step is; its settings override those of CONFIG, and command-line options override both.
+    how large a step is. Its settings replace those of CONFIG, with a line for each that differs, and command-line
+    options override both.
 
     \b
     rollover launch plan.json run.toml --dry-run      show the placement and the whole config
@@ -40,11 +41,12 @@ def command(ctx: click.Context, plan: Path, config: str, run_dir: Path | None, d
     from rollover.run.launching import check_types, launched_config, read_plan
 
     made = read_plan(plan)
-    with tempfile.TemporaryDirectory() as folder:
-        launched = launched_config(made, config, ctx.meta[OVERRIDES], Path(folder))
+    launched, notes = launched_config(made, config, ctx.meta[OVERRIDES], name=str(plan))
     assert launched.cluster is not None, "the plan sets it"
-    _show_places(made)
-    check_types(made, [node.resources for node in alive_nodes(connect(launched.cluster))])
+    _show_places(made, launched)
+    for note in notes:
+        click.echo(note, err=True)
+    check_types(made, launched, [node.resources for node in alive_nodes(connect(launched.cluster))])
     if dry_run:
         show_plan(ctx, launched)
         return
@@ -52,15 +54,16 @@ def command(ctx: click.Context, plan: Path, config: str, run_dir: Path | None, d
     work(ctx, "train", launched, directory.create(launched, path, sys.argv))
 
 
-def _show_places(plan: Plan) -> None:
+def _show_places(plan: Plan, config: RunConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from rollover.cluster.nodes import written
     from rollover.run.launching import who_goes_where
 
     table = Table("role", "count", "each on", "samples at a time", "resources of its node")
-    for placed in who_goes_where(plan):
-        resources = ", ".join(f"{name} {amount:g}" for name, amount in placed.resources.items())
+    for placed in who_goes_where(plan, config):
+        resources = written(placed.resources) if placed.resources else "any"
         running = "" if placed.running is None else str(placed.running)
-        table.add_row(placed.role, str(placed.count), placed.each, running, resources or "any")
+        table.add_row(placed.role, str(placed.count), placed.each, running, resources)
     Console(highlight=False, stderr=True).print(table)

@@ -16,17 +16,19 @@ from pydantic import TypeAdapter, ValidationError
 from rollover.algorithms.config import resolve
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
-from rollover.planner.launchable import can_train
 from rollover.planner.plan import Plan
 from rollover.planner.settings import engine_settings, rollout_settings, trainer_settings
 from rollover.run.config import RunConfig
-from rollover.run.loading import find
+from rollover.run.loading import SettingsLayer, replaced, written_kind
 from rollover.run.loading import load as load_config
+from rollover.settings.toml import literal
 
 _SIZES = {
     "vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"),
     "sglang": ("--tp-size", "--pp-size"),
 }
+_NO_SERVERS = ("embedded", "swarm")
+"""Kinds of engine that a plan cannot place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,19 @@ def read_plan(file: Path) -> Plan:
 
     Raises ``PlanError`` when it is not a plan, or one that cannot be run; the message says why.
     """
+    if file.suffix == ".toml":
+        raise PlanError(
+            f"{file} is a TOML file, not a plan: the plan comes first, as in rollover launch plan.json {file.name}"
+        )
     try:
         plan = TypeAdapter(Plan).validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        what = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        # The file may be anything: the remedy must not write over it.
         raise PlanError(
-            f"{file} is not a plan of this version: {where}: {first['msg']}; make one with rollover plan FLEET --json"
-            f" {file.name}"
+            f"{file} is not a plan of this version: {what}; make one with rollover plan FLEET --for-launch --json"
+            " plan.json"
         ) from None
     if found := plan.obstacles:
         raise PlanError(
@@ -67,37 +74,40 @@ def read_plan(file: Path) -> Plan:
     return plan
 
 
-def launched_config(plan: Plan, config: str, overrides: Sequence[str], folder: Path) -> RunConfig:
+def launched_config(
+    plan: Plan, config: str, overrides: Sequence[str], *, name: str = "the plan"
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config of a run of ``plan``: the user's file, with the plan's settings in place of its own, and then
-    the overrides.
+    the overrides. Also return one line for each setting of the file that the plan replaces by a different value.
 
     Args:
-        folder: where the file that is loaded, ``launched.toml``, is written.
+        name: the plan's file, for messages.
 
     Raises ``ConfigError`` for a config that the plan cannot be run with.
     """
-    from rollover.settings import toml
-
-    file = folder / "launched.toml"
-    base = str(find(config).resolve())
-
-    def loaded(changes: Mapping[str, Any]) -> RunConfig:
-        file.write_text(toml.dumps({"extends": base, **changes}), encoding="utf-8")
-        return load_config(file, overrides)
-
-    asked = loaded(plan_settings(plan, "", 0))
-    kind = str(getattr(asked.engine, "kind", ""))
-    if kind not in (*_SIZES, "embedded_server"):
+    kind = written_kind(config, overrides, "engine")
+    if kind in _NO_SERVERS:
         raise ConfigError(
             f"{config}: engine.kind is {kind!r}, and a plan is run with servers: choose 'vllm', 'sglang' or"
             " 'embedded_server'"
         )
+    asked = load_config(config, overrides, SettingsLayer(name=name, settings=plan_settings(plan, "", 0)))
     if resolve(asked.algorithm).needs_ref and asked.trainer.lora is None and not plan.workload.reference_model:
         raise ConfigError(
             f"{config}: algorithm {asked.algorithm.name!r} needs a reference policy (kl_coef), for which the plan has"
             " no memory: plan with rollover plan --reference-model, or set algorithm.kl_coef = 0"
         )
-    return loaded(plan_settings(plan, kind, asked.tasks.max_prompt_tokens))
+    layer = SettingsLayer(name=name, settings=plan_settings(plan, kind, asked.tasks.max_prompt_tokens))
+    notes = (_replacement(key, old, new) for key, old, new in replaced(config, overrides, layer))
+    return load_config(config, overrides, layer), tuple(notes)
+
+
+def _replacement(key: str, old: Any, new: Any) -> str:
+    """Say that the plan replaces a setting; tables of servers are too long to repeat, and may hold secrets."""
+    if isinstance(new, list):
+        return f"the plan replaces {key}"
+    shown = (repr(value) if isinstance(value, str) else literal(value) for value in (old, new))
+    return f"the plan replaces {key} {' by '.join(shown)}"
 
 
 def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, Any]:
@@ -151,32 +161,38 @@ def _of_type(plan: Plan, device: str, count: int) -> dict[str, float]:
     return {device: float(count)} if len(plan.fleet.devices) > 1 else {}
 
 
-def who_goes_where(plan: Plan) -> Iterator[Placed]:
-    """List the roles of a plan, training first."""
-    part = plan.solution.plan.parts[0]
-    assert can_train(part), "other plans are refused when they are read"
-    resources = _of_type(plan, part.device, 1)
-    yield Placed(role="train", count=part.num_devices, each=f"1 x {part.device}", running=None, resources=resources)
-    for c, count in _replicas(plan):
-        resources = _of_type(plan, c.device, c.num_devices)
-        each = f"{c.num_devices} x {c.device}"
-        yield Placed(role="rollout", count=count, each=each, running=c.batch_cap, resources=resources)
+def who_goes_where(plan: Plan, config: RunConfig) -> Iterator[Placed]:
+    """List the roles of a run of ``plan``, training first, as its config says: overrides may differ from the plan."""
+    assert config.cluster is not None and not isinstance(config.cluster.engines, int), "the plan sets both"
+    resources = config.cluster.trainer_resources
+    count = config.trainer.num_devices
+    yield Placed(role="train", count=count, each=_each(plan, 1, resources), running=None, resources=resources)
+    for group in config.cluster.engines:
+        each = _each(plan, group.devices or 1, group.resources)
+        yield Placed(role="rollout", count=group.count, each=each, running=group.max_running, resources=group.resources)
 
 
-def check_types(plan: Plan, offered: Sequence[Mapping[str, float]]) -> None:
+def _each(plan: Plan, count: int, resources: Mapping[str, float]) -> str:
+    """Return what one rank or server runs on, such as ``2 x h20``; the type is known by its resource."""
+    names = [device.name for device in plan.fleet.devices]
+    device = names[0] if len(names) == 1 else next((name for name in names if name in resources), "any type")
+    return f"{count} x {device}"
+
+
+def check_types(plan: Plan, config: RunConfig, offered: Sequence[Mapping[str, float]]) -> None:
     """Raise ``ConfigError`` with the commands that start the nodes correctly when no node offers a type's resource.
 
     Args:
         offered: the resources of each node that is alive.
     """
+    sizes = {node.device.name: node.num_devices for node in plan.fleet.nodes}
     missing = [
         name
-        for placed in who_goes_where(plan)
+        for placed in who_goes_where(plan, config)
         for name in placed.resources
-        if not any(name in node for node in offered)
+        if name in sizes and not any(name in node for node in offered)
     ]
     if missing:
-        sizes = {node.device.name: node.num_devices for node in plan.fleet.nodes}
         commands = "\n".join(
             f"  ray start --address=HEAD:6379 --resources='{{\"{name}\": {sizes[name]}}}'    on each {name} node"
             for name in dict.fromkeys(missing)

@@ -4,7 +4,7 @@ run."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,33 @@ from rollover.run.config import RunConfig
 from rollover.run.sections import ModelConfig
 from rollover.settings import toml
 from rollover.settings.plain import resolved
-from rollover.settings.schema import build, parse_overrides
+from rollover.settings.schema import build, kind_at, parse_overrides
 from rollover.tasks.old_config import without_keys_of_other_kinds
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 """The packaged experiments, each ``NAME.toml``."""
 
 
-def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsLayer:
+    """Settings that replace those of a user's file, and where they come from.
+
+    Example: ``SettingsLayer(name="plan.json", settings={"trainer": {"num_devices": 2}})``
+    """
+
+    name: str
+    """The file that they come from, for messages."""
+    settings: Mapping[str, Any]
+
+
+def load(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer | None = None) -> RunConfig:
     """Load a TOML file or a packaged experiment, with ``--section.key value`` overrides applied.
 
     A file may begin with ``extends = "..."``, another file (relative to its own folder) or a packaged experiment, and
     then contains only the differences.
+
+    Args:
+        layer: settings that replace those of the file; overrides replace both.
 
     Raises ``ConfigError`` listing every mistake with its line.
 
@@ -34,6 +49,8 @@ def load(config: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         5
     """
     document = _read(find(config), str(config), ())
+    if layer is not None:
+        document = _laid_over(document, layer)
     loaded = build(RunConfig, document, parse_overrides(overrides))
     for name in loaded.variants:
         _build_variant(loaded, name, document)
@@ -56,6 +73,60 @@ def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
         raise ConfigError(f"{where}: {base} extends this file in turn; break the cycle")
     inherited = _read(below, str(below), (*extending, file))
     return toml.Document(name=document.name, data=_merged(inherited.data, data), lines=document.lines)
+
+
+def written_kind(config: str | Path, overrides: Sequence[str], section: str) -> str:
+    """Return the ``kind`` of a section of a user's file, which need not be valid otherwise.
+
+    Example: ``written_kind("quickstart", (), "engine")`` is ``"embedded"``.
+    """
+    return kind_at(RunConfig, _read(find(config), str(config), ()), parse_overrides(overrides), (section,))
+
+
+def replaced(config: str | Path, overrides: Sequence[str], layer: SettingsLayer) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key that a user's file, or one that it extends, sets to another value than ``layer`` does, with both
+    values; not the keys that an override sets in any case.
+
+    Example: ``("rollout.strategy", "april", "bounded_async")``
+    """
+    data = _read(find(config), str(config), ()).data
+    given = [override.path for override in parse_overrides(overrides)]
+    for path, new in _leaves(layer.settings):
+        old: Any = data
+        for key in path:
+            old = old.get(key) if isinstance(old, Mapping) else None
+        if isinstance(old, Mapping) and not isinstance(new, Mapping):
+            old = old.get("kind")
+        if old is not None and old != new and path not in given and (*path, "kind") not in given:
+            yield toml.dotted(path), old, new
+
+
+def _laid_over(document: toml.Document, layer: SettingsLayer) -> toml.Document:
+    """Replace the settings of a file by those of a layer, and remember which of them are no longer the file's."""
+    said: dict[toml.KeyPath, str] = {}
+    lines = dict(document.lines)
+    for path, value in _leaves(layer.settings):
+        text = toml.literal(value)
+        said[path] = f"{layer.name} sets {toml.dotted(path)}" + (f" = {text}" if len(text) <= _LONGEST_SHOWN else "")
+        for line in document.lines:
+            inside = line[: len(path)] == path
+            # A strategy keeps the file's other keys if the layer names the same kind.
+            if inside and (isinstance(value, list) or line[len(path) :] in ((), ("kind",))):
+                del lines[line]
+    return toml.Document(name=document.name, data=_merged(document.data, layer.settings), lines=lines, laid_over=said)
+
+
+_LONGEST_SHOWN = 60
+"""Characters up to which a message repeats the value of a layer."""
+
+
+def _leaves(settings: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and value of each setting in nested tables; lists are values."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def variant(config: RunConfig, name: str, *, model: Path) -> RunConfig:

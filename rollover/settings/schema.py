@@ -112,13 +112,7 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     """
     from pydantic import ValidationError
 
-    data = copy.deepcopy(document.data)
-    _write_kinds(data, [schema])
-    overrides = [_in_full(schema, override) for override in overrides]
-    for override in overrides:
-        _change_kind(data, schema, override)
-    overridden = {_apply(data, schema, override) for override in overrides}
-    _write_kinds(data, [schema])
+    data, overridden = _overridden(schema, document.data, overrides)
     report = _Report(schema, document, data, overridden, Redactor(data))
     if wrong := list(_impossible(data, schema, data)):
         raise ConfigError(report.render(wrong))
@@ -128,6 +122,28 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
         return made
     except ValidationError as error:
         raise ConfigError(report.render(error.errors(include_url=False))) from None
+
+
+def kind_at(schema: type, document: Document, overrides: Sequence[Override], path: tuple[str, ...]) -> str:
+    """Return the kind of a table of several kinds as an override or the document gives it, or else the first, whether
+    or not the document is valid."""
+    data, _ = _overridden(schema, document.data, overrides)
+    given = functools.reduce(_at_key, (*path, "kind"), data)
+    return _choice(types_at(schema, path))[0] if given is None else str(given)
+
+
+def _overridden(
+    schema: type, written: Mapping[str, Any], overrides: Sequence[Override]
+) -> tuple[dict[str, Any], set[KeyPath]]:
+    """Return ``written`` with the overrides applied and all kinds filled in, and the paths of the overrides."""
+    data = copy.deepcopy(dict(written))
+    _write_kinds(data, [schema])
+    overrides = [_in_full(schema, override) for override in overrides]
+    for override in overrides:
+        _change_kind(data, schema, override)
+    overridden = {_apply(data, schema, override) for override in overrides}
+    _write_kinds(data, [schema])
+    return data, overridden
 
 
 def _adapter(schema: Any) -> Any:
@@ -409,15 +425,25 @@ class _Report:
         return nearest(str(path[-1]), field_names(types_at(self.schema, path[:-1], self.data)))
 
     def _place_of_message(self, section: KeyPath, message: str) -> tuple[int, str]:
-        """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others."""
+        """Locate the error of a dataclass at the first key that it mentions, an overridden one before all others. Add
+        what has set the keys that are not the file's own."""
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
         mentioned = [path for word in words if (path := self._key_named(section, word))]
         text = f"{dotted(section)}: {message}" if section else message
         if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
             text = dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
-        written = [path for path in mentioned if path in self.overridden or path in self.document.lines]
+        laid = {path: said for path in mentioned if (said := self._laid_over(path))}
+        written = [path for path in mentioned if path in {*self.overridden, *self.document.lines, *laid}]
         written.sort(key=lambda path: path not in self.overridden)
-        return self._at(written[0] if written else section, text)
+        by_others = "; ".join(laid.values())
+        if written and written[0] in laid:
+            return 0, f"{by_others}: {text}"
+        return self._at(written[0] if written else section, f"{text} ({by_others})" if laid else text)
+
+    def _laid_over(self, path: KeyPath) -> str | None:
+        """Return what has set a key in place of the file, unless an override has set it again."""
+        is_overridden = path in self.overridden or (*path, "kind") in self.overridden
+        return None if is_overridden else self.document.laid_over.get(path)
 
     def _key_named(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
         """Return the key that a word of a message names: one of its own section or, dotted, of one around it."""
@@ -434,6 +460,8 @@ class _Report:
                 return 1 << 30, f"command line: --{text}"
             if line is not None:
                 return line, f"{self.document.name}:{line}: {text}"
+            if said := self._laid_over(written):
+                return 0, f"{said}: {text}"
         return 0, f"{self.document.name}: {text}"
 
 

@@ -77,7 +77,8 @@ def test_a_plan_for_two_types_of_node_is_made_and_run(
         cli.main(["plan", "fleet.toml", "--model", "model", *workload, "--quick", "--for-launch", "--json", "p.json"])
         == 0
     )
-    train, *rollout = who_goes_where(read_plan(Path("p.json")))
+    launched, _ = launched_config(read_plan(Path("p.json")), "run.toml", ())
+    train, *rollout = who_goes_where(read_plan(Path("p.json")), launched)
     assert [(placed.count, placed.resources) for placed in (train, *rollout)] == [
         (1, {"one": 1.0}),
         (1, {"one": 1.0}),
@@ -90,6 +91,8 @@ def test_a_plan_for_two_types_of_node_is_made_and_run(
     assert cli.main(["launch", "p.json", "run.toml", "--run-dir", "run", *options]) == 0, capsys.readouterr().err
     said = " ".join("".join(capsys.readouterr()).split())
     assert "1 x two" in said and "trainer: rank 0 on node " in said
+    assert "the plan replaces rollout.strategy 'april' by 'bounded_async'" in said
+    assert "the plan replaces rollout.group_size" not in said, "an option of the command replaces both"
     assert [row["step"] for row in rows(Path("run"))] == [0, 1, 2, 3]
     names = {name for batch in runs.batches(Path("run")) for name in engines_of(batch)}
     assert names <= {"engine-0", "engine-1", "engine-2"} and len(names) > 1
@@ -130,22 +133,22 @@ def test_a_run_trains_in_the_way_whose_time_and_memory_the_plan_has_worked_out(
     file = tmp_path / "run.toml"
     other = f"dtype = 'float32'\nmicro_batch_tokens = 100\ngradient_checkpointing = {str(not recompute).lower()}"
     file.write_text(VLLM_RUN.replace("[trainer]", f"[trainer]\n{other}"))
-    trainer = launched_config(plan, str(file), (), tmp_path).trainer
+    trainer = launched_config(plan, str(file), ())[0].trainer
     assert trainer.num_devices == part.num_devices
     assert getattr(torch, trainer.dtype).itemsize == BF16_BYTES
     assert trainer.gradient_checkpointing is recompute
     assert trainer.micro_batch_tokens == math.ceil(costs.micro_tokens)
-    assert launched_config(plan, str(file), ("--trainer.dtype", "float32"), tmp_path).trainer.dtype == "float32"
+    assert launched_config(plan, str(file), ("--trainer.dtype", "float32"))[0].trainer.dtype == "float32"
 
 
 def test_a_reference_policy_that_the_plan_has_no_memory_for_is_refused(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"{VLLM_RUN}[algorithm]\nkl_coef = 0.01\n")
     with pytest.raises(ConfigError, match=r"needs a reference policy .*rollover plan --reference-model"):
-        launched_config(plan, str(file), (), tmp_path)
+        launched_config(plan, str(file), ())
     counted = replace(plan, workload=replace(plan.workload, reference_model=True))
-    assert launched_config(counted, str(file), (), tmp_path).algorithm.kl_coef == 0.01
-    assert launched_config(plan, str(file), ("--algorithm.kl_coef", "0"), tmp_path).algorithm.kl_coef == 0
+    assert launched_config(counted, str(file), ())[0].algorithm.kl_coef == 0.01
+    assert launched_config(plan, str(file), ("--algorithm.kl_coef", "0"))[0].algorithm.kl_coef == 0
 
 
 def test_only_a_plan_that_can_be_run_is_read(plan: Plan, tmp_path: Path) -> None:
@@ -153,26 +156,110 @@ def test_only_a_plan_that_can_be_run_is_read(plan: Plan, tmp_path: Path) -> None
     file.write_text(pipelined(plan).to_json())
     with pytest.raises(PlanError, match=r"cannot be run: it trains pipeline parallel \d+ .* --for-launch"):
         read_plan(file)
+    remedy = r"make one with rollover plan FLEET --for-launch --json plan\.json"
     file.write_text('{"fleet": {}}')
-    with pytest.raises(PlanError, match=r"is not a plan of this version: fleet\.name: .*rollover plan FLEET --json"):
+    with pytest.raises(PlanError, match=rf"is not a plan of this version: fleet\.name: .*; {remedy}"):
+        read_plan(file)
+    file.write_text("")
+    with pytest.raises(PlanError, match=rf"is not a plan of this version: Invalid JSON: EOF [^:]*; {remedy}"):
         read_plan(file)
     file.write_text(plan.to_json())
     assert read_plan(file) == plan
 
 
-def test_an_engine_of_this_process_is_refused(plan: Plan, tmp_path: Path) -> None:
+def test_a_config_in_place_of_the_plan_is_not_to_be_written_over(tmp_path: Path) -> None:
+    said = {"run.toml": "the plan comes first, as in rollover launch plan.json run.toml", "mine": "is not a plan"}
+    for name in said:
+        file = tmp_path / name
+        file.write_text(VLLM_RUN)
+        with pytest.raises(PlanError, match=said[name]) as error:
+            read_plan(file)
+        assert f"--json {name}" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "swarm"])
+def test_an_engine_of_this_process_is_refused(plan: Plan, tmp_path: Path, kind: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[model]\npath = 'm'\n")
-    with pytest.raises(ConfigError, match=r"engine\.launch"):
-        launched_config(plan, str(file), (), tmp_path)
+    file.write_text(RUN.replace(ENGINE, ""))
+    overrides = () if kind == "embedded" else ("--engine.kind", kind)
+    with pytest.raises(ConfigError, match=rf"run\.toml: engine\.kind is '{kind}', and a plan is run with servers"):
+        launched_config(plan, str(file), overrides)
 
 
-def test_nodes_that_do_not_name_their_type_are_told_how_to(plan: Plan) -> None:
+def test_mistakes_are_located_in_the_users_file_and_those_of_the_plan_in_the_plan(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+
+    def refused(run: str, *overrides: str, group_size: int = 8) -> str:
+        file.write_text(run)
+        made = replace(plan, workload=replace(plan.workload, group_size=group_size))
+        with pytest.raises(ConfigError) as error:
+            launched_config(made, str(file), overrides, name="plan.json")
+        assert "launched.toml" not in str(error.value)
+        return str(error.value).replace(str(file), "run.toml")
+
+    assert refused("stepz = 3\n" + VLLM_RUN).startswith("run.toml:1: stepz: unknown key")
+    assert refused(VLLM_RUN, "--rollout.group_sise", "2").startswith("command line: --rollout.group_sise: unknown key")
+    shared = VLLM_RUN.replace("[trainer]", "[trainer]\ncontext_parallel = 5")
+    line = shared.splitlines().index("context_parallel = 5") + 1
+    said = refused(shared)
+    num_devices = plan.solution.plan.num_devices
+    assert said.startswith(f"run.toml:{line}: trainer.context_parallel")
+    assert said.endswith(f"(plan.json sets trainer.num_devices = {num_devices})")
+    said = refused(shared, "--trainer.num_devices", "4")
+    assert said.startswith("command line: --trainer.context_parallel") and "plan.json" not in said
+    assert refused(VLLM_RUN, group_size=1).startswith("plan.json sets rollout.group_size = 1: rollout.group_size is 1")
+    named = VLLM_RUN + "[algorithm]\nname = 'grpo'\n"
+    assert refused(named, group_size=1).startswith("plan.json sets rollout.group_size = 1: ")
+
+
+def test_each_setting_that_the_plan_replaces_is_said(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    was, size = 2, plan.workload.group_size
+    text = VLLM_RUN.replace("[trainer]", "[trainer]\ndtype = 'bfloat16'\ngradient_checkpointing = true")
+    file.write_text(f"{text}[cluster]\nengines = 3\n")
+    notes = launched_config(plan, str(file), ())[1]
+    assert f"the plan replaces rollout.group_size {was} by {size}" in notes
+    assert "the plan replaces trainer.gradient_checkpointing true by false" in notes
+    assert "the plan replaces cluster.engines" in notes
+    assert not any("trainer.dtype" in note or "max_running" in note for note in notes)
+    below = tmp_path / "april.toml"
+    below.write_text("extends = 'run.toml'\n[rollout.strategy]\nkind = 'april'\n")
+    config, notes = launched_config(plan, str(below), ())
+    assert "the plan replaces rollout.strategy 'april' by 'bounded_async'" in notes
+    assert config.rollout.strategy.kind == "bounded_async" and config.rollout.group_size == size
+    options = ("--rollout.strategy", "sync", "--rollout.max_staleness", "0", "--rollout.group_size", "2")
+    config, notes = launched_config(plan, str(below), options)
+    assert config.rollout.strategy.kind == "sync" and config.rollout.group_size == 2
+    assert not any("rollout.strategy" in note or "rollout.group_size" in note for note in notes)
+
+
+def test_the_table_shows_what_will_run(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(VLLM_RUN)
+    options = (
+        "--trainer.num_devices",
+        "2",
+        "--cluster.trainer_resources",
+        "{ x = 1 }",
+        "--cluster.engines.0.count",
+        "7",
+    )
+    train, *rollout = who_goes_where(plan, launched_config(plan, str(file), options)[0])
+    assert (train.count, train.each, train.resources) == (2, "1 x h100-sxm", {"x": 1.0})
+    assert rollout[0].count == 7
+    kind = plan.problem.replica_kinds[plan.solution.active[0]]
+    assert (rollout[0].each, rollout[0].running) == (f"{kind.num_devices} x h100-sxm", kind.batch_cap)
+
+
+def test_nodes_that_do_not_name_their_type_are_told_how_to(plan: Plan, tmp_path: Path) -> None:
     other = replace(plan.fleet.nodes[0].device, name="l4")
     mixed = replace(
         plan, fleet=replace(plan.fleet, nodes=(*plan.fleet.nodes, replace(plan.fleet.nodes[0], device=other)))
     )
-    check_types(plan, [{"GPU": 4.0}])
-    check_types(mixed, [{"GPU": 4.0, "h100-sxm": 4.0}])
+    file = tmp_path / "run.toml"
+    file.write_text(VLLM_RUN)
+    config, mixed_config = (launched_config(made, str(file), ())[0] for made in (plan, mixed))
+    check_types(plan, config, [{"GPU": 4.0}])
+    check_types(mixed, mixed_config, [{"GPU": 4.0, "h100-sxm": 4.0}])
     with pytest.raises(ConfigError, match=r"'h100-sxm', by which .*\n  ray start .*--resources='\{\"h100-sxm\": 4\}'"):
-        check_types(mixed, [{"GPU": 4.0}])
+        check_types(mixed, mixed_config, [{"GPU": 4.0}])

@@ -300,9 +300,16 @@ class _Search:
         return None
 
     def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
-        """Return a point with the same trainer, at the same cost, with fewer of the kinds of replica that are in
-        use."""
-        program = Program(load, [point.plan], most=np.where(point.y, np.inf, 0.0))
-        program.limit(program.cost_row(load.costs), load.cost(point.y, point.plan) * (1 + 1e-6))
-        fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
-        return point if fewer is None or np.count_nonzero(fewer.y) >= np.count_nonzero(point.y) else fewer
+        """Return a point at the same cost with the fewest of the kinds of replica that are in use: with the same
+        trainer or, where that saves more kinds, with any other that is listed."""
+        best, cost = point, load.cost(point.y, point.plan) * (1 + 1e-6)
+        listed = [plan for plan in load.able() if load.rate < self.missed[plan]]
+        for plans in ([point.plan], listed):
+            if np.count_nonzero(best.y) < 2 or not plans:
+                break
+            program = Program(load, plans, most=np.where(point.y, np.inf, 0.0))
+            program.limit(program.cost_row(load.costs), cost)
+            fewer = program.minimise(program.count_kinds(), gap=_KINDS_GAP, time_limit_s=self.left_s())
+            if fewer is not None and np.count_nonzero(fewer.y) < np.count_nonzero(best.y):
+                best = fewer
+        return best

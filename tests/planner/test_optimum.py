@@ -262,6 +262,24 @@ def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Probl
     assert all(rate_of(problem, *choice) < target * (1 + 1e-6) for choice in cheaper)
 
 
+@pytest.mark.parametrize("quick", ["a", "b"])
+def test_of_equal_plans_the_one_with_the_fewest_kinds_of_replica_is_chosen_whoever_trains(quick: str) -> None:
+    """Two replicas on the two ``b``, or one on each type while the other ``b`` trains: the same rate, the same cost."""
+    few = twins()
+    plans = {plan.parts[0].device: plan for plan in few.plans}
+    problem = replace(
+        few,
+        supplies=(few.supplies[0], replace(few.supplies[1], count=2)),
+        replica_kinds=tuple({kind.device: kind for kind in few.replica_kinds}.values()),
+        plans=tuple(replace(plan, step_s=0.5 if name == quick else 0.6) for name, plan in plans.items()),
+        max_staleness=10,
+    )
+    solution = solve(problem, gap=GAP)
+    assert solution is not None
+    assert solution.plan.parts[0].device == "a" and solution.replicas == (0, 2)
+    assert close(solution.steps_per_s, best_by_enumeration(problem))
+
+
 def test_the_least_cost_needs_every_price() -> None:
     built = stock_problem({device(price_per_hour=None): 4}, MODEL, workload(), max_staleness=1)
     with pytest.raises(PlanError, match=r"needs a price: write price_per_hour for a$"):

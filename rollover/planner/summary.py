@@ -16,6 +16,9 @@ AGREED = 0.10
 USELESS = 0.03
 """Fraction of the cost from which devices of little use are mentioned: three times the rate that they may add."""
 
+CONSIDERABLE = 0.2
+"""Fraction of the trainer's time from which weight updates are mentioned as a part of its work."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
@@ -199,7 +202,15 @@ def _limits(plan: Plan) -> Iterator[str]:
     bindings = plan.solution.bindings
     rows = {binding.row for binding in bindings}
     all_busy = sum(b.row == "replicas" for b in bindings) == len(plan.solution.active)
-    if "trainer" in rows and all_busy:
+    updating = plan.solution.plan.sync_s / plan.solution.plan.cycle_s
+    if "trainer" in rows and updating >= CONSIDERABLE:
+        what = "Weight updates are" if updating >= 0.5 else "Training and weight updates together are"
+        yield (
+            f"{what} the bottleneck: the trainer trains for {1 - updating:.0%} of its time, and waits for"
+            f" {updating:.0%} until the engines have new weights; "
+            + ("the replicas are busy all the time, too." if all_busy else "some replicas have time to spare.")
+        )
+    elif "trainer" in rows and all_busy:
         yield "Trainer and replicas are both busy all the time: neither waits for the other."
     elif "trainer" in rows:
         yield "Training is the bottleneck: the trainer is never idle, but some replicas are."

@@ -114,6 +114,33 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     assert said in sentences(both)
 
 
+def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:
+    """Three nodes of one device, between which the weights take 72 s while a step takes 7 s."""
+    entry = '[[nodes]]\nname = "node"\ndevice = "h100-sxm"\nnum_devices = 1\ncount = 3\n'
+    spec = PlanSpec(model=SMALL, workload=workload.load("light-8k", num_groups=32, group_size=4), max_staleness=8)
+    slow = make_plan(fleet(f"network = {{ gbit_s = 0.5 }}\n{entry}"), spec)
+    rows = {binding.row for binding in slow.solution.bindings}
+    assert {"trainer", "replicas"} <= rows
+
+    def said(step_s: float, sync_s: float, *, all_busy: bool = True) -> str:
+        training = replace(slow.solution.plan, step_s=step_s, sync_s=sync_s)
+        bindings = tuple(b for b in slow.solution.bindings if all_busy or b.row != "replicas")
+        made = replace(slow, solution=replace(slow.solution, plan=training, bindings=bindings))
+        return next(s for s in sentences(made) if "bottleneck" in s or "neither waits" in s)
+
+    own = slow.solution.plan
+    assert said(own.step_s, own.sync_s) == (
+        "Weight updates are the bottleneck: the trainer trains for 9% of its time, and waits for 91% until the engines"
+        " have new weights; the replicas are busy all the time, too."
+    )
+    assert said(6.0, 4.0, all_busy=False) == (
+        "Training and weight updates together are the bottleneck: the trainer trains for 60% of its time, and waits for"
+        " 40% until the engines have new weights; some replicas have time to spare."
+    )
+    assert said(9.0, 1.0) == "Trainer and replicas are both busy all the time: neither waits for the other."
+    assert said(9.0, 1.0, all_busy=False).startswith("Training is the bottleneck: the trainer is never idle")
+
+
 def test_the_leaner_plan_is_cheaper_and_almost_as_fast(plan: Plan) -> None:
     found = leaner(plan)
     assert found is not None

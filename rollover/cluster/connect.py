@@ -18,6 +18,10 @@ from rollover.errors import ConfigError, require
 NAMESPACE = "rollover"
 """Ray namespace in which the names of detached actors are looked up."""
 
+_names: set[str] = set()
+"""Addresses under which configs have named the cluster that this process is connected to: "127.0.0.1:6379", which Ray
+calls by the machine's address in the network, for instance."""
+
 _FIND = """
 import sys
 from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -45,11 +49,12 @@ def connect(config: ClusterConfig) -> Any:
 
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
-        if config.address not in ("auto", here):
+        if config.address not in ("auto", here, *_names) and not _is_at(here, config):
             raise ConfigError(
                 f"cluster.address is {config.address}, but this process is connected to the Ray cluster at {here}: a"
                 " process can use one cluster only"
             )
+        _names.add(config.address)
         return ray
     address = _find(config)
     try:
@@ -63,7 +68,17 @@ def connect(config: ClusterConfig) -> Any:
             )
     except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
         raise ConfigError(f"cluster.address {address!r} cannot be used: {_in_one_line(str(error))}") from error
+    _names.clear()
+    _names.add(config.address)
     return ray
+
+
+def _is_at(address: str, config: ClusterConfig) -> bool:
+    """Return whether the cluster that the config names is the one at ``address``."""
+    try:
+        return _find(config) == address
+    except ConfigError:
+        return False
 
 
 def _find(config: ClusterConfig) -> str:

@@ -73,6 +73,8 @@ def test_connecting_keeps_the_signal_handlers_and_a_second_cluster_is_refused(cl
     ray = connect(ClusterConfig(address=cluster.address))
     assert [signal.getsignal(number) for number in numbers] == before
     assert connect(ClusterConfig(address=cluster.address)) is ray
+    local = ClusterConfig(address=f"127.0.0.1:{cluster.address.rpartition(':')[2]}")
+    assert connect(local) is ray, "another name of the same cluster"
     with pytest.raises(ConfigError, match="a process can use one cluster only"):
         connect(ClusterConfig(address="127.0.0.1:1"))
     nodes = alive_nodes(ray)

@@ -55,7 +55,9 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         return base
     if not (folder / "config.json").is_file():
         if config.model.scratch is not None:
-            base = _build(config, folder.with_name(f"{folder.name}-untrained"), progress)
+            base = folder.with_name(f"{folder.name}-untrained")
+            if not (base / "config.json").is_file():  # a run that is resumed has built it before
+                _build(config, base, progress)
         if config.sft is None:
             return base
         _warm_up(config, base, folder, progress, metrics)
@@ -93,7 +95,7 @@ def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) 
             )
 
 
-def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
+def _build(config: RunConfig, folder: Path, progress: Progress) -> None:
     from rollover.trainer.scratch import build_scratch_model, build_tokenizer
 
     assert config.model.scratch is not None
@@ -108,7 +110,6 @@ def _build(config: RunConfig, folder: Path, progress: Progress) -> Path:
     texts = [f"{p.text}\n{source.solution(p)}" for p in prompts]
     tokenizer = build_tokenizer(texts, vocab_size=shape.vocab_size)
     build_scratch_model(folder, tokenizer, shape, seed=config.seed)
-    return folder
 
 
 def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, metrics: MetricsWriter) -> None:

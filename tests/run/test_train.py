@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import SampleScored
 from rollover.rollout.strategies import STRATEGIES
 from rollover.run.layout import RUN_FILES
+from rollover.run.loading import load
+from rollover.run.prepare import initial_policy
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
@@ -217,6 +221,17 @@ def test_a_model_dataset_and_reward_of_the_user_work_by_config_alone(experiment:
         text = runs.decode(t.token_ids)
         assert t.reward == pytest.approx(text.count(t.prompt.columns["answer"]) / max(1, len(text)))
     assert json.loads((run / "checkpoints/step_2/config.json").read_text())["model_type"] == family
+
+
+def test_a_model_from_scratch_is_built_once_and_found_by_a_resumed_run(tmp_path: Path) -> None:
+    config = load("quickstart", ["--sft", "none"])
+    said: list[str] = []
+    progress, metrics = cast(Any, SimpleNamespace(message=said.append)), cast(Any, None)
+    folder = initial_policy(config, tmp_path / "model", progress, metrics)
+    before = (folder / "model.safetensors").stat()
+    assert initial_policy(config, tmp_path / "model", progress, metrics) == folder
+    assert said == ["building a tokenizer and a model from scratch"]
+    assert (folder / "model.safetensors").stat() == before
 
 
 def test_sft_alone_learns_the_answers_and_leaves_a_model_folder(experiment: Path) -> None:

@@ -94,7 +94,7 @@ class Architecture:
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads if family == "llama" else _QWEN_KV_HEADS) or heads,
+            num_kv_heads=_num_kv_heads(config, family),
             head_dim=head_dim,
             norm_eps=config.get("rms_norm_eps", 1e-6),
             inv_freq=_inv_freq(config, head_dim),
@@ -104,6 +104,27 @@ class Architecture:
             output_bias=family != "qwen2" and bias,
             qk_norm=family == "qwen3",
         )
+
+
+def matrix_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the numbers of outputs and inputs of each matrix of a decoder, by the last part of its name, from the
+    contents of ``config.json``.
+
+    Example: ``{"q_proj": (896, 896), "k_proj": (128, 896), ...}`` of Qwen2.5-0.5B.
+    """
+    family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    head_dim = _head_dim(config, family)
+    queries, keys = config["num_attention_heads"] * head_dim, _num_kv_heads(config, family) * head_dim
+    return {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+        "lm_head": (config["vocab_size"], hidden),
+    }
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -129,6 +150,11 @@ def _head_dim(config: Mapping[str, Any], family: str) -> int:
     if family == "qwen3":
         return int(config.get("head_dim", _QWEN3_HEAD_DIM))
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _num_kv_heads(config: Mapping[str, Any], family: str) -> int:
+    heads: int = config["num_attention_heads"]
+    return config.get("num_key_value_heads", heads if family == "llama" else _QWEN_KV_HEADS) or heads
 
 
 def _slides(config: Mapping[str, Any]) -> bool:

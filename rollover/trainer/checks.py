@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollover.errors import ConfigError
-from rollover.hf.architecture import Architecture
-from rollover.trainer.config import LORA_TARGETS, SFTConfig, TrainerConfig
+from rollover.hf.architecture import Architecture, matrix_shapes
+from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
 
 
 def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> None:
@@ -18,7 +18,7 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
         model: the content of its ``config.json``.
 
     Raises ``ConfigError`` when rows cannot be shared as ``context_parallel`` says, and when adapters are requested
-    beside matrices that the model does not have.
+    beside matrices that the model does not have, or of a rank above what a matrix can have.
 
     Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
@@ -26,7 +26,9 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
         shape = Architecture.from_config(model)
         check_heads(config, shape.num_heads, shape.num_kv_heads)
     if isinstance(config, TrainerConfig) and config.lora is not None:
-        check_targets(config.lora.targets, (*LORA_TARGETS, "lm_head"))
+        shapes = matrix_shapes(model)
+        check_targets(config.lora.targets, shapes)
+        _check_rank(config.lora, shapes)
 
 
 def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads: int) -> None:
@@ -38,6 +40,19 @@ def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads:
             f"{config.section}.context_parallel is {size}, but the model has {num_heads} attention heads and"
             f" {num_kv_heads} key-value heads, which are divided among the devices: set it to a divisor of both"
             f" ({divisors})"
+        )
+
+
+def _check_rank(config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ``ConfigError`` naming the smallest target when the rank exceeds its smaller dimension: the product of two
+    thin matrices would be larger than the matrix, and change no more than a product of that rank."""
+    smallest = min(config.targets, key=lambda name: min(shapes[name]))
+    rows, columns = shapes[smallest]
+    if config.rank > min(rows, columns):
+        raise ConfigError(
+            f"trainer.lora.rank is {config.rank}, but {smallest}, one of trainer.lora.targets, is a matrix of {rows} x"
+            f" {columns}, whose changes have a rank of at most {min(rows, columns)}: lower the rank to that or less, or"
+            " train without [trainer.lora]"
         )
 
 

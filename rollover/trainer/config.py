@@ -109,6 +109,8 @@ class LoraConfig:
         _require(self.rank >= 1, "rank", self.rank, "at least 1")
         _require(self.alpha > 0, "alpha", self.alpha, "above 0")
         _require(len(self.targets) > 0, "targets", list(self.targets), "at least one matrix")
+        is_once = len(set(self.targets)) == len(self.targets)
+        _require(is_once, "targets", list(self.targets), "a list without repetitions")
         if self.publish not in get_args(Publish):
             raise ValueError(f"publish {self.publish!r} is unknown{nearest(self.publish, get_args(Publish))}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, ModelError
+from rollover.hf.architecture import matrix_shapes
 from rollover.hf.companions import read_companions
 from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
@@ -206,7 +208,21 @@ def test_targets_that_are_not_there_are_named(folder: Path) -> None:
         lora_trainer(folder, lora=LoraConfig(targets=("q_proj", "qproj")))
 
 
-@pytest.mark.parametrize(("key", "value"), [("rank", 0), ("alpha", 0.0), ("targets", ())])
+def test_a_rank_above_that_of_a_matrix_is_refused_with_its_shape(folder: Path) -> None:
+    trainer = lora_trainer(folder)
+    shapes = {name.split(".")[-2]: tuple(tensor.shape) for name, tensor in trainer.weights().items()}
+    rows, columns = shapes["k_proj"]
+    lora_trainer(folder, lora=LoraConfig(rank=min(rows, columns), targets=("k_proj",)))
+    with pytest.raises(ConfigError, match=rf"rank is 1000, but k_proj, .* is a matrix of {rows} x {columns}, .* lower"):
+        lora_trainer(folder, lora=LoraConfig(rank=1000))
+    # The shapes are read from config.json, before there is a model.
+    read = matrix_shapes(json.loads((folder / "config.json").read_text()))
+    assert {name: shapes[name] for name in LORA.targets} == {name: read[name] for name in LORA.targets}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rank", 0), ("alpha", 0.0), ("targets", ()), ("targets", ("q_proj", "q_proj"))]
+)
 def test_values_that_cannot_work_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=key):
         LoraConfig(**{key: value})  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ def test_a_warm_up_on_the_cluster_makes_the_model_of_one_machine_also_when_a_ran
 
 @pytest.mark.slow
 def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said(
-    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_start", forked_ranks.start)
@@ -241,6 +241,7 @@ def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said
     finally:
         for node in nodes:
             cluster.remove_node(node, allow_graceful=False)
+    assert "(raylet)" not in capsys.readouterr().out, "what nodes report stays in Ray's logs"
 
 
 def is_time(metric: str) -> bool:

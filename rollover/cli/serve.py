@@ -61,7 +61,8 @@ def command(ctx: click.Context, model: str, host: str, port: int, api_key_env: s
     from rollover.engine.embedded.config import EmbeddedConfig
     from rollover.engine.servers.embedded.serve import EngineServer
     from rollover.hf.hub import resolve_model
-    from rollover.settings.schema import build, parse_overrides
+    from rollover.settings.overrides import parse_overrides
+    from rollover.settings.schema import build
     from rollover.settings.toml import Document
 
     config = build(EmbeddedConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))

@@ -68,7 +68,8 @@ def command(
     rollover worker --join wss://trainer.example:8790 --engine.kind vllm --engine.launch true
     """
     require("msgspec", "zstandard", "cryptography", "websockets", purpose=ctx.command_path)
-    from rollover.settings.schema import build, parse_overrides
+    from rollover.settings.overrides import parse_overrides
+    from rollover.settings.schema import build
     from rollover.settings.toml import Document
     from rollover.swarm.nats.address import NatsAddress
     from rollover.swarm.nats.credentials import NatsCredentials

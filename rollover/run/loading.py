@@ -13,8 +13,9 @@ from rollover.rollout.old_config import upgraded
 from rollover.run.config import RunConfig
 from rollover.run.sections import ModelConfig
 from rollover.settings import toml
+from rollover.settings.overrides import parse_overrides
 from rollover.settings.plain import resolved
-from rollover.settings.schema import build, kind_at, parse_overrides
+from rollover.settings.schema import build, kind_at
 from rollover.tasks.old_config import without_keys_of_other_kinds
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from rollover.errors import ConfigError, nearest
 from rollover.privacy import HIDDEN, Redactor
 from rollover.settings.changes import FIXED, OnResume
+from rollover.settings.overrides import Override
 from rollover.settings.toml import Document, KeyPath, dotted
 from rollover.types import UNBOUNDED
 
@@ -69,40 +70,6 @@ def _kinds(annotation: Any) -> tuple[str, ...]:
 def kinds(union: Any) -> dict[str, Any]:
     """Return the dataclasses of a union by their ``kind``."""
     return {kind: option for option in _members(union) for kind in _kinds(option)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
-    """One ``--section.key value`` of the command line.
-
-    Example:
-        ``--rollout.group_size 16`` is ``Override(path=("rollout", "group_size"), text="16")``.
-    """
-
-    path: tuple[str, ...]
-    text: str
-
-    def __str__(self) -> str:
-        return "--" + ".".join(self.path)
-
-
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """Parse ``["--a.b", "1", "--c=2"]`` into overrides. Dashes within a key mean underscores."""
-    overrides = []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("--") or argument == "--":
-            raise ConfigError(f"command line: unexpected {argument!r}; overrides are --section.key value")
-        name, has_value, text = argument[2:].partition("=")
-        if not has_value:
-            text = next(rest, "--")
-            if text.startswith("--"):
-                raise ConfigError(f"command line: --{name} needs a value: --{name} VALUE")
-        path = tuple(name.replace("-", "_").split("."))
-        if not all(path):
-            raise ConfigError(f"command line: {argument!r} is not a key; overrides are --section.key value")
-        overrides.append(Override(path=path, text=text))
-    return overrides
 
 
 def build(schema: type[T], document: Document, overrides: Sequence[Override] = ()) -> T:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from rollover.errors import ConfigError
-from rollover.settings.schema import ByKind, build, keys, parse_overrides
+from rollover.settings.overrides import parse_overrides
+from rollover.settings.schema import ByKind, build, keys
 from rollover.settings.toml import parse
 from rollover.types import UNBOUNDED
 

@@ -14,7 +14,7 @@ import pytest
 from rollover.cluster import nodes as cluster_nodes
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
-from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, check_versions
+from rollover.cluster.nodes import ClusterNode, NodeDemand, alive_nodes, check_placeable, check_versions, written
 from rollover.errors import ConfigError, MissingExtra
 
 NODES = [
@@ -46,6 +46,11 @@ def test_what_could_ever_be_placed_is_counted_by_node(bundle: dict[str, float], 
         f"the nodes of the Ray cluster have room for {room}: node 10.0.0.1 has CPU 16, GPU 8, h100 8; node 10.0.0.2 has CPU 3"
         in (str(raised.value))
     )
+
+
+@pytest.mark.parametrize("resources", [{"CPU": 1.0, "a100": 0.5, "t": 1.0}, {"t": 1.0, "a100": 0.5, "CPU": 1.0}])
+def test_resources_are_written_in_one_order(resources: dict[str, float]) -> None:
+    assert written(resources) == "CPU 1, a100 0.5, t 1"
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,7 @@ def _without_reports_of_nodes() -> Iterator[None]:
 
     No option of ``ray.init`` turns this off, ``log_to_driver`` included. A Ray that does it elsewhere prints them.
     """
-    from ray._private import worker
-
+    worker: Any = sys.modules.get("ray._private.worker")
     listen = getattr(worker, "listen_error_messages", None)
     if listen is None:
         yield

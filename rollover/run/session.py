@@ -117,17 +117,12 @@ async def open_session(
         stack.push_async_callback(driver.stop)
         run.settle()
         meter = _open_meter(config, state, tasks, engine, clock)
+        computed_in, replayed = logprob_format(config.trainer, folder), state.ledger.replay
+        trust = Trust(config, engine, trainer, num_tokens=len(tokenizer), trainer_format=computed_in, replayed=replayed)
         weights = WeightSync(
             trainer=trainer,
             publisher=Publisher([engine], folders=folders, timeout_s=config.engine.publication_timeout_s),
-            trust=Trust(
-                config,
-                engine,
-                trainer,
-                num_tokens=len(tokenizer),
-                trainer_format=logprob_format(config.trainer, folder),
-                replayed=state.ledger.replay,
-            ),
+            trust=trust,
             driver=driver,
             reloads_after_check=config.engine.declared.deterministic,
             sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,

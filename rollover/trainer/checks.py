@@ -44,15 +44,15 @@ def check_heads(config: TrainerConfig | SFTConfig, num_heads: int, num_kv_heads:
 
 
 def _check_rank(config: LoraConfig, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ``ConfigError`` naming the smallest target when the rank exceeds its smaller dimension: the product of two
-    thin matrices would be larger than the matrix, and change no more than a product of that rank."""
-    smallest = min(config.targets, key=lambda name: min(shapes[name]))
-    rows, columns = shapes[smallest]
+    """Raise ``ConfigError`` naming the largest target when the rank exceeds the smaller dimension of every target: no
+    change of theirs has a higher rank. That of a few small ones may be lower, as of key matrices that heads share."""
+    largest = max(config.targets, key=lambda name: min(shapes[name]))
+    rows, columns = shapes[largest]
     if config.rank > min(rows, columns):
         raise ConfigError(
-            f"trainer.lora.rank is {config.rank}, but {smallest}, one of trainer.lora.targets, is a matrix of {rows} x"
-            f" {columns}, whose changes have a rank of at most {min(rows, columns)}: lower the rank to that or less, or"
-            " train without [trainer.lora]"
+            f"trainer.lora.rank is {config.rank}, but {largest}, the largest of trainer.lora.targets, is a matrix of"
+            f" {rows} x {columns}, whose changes have a rank of at most {min(rows, columns)}: lower the rank to that or"
+            " less, or train without [trainer.lora]"
         )
 
 

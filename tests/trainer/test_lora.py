@@ -208,13 +208,14 @@ def test_targets_that_are_not_there_are_named(folder: Path) -> None:
         lora_trainer(folder, lora=LoraConfig(targets=("q_proj", "qproj")))
 
 
-def test_a_rank_above_that_of_a_matrix_is_refused_with_its_shape(folder: Path) -> None:
+def test_a_rank_above_that_of_every_target_is_refused_with_the_largest_shape(folder: Path) -> None:
     trainer = lora_trainer(folder)
     shapes = {name.split(".")[-2]: tuple(tensor.shape) for name, tensor in trainer.weights().items()}
-    rows, columns = shapes["k_proj"]
-    lora_trainer(folder, lora=LoraConfig(rank=min(rows, columns), targets=("k_proj",)))
-    with pytest.raises(ConfigError, match=rf"rank is 1000, but k_proj, .* is a matrix of {rows} x {columns}, .* lower"):
-        lora_trainer(folder, lora=LoraConfig(rank=1000))
+    small, large = (sorted(shapes[name]) for name in ("k_proj", "q_proj"))
+    assert small[0] < large[0]
+    lora_trainer(folder, lora=LoraConfig(rank=large[0], targets=("k_proj", "q_proj")))
+    with pytest.raises(ConfigError, match=rf"rank is {large[0]}, but k_proj, .* is a matrix of .* at most {small[0]}:"):
+        lora_trainer(folder, lora=LoraConfig(rank=large[0], targets=("k_proj",)))
     # The shapes are read from config.json, before there is a model.
     read = matrix_shapes(json.loads((folder / "config.json").read_text()))
     assert {name: shapes[name] for name in LORA.targets} == {name: read[name] for name in LORA.targets}

@@ -51,7 +51,7 @@ class SwarmCall:
         """The version of the last token that came out."""
         self._last_token: int | None = None
         self.refused_end = ""
-        """Why its member cannot have reached the end that it claims; empty while there is nothing to refuse."""
+        """The reason why its member cannot have reached the end that it claims; empty while there is none."""
 
     @property
     def limit(self) -> int:

@@ -60,7 +60,7 @@ class NatsGateway:
         self._ungreeted: dict[str, NatsSession] = {}
         """Sessions whose worker has not said hello yet, the oldest first."""
         self._id = secrets.token_hex(8).encode()
-        """What it asks with whether another run uses the subject."""
+        """Sent with its question whether another run uses the subject, so that it does not answer itself."""
         self._is_established = False
         """No other run uses the subject: whoever comes later has to stay away."""
         self._lost: list[str] = []

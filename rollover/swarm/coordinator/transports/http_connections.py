@@ -7,6 +7,7 @@ request, and again after each answer; at most ``MAX_WAITING`` such connections a
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take from the opening of a connection, or the last answer, to a complete request."""
-MAX_WAITING = 256
+
+
+def _max_waiting() -> int:
+    """Return a quarter of the files that this process may open, so that there are enough for its work, or as many as a
+    thousand workers need that dial in at once."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2048 if num_files == resource.RLIM_INFINITY else min(2048, num_files // 4)
+
+
+MAX_WAITING = _max_waiting()
 """Open connections without a request; for one more, the one that has waited longest is cut."""
 
 

@@ -54,7 +54,7 @@ def test_groups_differ_in_what_they_name_and_share_the_rest() -> None:
     assert first.config(engine).launch_args == ("--enforce-eager", "--tensor-parallel-size", "2")
     assert third.bundle("CPU") == {"CPU": 3.0, "rack": 1.0} and third.config(engine) == engine
     assert list(described((first, second, third), "GPU")) == [
-        "engine-0 to engine-1: each GPU 2, rack 1, h100 2 of a node, up to 256 samples at a time",
+        "engine-0 to engine-1: each GPU 2, h100 2, rack 1 of a node, up to 256 samples at a time",
         "engine-2: GPU 3, rack 1 of a node, up to 64 samples at a time",
     ]
     assert engine_forms(ClusterConfig(engines=0), engine) == ()
@@ -84,12 +84,12 @@ def test_the_refusal_names_what_is_missing_and_what_there_is() -> None:
     nodes = [{"GPU": 2.0, "CPU": 8.0, "memory": 1e9, "node:10.0.0.1": 1.0}, {"CPU": 4.0}]
     assert refusal(wanted(1, 1), nodes) is None
     assert refusal(wanted(4), nodes) == (
-        "engine-0 needs GPU 4 on one node, but no node of the cluster has that much; its nodes have: GPU 2, CPU 8;"
+        "engine-0 needs GPU 4 on one node, but no node of the cluster has that much; its nodes have: CPU 8, GPU 2;"
         " CPU 4"
     )
     assert refusal(wanted(2, 1), nodes) == (
         "the nodes of the cluster have no room for engine-1 beside the others, 2 in all (GPU 1 for engine-1); its nodes"
-        " have: GPU 2, CPU 8; CPU 4"
+        " have: CPU 8, GPU 2; CPU 4"
     )
 
 

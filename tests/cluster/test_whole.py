@@ -28,8 +28,9 @@ from tests.cluster.test_engines import leftovers
 GROUPS, GROUP_SIZE = 8, 8
 LOST_AT = 2
 """Steps that are done when a node goes."""
-MORE = 4
+MORE = 6
 """Steps that the resumed run takes beyond those of the one that was killed."""
+BOTH = {"engine-0", "engine-1"}
 LEARNED = 0.03
 """By how much the mean reward rises at least from the first three steps to the last three: it goes from 0.05 to 0.13
 within twelve, with a standard error of 0.007 in each."""
@@ -103,6 +104,7 @@ def test_a_run_learns_and_loses_nothing_while_nodes_go_and_come_and_its_process_
             wait(lambda: "engine-1 is back with weights version" in said(), "the server that was on the node that went")
             back, steps = len(written(run)), steps_done()
             wait(lambda: steps_done() >= steps + 2, "two steps with both servers")
+            wait(lambda: samplers(written(run)[back:]) == BOTH, "samples of both servers")
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         assert "; restarting all 2 ranks from " in said(), "no rank was on the node that went"
@@ -110,8 +112,8 @@ def test_a_run_learns_and_loses_nothing_while_nodes_go_and_come_and_its_process_
         assert cli.main(["train", "--resume", "out", "--steps", str(steps)]) == 0, capsys.readouterr().err
         check_laws(run, steps)
         for first, last in ((0, consumed(run)[LOST_AT - 1]), (back, killed), (killed, None)):
-            names = {event.segment.engine for event in decoded(written(run)[first:last])}
-            assert names == {"engine-0", "engine-1"}, f"of events {first} to {last} all are from {names}"
+            names = samplers(written(run)[first:last])
+            assert names == BOTH, f"of events {first} to {last} all are from {names}"
         until(lambda: cluster_has(cluster, steady=1, spot=1, learn=2), "what the run had is given back")
         assert leftovers("") == []
     finally:
@@ -135,6 +137,11 @@ def consumed(run: Path) -> list[int]:
 
 def decoded(events: Sequence[Event]) -> list[SegmentEnded]:
     return [event for event in events if isinstance(event, SegmentEnded) and event.segment.token_ids]
+
+
+def samplers(events: Sequence[Event]) -> set[str]:
+    """Names of the engines that decoded tokens."""
+    return {event.segment.engine for event in decoded(events)}
 
 
 def check_laws(run: Path, steps: int) -> None:

@@ -90,13 +90,13 @@ def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(tmp_path: 
 def test_a_trainer_whose_certificate_is_not_trusted_gets_no_token(tmp_path: Path) -> None:
     digest = BlobFolder(tmp_path / "blobs").put(CONTENT)
     theirs, other = make_certificate(tmp_path, "trainer.lan"), make_certificate(tmp_path, "trainer.lan", name="other")
-    port = free_port()
     asked: list[str | None] = []
 
     async def law() -> None:
         async with asyncio.timeout(DEADLINE_S), trainer(tmp_path / "blobs", theirs) as gateway:
             gateway._member_of = lambda header: asked.append(header)
             for ca_file, name in ((other[0], "trainer.lan"), (theirs[0], "another.lan")):
+                port = free_port()  # one each: the first server may still be ending when the second starts
                 argv = ["--folder", str(tmp_path / "relay"), "--trainer-name", name, "--ca-file", ca_file]
                 assert main(["relay", "--join", gateway.url, "--listen", f"127.0.0.1:{port}", *argv]) == 0
                 between = Nginx(tmp_path / "relay", port, f"http://127.0.0.1:{port}/v1/blobs")

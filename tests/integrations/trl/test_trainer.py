@@ -109,7 +109,7 @@ def test_the_bound_and_the_account_hold_at_every_step(run: tuple[Any, Path]) -> 
         wasted = sum(n for name, n in account.items() if name.startswith("rollout/wasted_tokens/"))
         sampled = account["rollout/trained_tokens"] + wasted + account["rollout/live_tokens"]
         assert account["rollout/decoded_tokens"] == sampled == counted[seen.batch.step]
-    assert 2 in {lag for seen in trained.seen for lags in seen.answers.lags for lag in lags}
+    assert max(lag for seen in trained.seen for lags in seen.answers.lags for lag in lags) > 0, "some tokens are older"
 
 
 def test_each_row_is_that_of_its_prompt_and_rewards_are_trls(run: tuple[Any, Path]) -> None:

@@ -71,10 +71,17 @@ class Load:
     goodbyes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for start in range(0, self.tokens, self.piece):
-            ids = range(start, min(self.tokens, start + self.piece))
-            packed = pack_ids([i * 7919 % 30000 for i in ids]), pack_logprobs([-0.01 * (i % 300) for i in ids])
-            self.pieces.append((start, *packed, ids[-1] + 1 == self.tokens))
+        self.pieces = self.between(0, self.tokens)
+
+    def between(self, begin: int, end: int) -> list[tuple[int, bytes, bytes, bool]]:
+        """Return the pieces of a response from one position to another: offset, ids, log-probs, whether it is the
+        last."""
+        pieces = []
+        for start in range(begin, end, self.piece):
+            at = range(start, min(end, start + self.piece))
+            packed = pack_ids([i * 7919 % 30000 for i in at]), pack_logprobs([-0.01 * (i % 300) for i in at])
+            pieces.append((start, *packed, at[-1] + 1 == end))
+        return pieces
 
 
 class Member(asyncio.Protocol):
@@ -84,8 +91,9 @@ class Member(asyncio.Protocol):
         self.is_open = False
         self.lease = 0
         self.serving: Head | None = None
-        self.calls: dict[str, int] = {}
-        """Tokens acknowledged of the calls that are held, all of which have ended."""
+        self.calls: dict[str, tuple[int, int]] = {}
+        """Of the calls that are held, all of which have ended: the positions up to which they are acknowledged, and
+        their ends."""
         self.number = 0
         self.transport: asyncio.Transport | None = None
 
@@ -156,14 +164,14 @@ class Member(asyncio.Protocol):
     def got(self, envelope: object) -> None:
         message = envelope.message  # type: ignore[attr-defined]
         match message:
-            case Assign(call_id=call_id):
+            case Assign(call_id=call_id, response_ids=response_ids, max_new_tokens=limit):
                 self.load.num_assigned += 1
-                self.decode(call_id)
+                self.decode(call_id, len(response_ids) // 4, limit)
             case Ack(call_id=call_id, offset=offset, is_over=is_over):
                 if is_over:
                     self.load.num_over += self.calls.pop(call_id, None) is not None
                 elif call_id in self.calls:
-                    self.calls[call_id] = offset
+                    self.calls[call_id] = (offset, self.calls[call_id][1])
             case Release(call_ids=call_ids):
                 for call_id in call_ids:
                     self.calls.pop(call_id, None)
@@ -188,11 +196,12 @@ class Member(asyncio.Protocol):
             self.serving = head
             self.say(Serving(version=head.version, manifest=head.manifest))
 
-    def decode(self, call_id: str) -> None:
+    def decode(self, call_id: str, begin: int, end: int) -> None:
         assert self.serving is not None
-        self.calls[call_id] = 0
+        self.calls[call_id] = (begin, end)
         version = self.serving.version
-        for start, ids, logprobs, is_last in self.load.pieces:
+        is_whole = (begin, end) == (0, self.load.tokens)
+        for start, ids, logprobs, is_last in self.load.pieces if is_whole else self.load.between(begin, end):
             self.say(
                 Decoded(
                     call_id=call_id,
@@ -209,9 +218,9 @@ class Member(asyncio.Protocol):
         if not self.lease or self.transport is None or self.transport.is_closing():
             return
         self.number += 1
-        end = self.load.tokens
         calls = tuple(
-            CallState(call_id=call_id, start=acked, sent=end, has_ended=True) for call_id, acked in self.calls.items()
+            CallState(call_id=call_id, start=acked, sent=end, has_ended=True)
+            for call_id, (acked, end) in self.calls.items()
         )
         self.say(
             Heartbeat(

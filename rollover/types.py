@@ -154,8 +154,8 @@ class Segment(NamedTuple):
         )
 
     def packed(self) -> Segment:
-        """Return the same segment with 8 bytes a token instead of about 70; ``unpacked`` undoes it exactly. Tokens that
-        are not in a tuple stay as they are."""
+        """Return the same segment with 8 bytes a token instead of about 70; ``unpacked`` undoes it exactly, since
+        log-probs are float32 values. Tokens that are not in a tuple stay as they are."""
         if not isinstance(self.token_ids, tuple):
             return self
         return self._replace(token_ids=array("i", self.token_ids), rollout_logprobs=array("f", self.rollout_logprobs))

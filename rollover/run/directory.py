@@ -19,7 +19,6 @@ The lock is the kernel's (flock), so no process leaves one behind, however it di
 from __future__ import annotations
 
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -35,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from rollover import locks
 from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
 from rollover.privacy import make_private, redacted_command
 from rollover.rollout.strategies import SIMULATED_ONLY
@@ -149,7 +149,7 @@ class RunDir:
     def close(self) -> None:
         """Release the lock. Does nothing when called again."""
         if self._lock is not None:
-            os.close(self._lock)
+            locks.release(self._lock)
             self._lock = None
 
     def __enter__(self) -> Self:
@@ -296,11 +296,10 @@ def _locked(file: Path) -> int:
     """Lock ``file`` and return its descriptor, which children do not inherit."""
     make_private(file)
     descriptor = os.open(file, os.O_RDWR)
+    holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.take(descriptor)
     except BlockingIOError:
-        holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
         raise RunError(f"{file.parent} is in use by {holder}: wait for it, or choose another directory") from None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode())

@@ -8,7 +8,6 @@ other's.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import shutil
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from rollover import locks
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rollover-staging-"
@@ -68,7 +69,7 @@ class Staging:
         shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            locks.release(lock)
 
     def _folder(self, name: str) -> Path:
         self._num_folders += 1
@@ -97,7 +98,7 @@ def held_folder(root: Path) -> tuple[Path, int | None]:
             return folder, None
         if folder.exists():
             return folder, lock
-        os.close(lock)
+        locks.release(lock)
 
 
 def clear_left_behind(root: Path) -> None:
@@ -106,16 +107,12 @@ def clear_left_behind(root: Path) -> None:
         with suppress(OSError):  # it is in use, or another user's
             lock = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+            locks.release(lock)
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder until the returned descriptor is closed. Raises ``BlockingIOError`` when another process holds
+    """Lock a folder until the returned descriptor is released. Raises ``BlockingIOError`` when another process holds
     it."""
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    locks.take(descriptor)
     return descriptor

@@ -71,13 +71,33 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
     directory.open_for_resume(tmp_path / "run")[1].close()
 
 
+def open_files(process: str) -> dict[str, int]:
+    """The descriptor of each file that a process has open (of two, the later)."""
+    return {os.readlink(link): int(link.name) for link in Path("/proc", process, "fd").iterdir() if link.exists()}
+
+
 def test_a_child_process_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = str((tmp_path / "run" / "lock").resolve())
+    script = "print('running', flush=True); input()"
     with directory.create(CONFIG, tmp_path / "run"):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
-    try:
-        directory.open_for_resume(tmp_path / "run")[1].close()
-    finally:
-        child.communicate(b"\n", timeout=60)
+        assert lock in open_files("self")
+        child = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
+        )
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"running\n"
+            assert lock not in open_files(str(child.pid)), "it would keep the run of a killed trainer locked"
+        finally:
+            child.communicate(b"\n", timeout=60)
+
+
+def test_the_lock_is_free_at_once_though_a_child_is_being_started(tmp_path: Path) -> None:
+    """Between its fork and its program, a child has every open file of its parent."""
+    run = directory.create(CONFIG, tmp_path / "run")
+    of_the_child = os.dup(open_files("self")[str((tmp_path / "run" / "lock").resolve())])
+    run.close()
+    directory.open_for_resume(tmp_path / "run")[1].close()
+    os.close(of_the_child)
 
 
 def test_a_run_goes_on_under_the_config_it_began_with(tmp_path: Path) -> None:

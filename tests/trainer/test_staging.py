@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -97,7 +98,7 @@ def test_where_the_file_system_has_no_locks_nothing_is_cleared_away(
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(staging.fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", refused)
     theirs, ours = Staging(0, fallback=tmp_path), Staging(0, fallback=tmp_path)
     assert theirs.path.exists() and ours.path.exists()
     for own in (theirs, ours):

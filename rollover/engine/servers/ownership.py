@@ -16,7 +16,6 @@ or a user frees them by hand.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from rollover import locks
 from rollover.errors import EngineError
 
 Part = Literal["weights", "cache"]
@@ -68,9 +68,8 @@ class Ownership:
         descriptor = _opened(file)
         held = _note(descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.take(descriptor)
         except BlockingIOError:
-            os.close(descriptor)
             raise EngineError(
                 f"{url} is in use by run {held.get('run', '?')} ({held.get('by', 'another process')}):"
                 " wait for it, or give this run another server (engine.urls)"
@@ -105,7 +104,7 @@ class Ownership:
     def release(self) -> None:
         """Let others on this machine have the server. Does nothing the second time."""
         if self._lock is not None:
-            os.close(self._lock)
+            locks.release(self._lock)
             self._lock = None
 
 

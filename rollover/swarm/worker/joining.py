@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import os
 import secrets
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+from rollover import locks
 from rollover.clock import SystemClock
 from rollover.errors import RunError
 from rollover.swarm.publication.blobs import BlobFolder
@@ -134,12 +134,10 @@ def _own(cache: Path) -> Iterator[None]:
     cache.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(cache / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"{cache} is in use by another worker: give this one a folder of its own with --cache"
-            ) from None
+        locks.take(descriptor)
+    except BlockingIOError:
+        raise RunError(f"{cache} is in use by another worker: give this one a folder of its own with --cache") from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        locks.release(descriptor)

@@ -76,7 +76,7 @@ class SwarmConfig(EngineConfig):
     """Largest number of samples that all workers together decode at the same time: about as many as the workers that
     you expect have room for. Strategies that keep the engine full keep this number of samples open."""
     lease_s: Changeable[float] = 15.0
-    """Seconds without a message from a worker after which other workers continue its calls."""
+    """Seconds without a message from a worker after which other workers continue its calls; at least 1."""
     abort_timeout_s: Changeable[float] = 10.0
     """Seconds that a worker may take to hand over stopped calls."""
     update_timeout_s: Changeable[float] = 600.0
@@ -114,7 +114,11 @@ class SwarmConfig(EngineConfig):
                 f"listen = {self.listen!r} can be reached from other machines: give tls_certificate and tls_key, or set"
                 " insecure = true on a network that is itself encrypted, such as a VPN"
             )
-        for key in ("lease_s", "abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
+        if self.lease_s < 1:
+            raise ValueError(
+                f"lease_s must be at least 1: workers send three heartbeats in that time; got {self.lease_s}"
+            )
+        for key in ("abort_timeout_s", "update_timeout_s", "logprob_tolerance"):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be positive, got {value}")
         for key in ("anchor_every", "max_running"):

@@ -1,8 +1,8 @@
 """Compares what training takes of memory with what ``rollover train --dry-run`` says before.
 
-    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about six minutes on two idle cores
+    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about six minutes on two idle cores with AVX-512
 
-For each shape and each way to train, a process of its own takes two steps of GRPO over two full rows: with the second
+For each shape and each way to train, a process of its own takes a step of GRPO over two full rows: with the second
 one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and
 moments are there by then), is set against the estimate of activations, logits and gathered weights. Of several devices,
 it is that of the rank that takes most. Memory that is freed goes back to the system at once
@@ -100,7 +100,7 @@ def memory_now(key: str, pid: int) -> int:
 
 
 def measure(folder: str, way: str) -> int:
-    """Take the steps, and return what they take beyond what stays in this process, or in one of its ranks."""
+    """Take the step, and return what it takes beyond what stays in this process, or in one of its ranks."""
     config = WAYS[way]
     groups = 2 * config.num_devices // config.context_parallel
     setup: dict[str, Any] = {"temperature": 1.0, "max_response_tokens": RESPONSE, "num_steps": 9}
@@ -118,8 +118,7 @@ def measure(folder: str, way: str) -> int:
             before = [memory_now("VmRSS", pid) for pid in pids]
             for pid in pids:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # the height begins anew
-            for step in (1, 2):
-                trainer.step(make_batch(step, SAMPLES, RESPONSE, groups))
+            trainer.step(make_batch(1, SAMPLES, RESPONSE, groups))
             return max(memory_now("VmHWM", pid) - held for pid, held in zip(pids, before, strict=True))
 
 

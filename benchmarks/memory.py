@@ -1,6 +1,6 @@
 """Compares what training takes of memory with what ``rollover train --dry-run`` says before.
 
-    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # about six minutes on two idle cores with AVX-512
+    python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # six minutes on two cores with AVX-512
 
 For each shape and each way to train, a process of its own takes a step of GRPO over two full rows: with the second
 one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and

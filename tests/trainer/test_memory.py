@@ -56,9 +56,8 @@ def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_
 ) -> None:
     script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
     chosen = ["--shapes", "narrow, large vocabulary", "--ways", way]
-    subprocess.run(
-        [sys.executable, script, *chosen, "--out", out], check=True, timeout=480
-    )  # without AVX-512, bfloat16 is slow
+    # Without AVX-512, bfloat16 is slow.
+    subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=480)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["way"] == way
     assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row

@@ -1,6 +1,6 @@
 """The kill campaign: runs of every strategy, killed with SIGKILL at random moments and resumed, until they are done.
 
-    python benchmarks/kills.py                       # 308 kills, some minutes on two idle cores
+    python benchmarks/kills.py                       # 196 kills, five minutes on two cores
     python benchmarks/kills.py --kills 28            # one kill for each case
     python benchmarks/kills.py --cases april-group,sync-group-deterministic --kills 20
 

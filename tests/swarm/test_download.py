@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,11 @@ def test_a_damaged_answer_is_asked_for_again_past_the_cache_that_may_hold_it(tmp
             cache[digest] = content
         return whole(cache[digest], start)
 
+    said: list[str] = []
+
     async def scenario() -> None:
         for name in ("first", "second"):
-            async with open_downloads(tmp_path / name, server.url) as downloads:
+            async with open_downloads(tmp_path / name, server.url, say=said.append) as downloads:
                 await downloads.get([blob])
                 assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
                 expected = {"first": 0.5, "second": 1.0}[name]
@@ -56,6 +58,8 @@ def test_a_damaged_answer_is_asked_for_again_past_the_cache_that_may_hold_it(tmp
     with serving(tmp_path / "blobs", cached) as server:
         asyncio.run(scenario())
     assert [h.get("cache-control") for h in server.headers] == [None, "no-cache", None]
+    (line,) = said
+    assert line.startswith(f"{server.url} has sent a damaged blob, which is fetched again: ")
 
 
 def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_path: Path) -> None:
@@ -220,3 +224,71 @@ def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> None:
     with serving(tmp_path / "empty") as cache, serving(tmp_path / "blobs") as home:
         asyncio.run(scenario())
     assert cache.num_asked == 1 and not said
+
+
+@asynccontextmanager
+async def listening(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """A relay that answers as told, by URL."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", b"one", b"two", b"three")
+    num_asked, said = 0, list[str]()
+
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await reader.read()
+
+    async def scenario() -> None:
+        options: dict[str, Any] = {"silent_s": 0.2, "max_parallel": 1, "say": said.append}
+        async with listening(nothing) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
+            await down.get(blobs)
+            assert said == [f"weights cannot be fetched from {relay}, so others are asked: ReadTimeout"]
+
+    with serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert (num_asked, home.num_asked) == (1, 3)
+
+
+def test_a_slow_relay_is_left_for_a_home_that_nobody_has_measured(tmp_path: Path) -> None:
+    """A blob too small for a try of the home is no reason to wait for a relay of a few kilobytes per second."""
+    content = LARGE[: 2**20]
+    (blob,) = store_blobs(tmp_path / "blobs", content)
+
+    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
+        for start in range(0, len(content), 100):
+            writer.write(content[start : start + 100])
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        said: list[str] = []
+        options: dict[str, Any] = {"patience_s": 0.05, "say": said.append}
+        async with listening(drips) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
+            await down.get([blob])
+            (line,) = said
+            assert line.startswith(f"weights cannot be fetched from {relay}, so others are asked: gives ")
+
+    with serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    ((_, start),) = home.asked
+    assert 0 < start < len(content), "what the relay has sent is not fetched again"

@@ -107,6 +107,34 @@ def test_a_source_that_fails_is_tried_again_when_it_has_healed() -> None:
     assert sources.best() == A
 
 
+def test_a_source_that_says_nothing_rests_for_five_minutes_but_the_last_one_never() -> None:
+    clock = Clock()
+    sources = BlobSources([A, B, HOME], clock=clock)
+    download(sources, A, 100 * MB)
+    download(sources, B, 20 * MB)
+    for url in (A, HOME):
+        sources.started(url)
+        sources.ended(url, 0, 15.0, well=False, is_silent=True)
+    assert sources.best() == B and sources.bandwidth_elsewhere(B) < 1
+    assert sources.best(avoid=[B]) == HOME and sources.best(avoid=[B, HOME]) == A, "what no other has it is asked for"
+    clock.now_s = 299.0
+    assert sources.best() != A
+    clock.now_s = 301.0
+    assert sources.best() == A
+
+
+def test_a_slow_source_is_worth_leaving_for_one_that_is_not_known_and_has_not_failed_lately() -> None:
+    clock = Clock()
+    sources = BlobSources([A, HOME], clock=clock)
+    assert sources.bandwidth_elsewhere(A) == MB / 4 and sources.bandwidth_elsewhere(A, avoid=[HOME]) == 0
+    download(sources, A, 40 * MB)
+    assert sources.bandwidth_elsewhere(A) == 10 * MB
+    download(sources, HOME, 0, well=False)
+    assert sources.bandwidth_elsewhere(A) == 0, "it may not be reachable from here"
+    clock.now_s = 601.0
+    assert sources.bandwidth_elsewhere(A) > 9 * MB
+
+
 def test_the_newest_bandwidth_counts_for_three_tenths() -> None:
     sources = BlobSources([A], clock=Clock())
     download(sources, A, 10 * MB)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from random import Random
@@ -24,6 +24,9 @@ from rollover.swarm.publication.proxied import ProxiedTransport
 from rollover.swarm.publication.sources import BlobSources
 
 _CONNECT_S, _STALL_S = 10.0, 30.0
+_SILENT_S = 15.0
+"""Seconds for which a source may say nothing while the home of the blobs can still be asked: more than a relay takes
+to fetch a piece that others wait for too."""
 _MAX_BACKOFF_S = 5.0
 _MISSING_ROUNDS = 3
 """Consecutive rounds without a source for the blob, its home last, after which it counts as missing."""
@@ -56,6 +59,7 @@ class BlobDownloads:
         transports: for some URLs, by what these begin with: ``"scheme://"`` or ``"https://host:port"``.
         say: shows a line to the user: of each source that fails, the first time in a row.
         patience_s: seconds after which a download may be judged slow.
+        silent_s: seconds for which a source may say nothing while the last one, the home, can still be asked.
         backoff_s: pause after all sources have failed, doubled each time.
     """
 
@@ -67,6 +71,7 @@ class BlobDownloads:
         authorization: Mapping[str, str] | None = None,
         max_parallel: int = 4,
         patience_s: float = 2.0,
+        silent_s: float = _SILENT_S,
         backoff_s: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
@@ -78,11 +83,9 @@ class BlobDownloads:
         """Received so far, including what was of no use."""
         self._folder, self._clock = folder, clock
         self._authorization = {url.rstrip("/"): value for url, value in (authorization or {}).items()}
-        self._max_parallel, self._patience_s, self._backoff_s = max_parallel, patience_s, backoff_s
-        timeout = httpx.Timeout(_STALL_S, connect=_CONNECT_S, pool=None)
-        self._client = httpx.AsyncClient(
-            transport=ProxiedTransport(verify=verify), timeout=timeout, trust_env=False, mounts=transports
-        )
+        self._max_parallel, self._backoff_s = max_parallel, backoff_s
+        self._patience_s, self._silent_s = patience_s, silent_s
+        self._client = httpx.AsyncClient(transport=ProxiedTransport(verify=verify), trust_env=False, mounts=transports)
         self._random, self._say = random or Random(), say
         self._has_said: set[str] = set()
         """Sources of which the user was told that they fail."""
@@ -153,17 +156,17 @@ class BlobDownloads:
         while (url := self.sources.best(avoid=failures)) is not None:
             self._waiting[digest] = f"from {shown(url)}" + (f" ({_said(failures)})" if failures else "")
             try:
-                await self._download(url, digest, num_bytes)
+                await self._download(url, digest, num_bytes, failures)
                 return False
             except _Failed as failure:
+                self._tell(url, failure)
                 if not failure.is_damaged or (url, digest) in self._damaged:
                     failures[url] = failure
-                    self._tell(url, failure)
                 else:  # where it is still the best one, it is asked once more, past its cache
                     self._damaged.add((url, digest))
         if failures:
             self._waiting[digest] = f"from any source ({_said(failures)})"
-        home = failures.get(self.sources.urls[-1]) if self.sources.urls else None
+        home = failures.get(self.sources.home or "")
         return home is None or home.is_missing
 
     async def _try(self, digest: str, num_bytes: int | None, failures: dict[str, _Failed]) -> None:
@@ -174,7 +177,7 @@ class BlobDownloads:
             return
         self._waiting[digest] = f"from {shown(url)}"
         try:
-            await self._download(url, digest, num_bytes, most=_TRY_BYTES)
+            await self._download(url, digest, num_bytes, failures, most=_TRY_BYTES)
         except _Failed as failure:
             failures[url] = failure
             self._tell(url, failure)
@@ -183,16 +186,26 @@ class BlobDownloads:
         """Tell the user of a source that fails; a cache may well lack a blob."""
         if url not in self._has_said and not failure.is_missing:
             self._has_said.add(url)
+            if failure.is_damaged:
+                self._say(f"{shown(url)} has sent a damaged blob, which is fetched again: {failure}")
+                return
             others = ", so others are asked" if len(self.sources.urls) > 1 else ""
             self._say(f"weights cannot be fetched from {shown(url)}{others}: {failure}")
 
-    async def _download(self, url: str, digest: str, num_bytes: int | None, *, most: int | None = None) -> None:
-        """Download a blob from one source, or continue a download; ``most`` bytes of it, at most. Raises
-        ``_Failed``."""
-        start_s, well, progress = self._clock(), False, _Progress()
+    async def _download(
+        self, url: str, digest: str, num_bytes: int | None, failed: Collection[str], *, most: int | None = None
+    ) -> None:
+        """Download a blob from one source, or continue a download; ``most`` bytes of it, at most.
+
+        Args:
+            failed: sources that have not given the blob, so that this one cannot be left for them.
+
+        Raises ``_Failed``.
+        """
+        start_s, well, is_silent, progress = self._clock(), False, False, _Progress()
         self.sources.started(url)
         try:
-            if await self._receive(url, digest, num_bytes, progress, most):
+            if await self._receive(url, digest, num_bytes, failed, progress, most):
                 await asyncio.to_thread(self._folder.accept, digest)
                 self._tags.pop((url, digest), None)
                 self._damaged.discard((url, digest))
@@ -200,6 +213,7 @@ class BlobDownloads:
             well = True
         except httpx.HTTPError as error:
             remedy = _REMEDY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
+            is_silent = isinstance(error, httpx.TimeoutException)
             raise _Failed(f"{str(error) or type(error).__name__}{remedy}") from None
         except PublicationError as error:
             raise _Failed(str(error), is_damaged=True) from None
@@ -211,10 +225,16 @@ class BlobDownloads:
             well = True  # no fault of the source's
             raise
         finally:
-            self.sources.ended(url, progress.num_bytes, self._clock() - start_s, well=well)
+            self.sources.ended(url, progress.num_bytes, self._clock() - start_s, well=well, is_silent=is_silent)
 
     async def _receive(
-        self, url: str, digest: str, num_bytes: int | None, progress: _Progress, most: int | None
+        self,
+        url: str,
+        digest: str,
+        num_bytes: int | None,
+        failed: Collection[str],
+        progress: _Progress,
+        most: int | None,
     ) -> bool:
         """Append what a source sends to the bytes that are there; return whether the blob is whole, as far as sizes
         tell."""
@@ -224,7 +244,8 @@ class BlobDownloads:
             return True
         headers = self._headers(url, digest, have, None if most is None else have + most)
         limit = MAX_MANIFEST_BYTES if num_bytes is None else num_bytes
-        async with self._client.stream("GET", blob_url(url, digest), headers=headers) as response:
+        timeout = self._timeout(url, failed)
+        async with self._client.stream("GET", blob_url(url, digest), headers=headers, timeout=timeout) as response:
             if response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 partial.unlink(missing_ok=True)
             have = _first_byte(response, have)
@@ -247,7 +268,7 @@ class BlobDownloads:
                         raise _Failed(f"sends more than the {limit:,} bytes of the blob", is_damaged=True)
                     file.write(chunk)
                     if have != num_bytes:
-                        self._refuse_slow(url, progress.num_bytes, self._clock() - start_s)
+                        self._refuse_slow(url, failed, progress.num_bytes, self._clock() - start_s)
         if num_bytes is not None and have < num_bytes and most is None:
             raise _Failed(f"ended after {have:,} of {num_bytes:,} bytes")
         return most is None or have == num_bytes
@@ -270,9 +291,15 @@ class BlobDownloads:
         if (tag := response.headers.get("ETag", "")).startswith('"'):  # a weak one promises no equal bytes
             self._tags[url, digest] = tag
 
-    def _refuse_slow(self, url: str, num_bytes: int, elapsed_s: float) -> None:
-        if elapsed_s > self._patience_s and _SLOW * num_bytes / elapsed_s < self.sources.bandwidth_elsewhere(url):
-            raise _Failed(f"gives {num_bytes / elapsed_s:,.0f} bytes/s, another source far more")
+    def _timeout(self, url: str, failed: Collection[str]) -> httpx.Timeout:
+        home = self.sources.home
+        return httpx.Timeout(_STALL_S if url == home or home in failed else self._silent_s, connect=_CONNECT_S)
+
+    def _refuse_slow(self, url: str, failed: Collection[str], num_bytes: int, elapsed_s: float) -> None:
+        if elapsed_s <= self._patience_s:
+            return
+        if _SLOW * num_bytes / elapsed_s < self.sources.bandwidth_elsewhere(url, avoid=failed):
+            raise _Failed(f"gives {num_bytes / elapsed_s:,.0f} bytes/s, another source is likely to give far more")
 
 
 @dataclass(slots=True)

@@ -36,8 +36,9 @@ class NatsServer:
     def __init__(self, folder: Path, *, name: str = "n", lines: Sequence[str] = (), jetstream: bool = False) -> None:
         self.port = free_port()
         self.log = folder / f"{name}.log"
+        self._store = folder / f"{name}-store"
         self._config = folder / f"{name}.conf"
-        store = [f'jetstream: {{store_dir: "{folder / name}-store", max_file_store: 1073741824}}'] if jetstream else []
+        store = [f'jetstream: {{store_dir: "{self._store}", max_file_store: 1073741824}}'] if jetstream else []
         self._config.write_text("\n".join([f"listen: 127.0.0.1:{self.port}", f"server_name: {name}", *store, *lines]))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,6 +68,11 @@ class NatsServer:
         assert self._process is not None
         self._process.wait()
         self._process = None
+
+    def kill_and_forget(self) -> None:
+        """End it and delete its disk, as a container without a volume does."""
+        self.kill()
+        shutil.rmtree(self._store)
 
     def signal(self, number: int) -> None:
         assert self._process is not None

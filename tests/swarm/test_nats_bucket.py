@@ -285,6 +285,38 @@ async def swarm(server: NatsServer, root: Path, model: Path) -> AsyncIterator[Sw
         await engine.close()
 
 
+def test_a_server_that_comes_back_without_its_disk_is_given_the_weights_again(
+    tmp_path: Path, server: NatsServer
+) -> None:
+    """No publication has to come first: it may be that none comes, since no worker can fetch the one there is."""
+
+    async def in_the_bucket() -> set[str]:
+        client = await nats_library.connect(server.url)
+        try:
+            return {each.name for each in await (await client.jetstream().object_store("rollover-sums")).list()}
+        except nats_library.js.errors.NotFoundError:
+            return set()
+        finally:
+            await client.close()
+
+    async def law() -> None:
+        model = saved(tiny_model(seed=0), tmp_path / "model")
+        async with swarm(server, tmp_path / "swarm", model) as engine:
+            needed = {path.name for path in (tmp_path / "swarm" / "blobs").iterdir()}
+            assert await in_the_bucket() == needed
+            server.kill_and_forget()
+            server.start()
+            while await in_the_bucket() != needed:
+                await asyncio.sleep(0.05)
+            server.kill_and_forget()
+            server.start()
+            await engine.pause()
+            await engine.load(1, weights(1, saved(tiny_model(seed=1), tmp_path / "next")))
+            assert await in_the_bucket() == {path.name for path in (tmp_path / "swarm" / "blobs").iterdir()}
+
+    run(law)
+
+
 @pytest.mark.slow
 def test_a_worker_over_nats_samples_what_the_engine_beside_the_trainer_does(tmp_path: Path, server: NatsServer) -> None:
     async def law() -> None:

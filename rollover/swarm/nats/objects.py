@@ -42,8 +42,7 @@ class NatsBucket:
 
     def __init__(self, name: str, *, subject: str) -> None:
         self.name, self._subject = name, subject
-        self._stored: set[str] | None = None
-        """Digests of the run's objects in the bucket, once they were listed."""
+        self._mirroring = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -56,20 +55,21 @@ class NatsBucket:
 
     async def mirror(self, connection: NatsConnection, folder: Path) -> None:
         """Copy the blobs of the folder that the bucket lacks into it, then delete those that the folder no longer has.
+        What it has is asked each time, since a server may come back without its disk.
 
         Raises ``NatsFailure``; what has been stored by then stays.
         """
-        store = await self._store(connection)
-        try:
-            self._stored = await self._listed(store) if self._stored is None else self._stored
-            here = {path.name for path in folder.iterdir() if DIGEST.fullmatch(path.name)}
-            turn = asyncio.Semaphore(_MAX_PARALLEL)
-            await asyncio.gather(*(self._put(store, folder / name, turn) for name in sorted(here - self._stored)))
-            for name in sorted(self._stored - here):
-                await self._delete(connection, store, name)
-        except (nats.errors.Error, TimeoutError) as e:
-            self._stored = None  # some of it may be there
-            raise _failure(self.name, e) from e
+        async with self._mirroring:
+            store = await self._store(connection)
+            try:
+                stored = await self._listed(store)
+                here = {path.name for path in folder.iterdir() if DIGEST.fullmatch(path.name)}
+                turn = asyncio.Semaphore(_MAX_PARALLEL)
+                await asyncio.gather(*(self._put(store, folder / name, turn) for name in sorted(here - stored)))
+                for name in sorted(stored - here):
+                    await self._delete(connection, store, name)
+            except (nats.errors.Error, TimeoutError) as e:
+                raise _failure(self.name, e) from e
 
     async def _store(self, connection: NatsConnection) -> ObjectStore:
         jetstream = _jetstream(connection)
@@ -93,11 +93,12 @@ class NatsBucket:
 
     async def _put(self, store: ObjectStore, path: Path, turn: asyncio.Semaphore) -> None:
         async with turn:
-            content = await asyncio.to_thread(path.read_bytes)
+            try:
+                content = await asyncio.to_thread(path.read_bytes)
+            except FileNotFoundError:  # a publication meanwhile has made it useless
+                return
             options = ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES)
             await store.put(path.name, content, ObjectMeta(description=self._subject, options=options))
-            assert self._stored is not None
-            self._stored.add(path.name)
 
     async def _delete(self, connection: NatsConnection, store: ObjectStore, name: str) -> None:
         """Delete an object without leaving its name behind, as the library's own deletion does."""
@@ -109,8 +110,6 @@ class NatsBucket:
             await jetstream.purge_stream(stream, subject=f"$O.{self.name}.C.{info.nuid}")
         except nats.js.errors.NotFoundError:
             pass  # another process was faster
-        assert self._stored is not None
-        self._stored.discard(name)
 
 
 class JetStreamTransport(httpx.AsyncBaseTransport):

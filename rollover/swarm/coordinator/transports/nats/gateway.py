@@ -21,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal
 
+from rollover.errors import EngineError
 from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, Sessions
 from rollover.swarm.coordinator.transports.nats.cluster import NatsCluster
 from rollover.swarm.coordinator.transports.nats.session import NatsSession
@@ -49,13 +50,22 @@ class NatsGateway:
     Args:
         cluster: open; it is the gateway's from now on.
         hashes: returns the hashes of the valid tokens by name, as they are now.
+        fill: puts weights that workers need, and the cluster lacks, into it; called whenever the connection is back,
+            since a server may come back without its disk.
 
     Example: ``await gateway.serve()``; ``gateway.url`` is ``"nats://127.0.0.1:4222/rollover"``.
     """
 
-    def __init__(self, cluster: NatsCluster, sessions: Sessions, *, hashes: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        cluster: NatsCluster,
+        sessions: Sessions,
+        *,
+        hashes: Callable[[], Mapping[str, str]],
+        fill: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._cluster, self._address = cluster, cluster.address
-        self._sessions_of, self._hashes = sessions, hashes
+        self._sessions_of, self._hashes, self._fill = sessions, hashes, fill
         self._sessions: dict[str, NatsSession] = {}
         self._ungreeted: dict[str, NatsSession] = {}
         """Sessions whose worker has not said hello yet, the oldest first."""
@@ -66,6 +76,7 @@ class NatsGateway:
         self._lost: list[str] = []
         """Inboxes of sessions that ended with the last connection."""
         self._keeping: asyncio.Task[None] | None = None
+        self._filling: asyncio.Task[None] | None = None
         self._answering: set[asyncio.Task[None]] = set()
 
     @property
@@ -84,9 +95,10 @@ class NatsGateway:
 
     async def close(self) -> None:
         """End all sessions after everything that was sent, and leave the cluster."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        upkeep = [task for task in (self._keeping, self._filling) if task is not None]
+        for task in upkeep:
+            task.cancel()
+        await asyncio.gather(*upkeep, return_exceptions=True)
         sessions = list(self._sessions.values())
         for session in sessions:
             session.close()
@@ -116,6 +128,8 @@ class NatsGateway:
         ended = encode_answer(SessionEnded(reason="the coordinator lost its connection to the NATS cluster"))
         for inbox in self._lost:  # workers elsewhere on the cluster have not noticed
             await connection.publish(inbox, ended)
+        if self._fill is not None and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(_filled(self._fill))
 
     # -- what comes -------------------------------------------------------------------------------------------------
 
@@ -207,6 +221,13 @@ class NatsGateway:
             task = asyncio.create_task(_sent(connection, subject, payload))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
+
+
+async def _filled(fill: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await fill()
+    except EngineError as e:
+        logger.warning("%s", e)
 
 
 async def _sent(connection: NatsConnection, subject: str, payload: bytes) -> None:

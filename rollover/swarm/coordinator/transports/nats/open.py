@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rollover.errors import ConfigError, EngineError, require
@@ -31,6 +32,8 @@ class NatsSide:
 
     def __init__(self, cluster: NatsCluster, bucket: NatsBucket | None) -> None:
         self._cluster, self._bucket = cluster, bucket
+        self._fill: Callable[[], Awaitable[None]] | None = None
+        """Puts into the bucket what it lacks, once there is something to put."""
 
     @property
     def blob_urls(self) -> tuple[str, ...]:
@@ -39,7 +42,7 @@ class NatsSide:
 
     def gateway(self, sessions: Sessions, *, hashes: Callable[[], Mapping[str, str]]) -> NatsGateway:
         """Return the transport."""
-        return NatsGateway(self._cluster, sessions, hashes=hashes)
+        return NatsGateway(self._cluster, sessions, hashes=hashes, fill=self._fill)
 
     def publishing(
         self, publish: Callable[[int, WeightSource], Head], blobs: Path, *, timeout_s: float
@@ -49,6 +52,7 @@ class NatsSide:
         bucket, loop = self._bucket, asyncio.get_running_loop()
         if bucket is None:
             return publish
+        self._fill = partial(self._mirror, bucket, blobs, timeout_s)
 
         def publish_both(version: int, source: WeightSource) -> Head:
             head = publish(version, source)

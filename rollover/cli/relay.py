@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -85,7 +86,8 @@ def command(
         insecure=insecure,
     )
     file = write_folder(settings, folder)
-    click.echo(f"Wrote {file}. Start the relay, and stop it with Ctrl-C:\n\n  nginx -p {folder} -c nginx.conf\n")
+    start = f"nginx -p {shlex.quote(str(folder))} -c nginx.conf"
+    click.echo(f"Wrote {file}. Start the relay, and stop it with Ctrl-C:\n\n  {start}\n")
     if os.geteuid() == 0:
         click.echo(
             f"Started by root, it runs as the user nobody, who must be able to reach {folder.absolute()}: it is"

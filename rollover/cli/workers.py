@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollover.errors import ConfigError, RolloverError, RunError, require
+from rollover.errors import ConfigError, RolloverError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.coordinator.status.snapshot import SwarmStatus
@@ -31,9 +31,10 @@ _SILENT_S = 15.0
 @click.option("--trust", metavar="NAME", help="Readmit a worker that was sent away as untrusted.")
 def command(run: Path, add: str | None, out: Path | None, revoke: str | None, trust: str | None) -> None:
     """List the workers of RUN, add workers, or remove them."""
+    from rollover.report.record import read_config
+
     require("msgspec", "cryptography", purpose="rollover workers")
-    if not (run / "config.json").exists():
-        raise RunError(f"{run} is not a run directory: it has no config.json")
+    read_config(run)  # a folder that no run has made is refused
     given = [f"--{key}" for key, name in (("add", add), ("revoke", revoke), ("trust", trust)) if name is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} cannot be combined: give one of them at a time")

@@ -41,9 +41,7 @@ def read_run(run_dir: Path) -> RunRecord:
         RunError: it is not a run directory, or one of its files is damaged.
     """
     config = read_config(run_dir)
-    meta = config.pop("meta", None)
-    if not isinstance(meta, dict):
-        raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
+    meta = config.pop("meta")
     redactor = Redactor(config)
     return RunRecord(
         name=run_dir.resolve().name,
@@ -58,7 +56,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """Read the resolved config, with version, seed and machine under ``meta``.
 
     Raises:
-        RunError: there is none, or it cannot be read.
+        RunError: there is none, it cannot be read, or it was not written by a run.
     """
     path = run_dir / "config.json"
     try:
@@ -69,6 +67,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise RunError(f"{run_dir} is not a run directory: it contains no config.json") from None
     except (OSError, ValueError) as e:
         raise RunError(f"{path} cannot be read: {e}") from e
+    if not isinstance(config.get("meta"), dict):
+        raise RunError(f"{run_dir} is not a run directory: its config.json was not written by a run")
     return config
 
 

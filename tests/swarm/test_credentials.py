@@ -105,7 +105,10 @@ def test_the_command_lists_adds_and_revokes(
     assert cli.main(["workers", str(run)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     (run / "swarm").mkdir(parents=True)
-    (run / "config.json").write_text("{}")
+    (run / "config.json").write_text('{"model_type": "qwen3"}')
+    assert cli.main(["workers", str(run), "--add", "kitchen"]) == 2
+    assert "is not a run directory: its config.json was not written by a run" in capsys.readouterr().err
+    (run / "config.json").write_text('{"meta": {}}')
     assert cli.main(["workers", str(run)]) == 2
     assert "has no swarm" in capsys.readouterr().err
     assert cli.main(["workers", str(run), "--out", "x"]) == 2
@@ -145,7 +148,7 @@ def test_the_command_lists_adds_and_revokes(
 def test_two_changes_at_once_are_refused_before_either_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"meta": {}}')
     assert cli.main(["workers", str(tmp_path), "--add", "kitchen"]) == 0
     before = (tmp_path / "swarm" / "workers.json").read_bytes()
     capsys.readouterr()
@@ -157,7 +160,7 @@ def test_two_changes_at_once_are_refused_before_either_is_made(
 def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus, **changes: object) -> str:
     known = {"url": "ws://127.0.0.1:8790", "version": 8, "num_waiting": 0, "time_s": time.time(), "workers": workers}
     (run / "swarm").mkdir(parents=True, exist_ok=True)
-    (run / "config.json").write_text("{}")
+    (run / "config.json").write_text('{"meta": {}}')
     StatusFile(run / "swarm" / "status.json").write(SwarmStatus(**{**known, **changes}))  # type: ignore[arg-type]
     assert cli.main(["workers", str(run)]) == 0
     return " ".join(capsys.readouterr().out.split())

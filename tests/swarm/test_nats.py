@@ -430,7 +430,9 @@ def test_a_login_lets_in_and_none_or_a_wrong_one_does_not(
     async def law() -> None:
         wrong = login(tmp_path, "nobody:wrong")
         for bad in (address, address.having(wrong)):
-            with pytest.raises(Refused, match=r"refuses the login .*--nats-credentials"):
+            with pytest.raises(
+                Refused, match=r"refuses the login .*--nats-credentials \(of a worker\) or engine\.nats_credentials"
+            ):
                 async with dial(bad, token, None, timeout_s=5.0):
                     pass
             with pytest.raises(ConfigError, match=r"engine\.nats_url = .*refuses the login"):

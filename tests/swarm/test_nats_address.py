@@ -108,3 +108,11 @@ def test_a_workers_mistake_is_one_message_and_exit_code_2(
     monkeypatch.setenv(TOKEN_VARIABLE, WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key()).text)
     assert cli.main(["worker", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_runs_login_that_cannot_be_read_is_named_by_its_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nats = ["--engine.kind", "swarm", "--engine.transport", "nats", "--engine.nats_credentials", "gone"]
+    assert cli.main(["train", "quickstart", *nats, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "engine.nats_credentials: gone: the login for the NATS cluster cannot be read" in capsys.readouterr().err

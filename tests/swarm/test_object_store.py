@@ -244,7 +244,9 @@ def test_the_command_line_says_it_too(bucket: Bucket, capsys: pytest.CaptureFixt
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"engine\.blob_store = 'file:///.*/file/blobs' cannot be used: "):
+    with pytest.raises(
+        ConfigError, match=r"engine\.blob_store = 'file:///.*/file/blobs' cannot be used: .*; name a folder"
+    ):
         check_blobs(SwarmConfig(blob_store=f"file://{tmp_path}/file/blobs"), writes=True)
 
 

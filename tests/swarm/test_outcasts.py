@@ -60,7 +60,7 @@ def test_a_liar_is_refused_after_the_trainer_was_killed_until_somebody_trusts_it
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, told = tmp_path, list[str]()
-    (run / "config.json").write_text("{}")
+    (run / "config.json").write_text('{"meta": {}}')
 
     async def main() -> None:
         async with asyncio.timeout(60), AsyncExitStack() as stack:

@@ -130,6 +130,14 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--join", "wss://[::1]:1"], "nginx checks names in certificates"),
         (["--join", "wss://t:1", "--trainer-name", "a;b"], "'a;b' is not a host name"),
         (["--join", "wss://t:1", "--ca-file", "none.pem"], "--ca-file none.pem: there is no such file"),
+        (
+            ["--join", "wss://t:1", "--ca-file", __file__],
+            f"--ca-file {__file__}: holds no readable certificates (PEM): no certificate or crl found",
+        ),
+        (
+            ["--join", "wss://t:1", "--tls-certificate", __file__, "--tls-key", __file__],
+            f"--tls-key {__file__}: they are not a certificate (PEM) and its key, without a password: ",
+        ),
         (["--join", "wss://t:1/a;b"], "cannot be written into an nginx configuration"),
         (["--join", "wss://t:1", "--max-cache-gb", "0"], "--max-cache-gb must be positive"),
         (["--join", "wss://t:1", "--max-cache-gb", "nan"], "must be positive and at most 1,000,000, got nan"),

@@ -80,7 +80,7 @@ def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> Non
         read_run(tmp_path)
     with pytest.raises(DataError, match="the trace is empty"):
         read_run(run_of(tmp_path / "fresh"))
-    both = run_of(tmp_path / "both", config={"variants": {"x": {}, "y": {}}})
+    both = run_of(tmp_path / "both", config={"variants": {"x": {}, "y": {}}, "meta": {}})
     (both / "journal.sqlite").unlink()
     with pytest.raises(DataError, match="has not decoded anything yet"):
         read_run(both)
@@ -88,4 +88,4 @@ def test_directories_that_hold_no_trace_say_what_they_are(tmp_path: Path) -> Non
     with pytest.raises(RunError, match=rf"is a comparison; give one of its runs: {both / 'y'}$"):
         read_run(both)
     with pytest.raises(RunError, match=r"lacks rollout.max_new_tokens"):
-        read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}}))
+        read_run(run_of(tmp_path / "odd", opened(0, "a"), config={"rollout": {}, "meta": {}}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from rollover.errors import ConfigError
-from rollover.swarm.nats.credentials import NatsCredentials
+from rollover.swarm.nats.credentials import WHERE_CREDENTIALS, NatsCredentials
 from rollover.swarm.wire.address import is_loopback
 
 SCHEMES = ("nats", "tls")
@@ -48,7 +48,7 @@ class NatsAddress:
         if "@" in hosts or "?" in url or "#" in url:
             raise ConfigError(
                 "the NATS address contains a login, a query or a fragment: remove it; logins belong"
-                " in a file (--nats-credentials)"
+                f" in a file: {WHERE_CREDENTIALS}"
             )
         servers = tuple(_server(scheme, host, url) for host in hosts.split(","))
         subject = subject.rstrip("/") or _DEFAULT_SUBJECT

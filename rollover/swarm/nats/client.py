@@ -31,6 +31,7 @@ from nats.aio.msg import Msg
 from rollover.errors import EngineError
 from rollover.privacy import redacted_text
 from rollover.swarm.nats.address import NatsAddress
+from rollover.swarm.nats.credentials import WHERE_CREDENTIALS
 from rollover.swarm.nats.sealed import HEADER_BYTES, PART_BYTES
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ _LEAST_PAYLOAD_BYTES = 4096
 _MAX_PENDING_BYTES = 64 * 2**20
 """Messages that came and were not dealt with; beyond, they are dropped, which the sessions notice."""
 _MAX_REASON = 300
-_CERTIFICATE_WANTED = "if it requires a client certificate, name its file with --nats-credentials"
+_CERTIFICATE_WANTED = f"if it requires a client certificate, name its file with {WHERE_CREDENTIALS}"
 
 
 class NatsFailure(EngineError):
@@ -318,7 +319,7 @@ def _not_connected(server: str, error: Exception, timeout_s: float) -> NatsFailu
         return NatsFailure(f"{server}: TLS failed: {reason}{wanted}", is_final=True)
     if "authorization" in text.lower() or "authentication" in text.lower():
         return NatsFailure(
-            f"{server} refuses the login ({_said(error)}): name a file with a valid one with --nats-credentials",
+            f"{server} refuses the login ({_said(error)}): name a file with a valid one with {WHERE_CREDENTIALS}",
             is_final=True,
         )
     if isinstance(error, TimeoutError):

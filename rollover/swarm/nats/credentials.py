@@ -25,6 +25,8 @@ from typing import Any
 
 from rollover.errors import ConfigError
 
+WHERE_CREDENTIALS = "--nats-credentials (of a worker) or engine.nats_credentials (of a run)"
+"""The settings that name the file, for messages."""
 _MAX_BYTES = 64 * 1024
 _NKEY = re.compile(r"SU[A-Z2-7]{56}")
 _WORD = re.compile(r"\S+")

@@ -29,12 +29,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOGINS = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (and AWS_ENDPOINT where it is not Amazon's)",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+_LOGIN = "the login is taken from the environment: "
+_REMEDIES = {
+    "s3": f"{_LOGIN}AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (AWS_ENDPOINT where it is not Amazon's)",
+    "gs": f"{_LOGIN}GOOGLE_APPLICATION_CREDENTIALS",
+    "az": f"{_LOGIN}AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "file": "name a folder that this user can create, or write into",
 }
-"""The environment variables that hold a login, by scheme."""
+"""Remedies for a store that cannot be used, by scheme."""
 _PROBE = "rollover-was-here"
 _MAX_PARALLEL, _RETRIES = 4, 4
 _HEADERS = {"Content-Type": "application/octet-stream", "Cache-Control": "public, max-age=31536000, immutable"}
@@ -107,9 +109,7 @@ class ObjectStore:
 
     def _refusal(self, error: Exception) -> ConfigError:
         said = redacted_text(" ".join(str(error).partition("Debug source:")[0].split()))[:_MAX_SAID]
-        login = _LOGINS.get(self._scheme)
-        advice = "" if login is None else f"; the login is taken from the environment: {login}"
-        return ConfigError(f"engine.blob_store = {self.url!r} cannot be used: {said}{advice}")
+        return ConfigError(f"engine.blob_store = {self.url!r} cannot be used: {said}; {_REMEDIES[self._scheme]}")
 
 
 class BlobMirror:

@@ -48,6 +48,7 @@ def render(settings: RelaySettings, folder: Path) -> str:
     ):
         if file is not None and not file.is_file():
             raise ConfigError(f"{option} {file}: there is no such file")
+    _check_certificates(settings)
     values = {
         "FOLDER": _path(folder),
         "MAX_CACHE_MB": str(max(1, round(settings.max_cache_gb * 1000))),
@@ -63,6 +64,35 @@ def render(settings: RelaySettings, folder: Path) -> str:
     }
     template = (files("rollover.swarm.relay") / "nginx.conf.in").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+
+
+def _check_certificates(settings: RelaySettings) -> None:
+    """Raise ``ConfigError`` for what nginx would refuse to start with."""
+    if settings.tls_certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                settings.tls_certificate, settings.tls_key, password=""
+            )
+        except PermissionError:
+            pass  # nginx may be started by a user who can read them
+        except (OSError, ssl.SSLError) as e:
+            given = f"--tls-certificate {settings.tls_certificate}, --tls-key {settings.tls_key}"
+            raise ConfigError(
+                f"{given}: they are not a certificate (PEM) and its key, without a password: {_why(e)}"
+            ) from None
+    if settings.ca_file is not None:
+        try:
+            ssl.create_default_context(cafile=settings.ca_file)
+        except (OSError, ssl.SSLError) as e:
+            raise ConfigError(
+                f"--ca-file {settings.ca_file}: holds no readable certificates (PEM): {_why(e)}"
+            ) from None
+
+
+def _why(error: OSError) -> str:
+    """Return what is wrong with a file; OpenSSL names its reason in capitals."""
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return reason.replace("_", " ").lower()
 
 
 def _listen_tls(settings: RelaySettings) -> list[str]:

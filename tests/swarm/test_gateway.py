@@ -8,6 +8,7 @@ import itertools
 import socket
 import ssl
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -540,6 +541,8 @@ def test_an_address_in_use_is_named(tmp_path: Path) -> None:
     run(law)
 
 
+PING, CLOSE = b"\x89\x80\x00\x00\x00\x00", b"\x88\x02\x03\xe8"
+"""A ping of a client, and a server's end of a connection that went well."""
 HANDSHAKE = (
     "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
@@ -562,7 +565,7 @@ def close_and_stay(port: int) -> socket.socket:
     return client
 
 
-def hello_and_gone(port: int) -> socket.socket:
+def greeting(port: int) -> socket.socket:
     """Open a WebSocket and say hello on it; whoever closes it resets the connection."""
     client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -577,10 +580,37 @@ def hello_and_gone(port: int) -> socket.socket:
     return client
 
 
+def send_and_read_later(client: socket.socket) -> bytes:
+    """Send for a while before reading anything; return what has come."""
+    for _ in range(10):
+        time.sleep(0.05)
+        client.sendall(PING)
+    received = b""
+    while CLOSE not in received and (part := client.recv(4096)):
+        received += part
+    client.sendall(b"\x88\x80\x00\x00\x00\x00")
+    client.close()
+    return received
+
+
+def test_a_worker_that_is_busy_sending_when_the_run_ends_reads_that_it_has_ended(tmp_path: Path) -> None:
+    """Its connection is not closed under it: whatever it sends after that would be answered with a reset."""
+
+    async def law() -> None:
+        async with swarm(tmp_path) as engine:
+            client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
+            await until(lambda: "a" in engine.coordinator.members)
+            engine.run_ended()
+            received, _ = await asyncio.gather(asyncio.to_thread(send_and_read_later, client), engine.close())
+            assert b"the run has ended" in received
+
+    run(law)
+
+
 def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def law() -> None:
         async with swarm(tmp_path) as engine:
-            client = await asyncio.to_thread(hello_and_gone, int(engine.url.rpartition(":")[2]))
+            client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
             members = engine.coordinator.members
             await until(lambda: "a" in members and members["a"].is_connected)
             lease = members["a"].lease

@@ -19,6 +19,7 @@ from rollover.swarm.wire.messages import (
     Assign,
     CallState,
     Decoded,
+    FromWorker,
     Goodbye,
     Head,
     Heartbeat,
@@ -31,7 +32,7 @@ from rollover.swarm.wire.messages import (
     Welcome,
     encode,
 )
-from rollover.swarm.worker.connection import Refused
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, RunEnded
 from rollover.swarm.worker.host import EngineBroken
 from rollover.swarm.worker.updates import MAX_REFUSED
 from rollover.types import FinishReason
@@ -418,6 +419,48 @@ def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
         async with bench.joined():
             link = await bench.member(head(0))
             await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
+            assert bench.running is not None
+            await bench.running
+        assert bench.lines[-1] == "left the swarm: the run has ended"
+
+    run(main())
+
+
+def test_why_a_connection_ended_is_read_though_sending_noticed_its_end_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, send = CoordinatorConnection.receive, CoordinatorConnection.send
+    came: list[RunEnded] = []
+    failed: list[FromWorker] = []
+
+    async def received_late(self: CoordinatorConnection) -> Any:
+        try:
+            return await receive(self)
+        except RunEnded as e:
+            came.append(e)
+            while not failed:
+                await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            raise
+
+    async def sent(self: CoordinatorConnection, message: FromWorker) -> None:
+        if came:
+            failed.append(message)
+            raise Disconnected("broken pipe")
+        await send(self, message)
+
+    monkeypatch.setattr(CoordinatorConnection, "receive", received_late)
+    monkeypatch.setattr(CoordinatorConnection, "send", sent)
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        async with bench.joined():
+            link = await bench.member(head(0))
+            await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
+            await bench.until(lambda: came)
+            await bench.clock.move(5.0)
+            assert isinstance(failed[0], Heartbeat)
             assert bench.running is not None
             await bench.running
         assert bench.lines[-1] == "left the swarm: the run has ended"

@@ -50,6 +50,9 @@ from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineHost
 from rollover.swarm.worker.lease import LeaseWatch
 
+_LAST_WORDS_S = 2.0
+"""Seconds within which what came before the end of a connection is read."""
+
 
 class WorkerSession:
     """Carries messages between a connection and the worker's parts.
@@ -119,9 +122,12 @@ class WorkerSession:
     async def run(self, leaving: Coroutine[Any, Any, str], leave_timeout_s: float) -> None:
         """Serve until the connection ends, or until ``leaving`` returns why the worker leaves."""
         parts = (self._receive(), self._send(), self._beat(), self._watch(), self._leave(leaving, leave_timeout_s))
-        tasks = [asyncio.create_task(part) for part in parts]
+        receiving, sending, *_ = tasks = [asyncio.create_task(part) for part in parts]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if sending in done:  # the connection has ended: perhaps its last message says why, and was not read yet
+                read, _ = await asyncio.wait((receiving,), timeout=_LAST_WORDS_S)
+                done |= read
         finally:
             for task in tasks:
                 task.cancel()

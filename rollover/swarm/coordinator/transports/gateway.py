@@ -10,7 +10,8 @@ route                 answers                                       refuses
 It is a ``Transport``, and decides nothing.
 
 What it keeps true: a peer without a token of this run gets no further than the refusal; a frame of a connection is
-handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for.
+handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one
+that reads learns that the run is over, whatever it is sending itself.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ _KEEP = "public, max-age=31536000, immutable"
 
 _LAST_WORDS_S = 2.0
 """Seconds that a worker may take to read why its connection ends."""
+_FAREWELL_S = 5.0
+"""Seconds that workers may take at the end of the run to close their connections. A socket that is closed here while
+they send something is reset, and then they may never read that the run is over."""
 _FRAMES_PER_TURN = 4
 """Frames taken from one connection while others wait; thousands may be there, each for some 50 µs. The frames of a
 turn of the event loop are journaled in one transaction, so turns of few frames cost much."""
@@ -133,6 +137,10 @@ class Gateway:
         for connection in list(self._connections):
             connection.close()
         if self._server is not None and self._serving is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL_S):
+                    while any(isinstance(c, _SessionProtocol) for c in self._server.server_state.connections):
+                        await asyncio.sleep(0.01)
             self._server.should_exit = True
             await self._serving
         if self._socket is not None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TICK_S = 0.2
+_MEETING_SHARE = 1 / 3
+"""Share of the deadline of a transfer within which all must have joined its group. gloo waits for a peer that is killed
+while it connects for five times as long as it is told to, and cannot be interrupted."""
 _CLOSE_S = 60.0
 """The time that closing a sender may take after it has failed at its deadline."""
 
@@ -112,9 +115,10 @@ class BucketQueue:
 
     def __init__(self, group: ProcessGroup, plan: GroupPlan, *, on_wait: Callable[[], None] = lambda: None) -> None:
         self._group = group
-        self._deadline_s = time.monotonic() + plan.timeout_s
         self._timeout_s = plan.timeout_s
+        self._begun_s = time.monotonic()
         self._on_wait = on_wait
+        self._has_joined = self._is_closed = False
         self._num_bytes = self._on_its_way_bytes = self.peak_bytes = self._num_tensors = 0
         self._work = in_thread(group.join)
 
@@ -123,6 +127,7 @@ class BucketQueue:
         own_bytes = sum(tensor.nbytes for tensor in tensors)
         self.peak_bytes = max(self.peak_bytes, self._on_its_way_bytes + own_bytes)
         self._wait()
+        self._has_joined = True
         self._on_its_way_bytes = own_bytes
         self._num_bytes += own_bytes
         self._num_tensors += num_tensors
@@ -134,21 +139,32 @@ class BucketQueue:
         return SendReport(num_bytes=self._num_bytes, peak_bytes=self.peak_bytes, num_tensors=self._num_tensors)
 
     def close(self) -> None:
+        """Give the group up. Whoever waits here fails at once, even where the group goes on waiting for others."""
+        self._is_closed = True
         self._group.close()
 
     def _wait(self) -> None:
-        while (left_s := self._deadline_s - time.monotonic()) > 0:
+        limit_s = self._timeout_s * (1.0 if self._has_joined else _MEETING_SHARE)
+        while (left_s := self._begun_s + limit_s - time.monotonic()) > 0:
+            was_closed = self._is_closed
             self._on_wait()
             try:
                 return self._work.result(min(left_s, _TICK_S))
             except NotYet:
                 if self._work.done():  # it was a deadline of the group itself
                     break
+                if was_closed:  # and the group has had a tick to say why it fails
+                    raise EngineError("the group through which weights were sent was closed") from None
             except EngineError:
                 raise
             except (RuntimeError, ValueError) as e:  # torch.distributed raises nothing more special
                 reason = (str(e).splitlines() or [""])[0]
                 raise EngineError(f"the group through which weights were sent has failed: {reason}") from e
+        if not self._has_joined:
+            raise EngineTimeout(
+                f"the servers have not all joined the group through which weights are sent within {limit_s:g} s,"
+                " which is a third of engine.load_timeout_s"
+            )
         raise EngineTimeout(f"weights were not received within {self._timeout_s:g} s (engine.load_timeout_s)")
 
 

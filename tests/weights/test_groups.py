@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -16,14 +18,15 @@ import torch.distributed
 
 from rollover.engine.servers.embedded.messages import GroupAddress
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
 from rollover.trainer.sending import RankSender
 from rollover.trainer.world import World
 from rollover.weights.groups import GroupPlan, NCCLGroup, TorchGroup, open_group
-from rollover.weights.sending import BucketQueue, Lease, OwnWeights
+from rollover.weights.sending import BucketQueue, Lease, OwnWeights, in_thread
 from rollover.weights.sources import MemoryWeights
 from tests.engine.servers.meetings import Meetings
 
+DEADLINE_S = 60.0
 PLAN = GroupPlan(
     meets="torch", backend="nccl", towards="http://127.0.0.1:8000", name="run/7", num_workers=1, timeout_s=30.0
 )
@@ -166,6 +169,55 @@ def test_a_broadcast_that_was_aborted_is_none_that_has_arrived(monkeypatch: pyte
     with pytest.raises(RuntimeError, match="the group was closed"):
         group.broadcast(torch.ones(3))
     assert recorded.num_aborts == 1
+
+
+# -- who does not come -------------------------------------------------------------------------------------------
+
+
+class HalfJoined:
+    """A group with a peer that was killed while it connected: it goes on waiting, whatever happens, like gloo's."""
+
+    address: ClassVar = {"master_port": 1}
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.num_closed = 0
+
+    def join(self) -> None:
+        self.is_over.wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None: ...
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+def half_joined() -> Iterator[HalfJoined]:
+    group = HalfJoined()
+    yield group
+    group.is_over.set()
+
+
+def test_a_sender_that_is_closed_does_not_wait_for_who_was_killed_while_joining(half_joined: HalfJoined) -> None:
+    queue = BucketQueue(half_joined, replace(PLAN, timeout_s=3600.0))
+    sending = in_thread(lambda: queue.put([torch.ones(3)], 1))
+    queue.close()
+    with pytest.raises(EngineError, match="the group through which weights were sent was closed"):
+        sending.result(DEADLINE_S)
+    assert half_joined.num_closed == 1
+
+
+def test_who_was_killed_while_joining_is_waited_for_no_longer_than_a_third_of_the_deadline(
+    half_joined: HalfJoined,
+) -> None:
+    begun_s = time.monotonic()
+    queue = BucketQueue(half_joined, replace(PLAN, timeout_s=0.3))
+    with pytest.raises(
+        EngineTimeout, match=r"not all joined .* within 0\.1 s, which is a third of engine\.load_timeout_s"
+    ):
+        queue.put([torch.ones(3)], 1)
+    assert time.monotonic() - begun_s >= 0.1
 
 
 # -- NCCL itself -------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
+from rollover.weights.sending import in_thread
 from rollover.weights.sources import FolderWeights
 
 
@@ -50,6 +51,8 @@ class ServedEngine:
         self._labels = {0: label}
         self._open: set[str] = set()
         self._group: ReceivingGroup | None = None
+        self._num_left = 0
+        """Number of times that a group was left, or would have been had there been one."""
         self._is_paused = False
         self._is_partial = False
         """The weights in force are no longer all there: others are coming in parts, or have ceased to."""
@@ -123,9 +126,16 @@ class ServedEngine:
         await self._change(body.label, take)
 
     async def join(self, address: GroupAddress) -> None:
-        """Join the process group of a sender. Raises ``EngineError`` when it cannot be met."""
+        """Join the process group of a sender. Raises ``EngineError`` when it cannot be met, or is left meanwhile."""
         await self.leave()
-        self._group = await asyncio.to_thread(ReceivingGroup, address, self._engine.device)
+        num_left = self._num_left
+        # In a daemon thread: gloo may wait for a peer that was killed meanwhile, and must not keep the server alive.
+        joining = in_thread(lambda: ReceivingGroup(address, self._engine.device))
+        group = await asyncio.wrap_future(joining)
+        if num_left != self._num_left:
+            await asyncio.to_thread(group.close)
+            raise EngineError("the group was given up before all had joined it")
+        self._group = group
 
     async def begin(self) -> None:
         """Begin to take weights in parts: they are whole again after ``finish``, or the next ``load``. Raises
@@ -154,7 +164,8 @@ class ServedEngine:
         await self._change(body.label, take)
 
     async def leave(self) -> None:
-        """Give up the process group, if there is one."""
+        """Give up the process group, if there is one, or the one that is being joined."""
+        self._num_left += 1
         group, self._group = self._group, None
         if group is not None:
             await asyncio.to_thread(group.close)

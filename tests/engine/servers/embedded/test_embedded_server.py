@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,9 +21,10 @@ from safetensors.torch import load_file
 
 from rollover import cli
 from rollover.engine.embedded.core import EngineCore
+from rollover.engine.servers.embedded import served
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.dialect import _DraftCounts
-from rollover.engine.servers.embedded.messages import TokensEvent
+from rollover.engine.servers.embedded.messages import GroupAddress, TokensEvent
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
 from rollover.errors import EngineError
 from rollover.weights.groups import TorchGroup
@@ -258,6 +261,44 @@ def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
             await engine.load(2, FolderWeights(2, second))
             await engine.resume()
             assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer was killed while it joined; the sender has begun another group meanwhile."""
+    all_have_joined = threading.Event()
+    made: list[SlowGroup] = []
+
+    class SlowGroup:
+        def __init__(self, address: GroupAddress, device: torch.device) -> None:
+            self.is_closed = False
+            made.append(self)
+            if len(made) == 1:
+                all_have_joined.wait(DEADLINE_S)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    monkeypatch.setattr(served, "ReceivingGroup", SlowGroup)
+    where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "backend": "gloo"}
+    address = GroupAddress(**where, group_name="run/7")  # type: ignore[arg-type]
+
+    async def main() -> None:
+        engine: Any = SimpleNamespace(device=torch.device("cpu"))
+        server = served.ServedEngine(engine, folders[0], label="initial")
+        first = asyncio.create_task(server.join(address))
+        while not made:
+            await asyncio.sleep(0.01)
+        await server.join(address)
+        all_have_joined.set()
+        with pytest.raises(EngineError, match="given up before all had joined"):
+            await first
+        assert [group.is_closed for group in made] == [True, False]
+        await server.leave()
+        assert made[1].is_closed
 
     asyncio.run(main())
 

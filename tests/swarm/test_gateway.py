@@ -97,6 +97,7 @@ def dial(engine: SwarmEngine, name: str, **changes: Any) -> Any:
         "subprotocols": [SUBPROTOCOL],
         "additional_headers": {"Authorization": f"Bearer {name}"},
         "proxy": None,
+        "close_timeout": 0.5,  # it is waited for in full where messages are left unread
     }
     return websockets.connect(f"{engine.gateway.url}/v1/session", **settings | changes)
 
@@ -623,7 +624,11 @@ def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog:
     assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 
-def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
+def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "_FAREWELL_S", 0.1)
+
     async def law() -> None:
         certificate, key = make_certificate(tmp_path, "127.0.0.1")
         async with swarm(tmp_path, tls_certificate=certificate, tls_key=key) as engine:

@@ -29,6 +29,7 @@ from tests.real.models import logprobs, reference
 from tests.swarm.test_worker_real import swarm, weights
 
 DEADLINE_S = 600.0
+NUM_TRIES = 20
 TOLERANCE = 1e-4
 """Between a server's log-probs and transformers', both float32; nats."""
 PROMPT = (5, 6, 7)
@@ -115,12 +116,12 @@ async def check_worker(config: ServerConfig, models: list[Path], root: Path) -> 
     ):
         async with joined(engine, root, "server", config) as lines:
             await until(lambda: any("serving version 0" in line for line in lines), "it serves version 0")
-            (server,) = servers_of(root / "server")
+            assert len(servers_of(root / "server")) == 1
             await check_logprobs(engine, reference(models[0]), tolerance=TOLERANCE, remedy="")
             await check_updates(engine, models)
             await check_resumption(engine, models[0], root)
-            await check_death(engine, models[0], root, server)
-            (server,) = servers_of(root / "server")
+            await check_death(engine, models[0], root)
+            assert len(servers_of(root / "server")) == 1
         assert "left the swarm" in lines, lines
         assert servers_of(root / "server") == []
         assert engine.coordinator.members["server"].distrust == ""
@@ -143,17 +144,33 @@ async def check_updates(engine: SwarmEngine, models: list[Path]) -> None:
         assert not isinstance(ends, BaseException) or isinstance(ends, EngineError), ends
 
 
+async def parked(engine: SwarmEngine) -> tuple[str, list[Chunk]]:
+    """A sample that was stopped on its way, and what it has.
+
+    While a server decodes on two cores, this process may not run for seconds. A call that is over when it looks at it
+    shows nothing, and another one is made; so is it with a server that is to be killed in a call.
+    """
+    for name in (f"parked{number}" for number in range(NUM_TRIES)):
+        chunks: list[Chunk] = []
+        asked = request(name, prompt_ids=PROMPT, max_new_tokens=400)
+        call = await under_way(chunks, engine, asked)
+        await engine.abort([asked.request_id])
+        await call
+        assert engines_of(chunks) == {"server"}
+        if chunks[-1].finish_reason == "abort":
+            return name, chunks
+    pytest.fail("no call was stopped on its way")
+
+
+async def under_way(chunks: list[Chunk], engine: SwarmEngine, call: GenerateRequest) -> asyncio.Task[None]:
+    running = asyncio.create_task(gather_into(chunks, engine, call))
+    await until(lambda: len(tokens(chunks)) > 20, "the call is under way")
+    return running
+
+
 async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None:
     """A prefix that was parked goes on with another member, another engine, and comes back."""
-    first: list[Chunk] = []
-    parked = request("parked", prompt_ids=PROMPT, max_new_tokens=400)
-    call = asyncio.create_task(gather_into(first, engine, parked))
-    await until(lambda: len(tokens(first)) > 20, "the call is under way")
-    await engine.abort([parked.request_id])
-    await call
-    assert (first[-1].finish_reason, engines_of(first)) == ("abort", {"server"}), [
-        (c.engine, len(c.token_ids), c.finish_reason) for c in first
-    ]
+    name, first = await parked(engine)
     prefix = tokens(first)
     assert_of(model, (), first)
     async with joined(engine, root, "embedded", EMBEDDED) as lines:
@@ -162,7 +179,7 @@ async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None
         limit = len(prefix)
         for number in range(1, 9):  # whoever is given the call goes on behind the same prefix
             limit += 10
-            again = request("parked", call=number, prompt_ids=PROMPT, response_ids=prefix, max_new_tokens=limit)
+            again = request(name, call=number, prompt_ids=PROMPT, response_ids=prefix, max_new_tokens=limit)
             chunks = await collect(engine, again)
             assert_of(model, prefix, chunks)
             prefix += tokens(chunks)
@@ -172,20 +189,25 @@ async def check_resumption(engine: SwarmEngine, model: Path, root: Path) -> None
         assert engines == {"server", "embedded"}
 
 
-async def check_death(engine: SwarmEngine, model: Path, root: Path, server: int) -> None:
+async def check_death(engine: SwarmEngine, model: Path, root: Path) -> None:
     """A server that dies costs no token that had come; its worker starts another and gives it the weights."""
-    begun: list[Chunk] = []
-    dying = request("dying", prompt_ids=PROMPT, max_new_tokens=400)
-    call = asyncio.create_task(gather_into(begun, engine, dying))
-    await until(lambda: len(tokens(begun)) > 20, "the call is under way")
-    os.killpg(server, signal.SIGKILL)
-    with pytest.raises(EngineError):
-        await call
-    await until(lambda: servers_of(root / "server") not in ([], [server]), "another server is started")
-    chunks: list[Chunk] = []
-    for number in itertools.count():  # while nobody knows yet that it is away, it is given calls, which then end
-        with suppress(EngineError):
-            chunks = await collect(engine, request("after", call=number, prompt_ids=PROMPT, max_new_tokens=20))
-            break
-    assert {chunk.policy_version for chunk in chunks} == {2}
-    assert_of(model, (), chunks)
+    for attempt in range(NUM_TRIES):
+        (server,) = servers_of(root / "server")
+        begun: list[Chunk] = []
+        call = await under_way(begun, engine, request(f"dying{attempt}", prompt_ids=PROMPT, max_new_tokens=400))
+        os.killpg(server, signal.SIGKILL)
+        (ending,) = await asyncio.gather(call, return_exceptions=True)
+        assert_of(model, (), begun)
+        await until(lambda server=server: servers_of(root / "server") not in ([], [server]), "another is started")
+        chunks: list[Chunk] = []
+        for number in itertools.count():  # while nobody knows yet that it is away, it is given calls, which then end
+            with suppress(EngineError):
+                after = request(f"after{attempt}", call=number, prompt_ids=PROMPT, max_new_tokens=20)
+                chunks = await collect(engine, after)
+                break
+        assert {chunk.policy_version for chunk in chunks} == {2}
+        assert_of(model, (), chunks)
+        if isinstance(ending, EngineError):
+            return
+        assert ending is None and begun[-1].finish_reason is not None
+    pytest.fail("no server was killed in a call")

@@ -558,7 +558,7 @@ def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: di
     assert {0} < {version for t in trajectories for version in t.policy_versions} <= {0, 1, 2}
     fresh, old = distances(trained.seen)
     assert len(fresh) > 500 and max(map(abs, fresh)) < 1e-3
-    assert len(old) > 50 and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
+    assert old and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
 
 
 def test_a_run_survives_a_frozen_and_a_killed_server(

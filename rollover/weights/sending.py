@@ -144,7 +144,8 @@ class BucketQueue:
         self._group.close()
 
     def _wait(self) -> None:
-        limit_s = self._timeout_s * (1.0 if self._has_joined else _MEETING_SHARE)
+        is_meeting = not (self._has_joined or self._work.done())
+        limit_s = self._timeout_s * (_MEETING_SHARE if is_meeting else 1.0)
         while (left_s := self._begun_s + limit_s - time.monotonic()) > 0:
             was_closed = self._is_closed
             self._on_wait()
@@ -160,7 +161,7 @@ class BucketQueue:
             except (RuntimeError, ValueError) as e:  # torch.distributed raises nothing more special
                 reason = (str(e).splitlines() or [""])[0]
                 raise EngineError(f"the group through which weights were sent has failed: {reason}") from e
-        if not self._has_joined:
+        if is_meeting:
             raise EngineTimeout(
                 f"the servers have not all joined the group through which weights are sent within {limit_s:g} s,"
                 " which is a third of engine.load_timeout_s"

@@ -220,6 +220,17 @@ def test_who_was_killed_while_joining_is_waited_for_no_longer_than_a_third_of_th
     assert time.monotonic() - begun_s >= 0.1
 
 
+def test_a_group_that_has_met_in_time_is_not_given_up_when_the_first_bucket_comes_late(
+    half_joined: HalfJoined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_joined.is_over.set()
+    queue = BucketQueue(half_joined, replace(PLAN, timeout_s=300.0))
+    queue._work.result(DEADLINE_S)
+    monkeypatch.setattr(queue, "_begun_s", time.monotonic() - 150.0)  # gathering it took as long
+    queue.put([torch.ones(3)], 1)
+    assert queue.drain().num_bytes == 12
+
+
 # -- NCCL itself -------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
     "objectstore": ("obstore",),
-    "nats": ("nats", "nkeys"),
     "ray": ("ray",),
     "metis": ("pymetis",),
     "wandb": ("wandb",),

@@ -18,8 +18,6 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 UNPINNED = ("wandb", "trackio")
 """Extras that the tests do without."""
-PACKAGES = {"nats": "nats-py"}
-"""Packages that are not called as their module is."""
 
 
 def extra(name: str) -> dict[str, Requirement]:
@@ -58,7 +56,7 @@ def test_every_dependency_is_bounded_where_a_major_release_may_break() -> None:
 
 def test_the_message_about_a_missing_module_names_the_extra_that_brings_it() -> None:
     for name, modules in EXTRAS.items():
-        assert sorted(PACKAGES.get(module, module.replace("_", "-")) for module in modules) == sorted(extra(name))
+        assert sorted(module.replace("_", "-") for module in modules) == sorted(extra(name))
     assert {*EXTRAS, "all", "test", "docs", "dev"} == {*PROJECT["optional-dependencies"]}
 
 

@@ -10,7 +10,7 @@ import click
 
 from rollover.cli import swarm_options
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
-from rollover.errors import ConfigError, require
+from rollover.errors import require
 from rollover.privacy import Redactor
 from rollover.run.signals import handled, stop
 from rollover.version import __version__
@@ -30,7 +30,7 @@ class WorkerCommand(ConfiguredCommand):
 
 
 @click.command("worker", cls=WorkerCommand)
-@swarm_options.join("Address of the coordinator: wss://HOST:PORT, or tls://HOST:PORT/SUBJECT over NATS.")
+@swarm_options.join("Address of the coordinator: wss://HOST:PORT.")
 @swarm_options.token_file("Read the worker's token from FILE instead of ROLLOVER_SWARM_TOKEN.")
 @click.option(
     "--cache",
@@ -39,12 +39,6 @@ class WorkerCommand(ConfiguredCommand):
     help="Keep weights in DIR instead of ~/.cache/rollover/workers/NAME.",
 )
 @swarm_options.ca_file()
-@click.option(
-    "--nats-credentials",
-    type=swarm_options.FILE,
-    metavar="FILE",
-    help="Log in to the NATS cluster with the credentials in FILE: .creds, nkey, PEM, USER:PASSWORD or token.",
-)
 @swarm_options.insecure("Allow a plain connection, over a network that is itself private.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @click.pass_context
@@ -54,7 +48,6 @@ def command(
     token_file: Path | None,
     cache: Path | None,
     ca_file: Path | None,
-    nats_credentials: Path | None,
     insecure: bool,
     quiet: bool,
 ) -> None:
@@ -71,19 +64,12 @@ def command(
     from rollover.settings.overrides import parse_overrides
     from rollover.settings.schema import build
     from rollover.settings.toml import Document
-    from rollover.swarm.nats.address import NatsAddress
-    from rollover.swarm.nats.credentials import NatsCredentials
+    from rollover.swarm.wire.address import CoordinatorAddress
     from rollover.swarm.wire.token import read_token
     from rollover.swarm.worker.config import WorkerConfig
-    from rollover.swarm.worker.dialing import parse_address
 
     config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
-    address = parse_address(url, insecure=insecure)
-    if isinstance(address, NatsAddress):
-        require("nats", purpose=f"joining {address}")
-        address = address.having(NatsCredentials.read(nats_credentials) if nats_credentials is not None else None)
-    elif nats_credentials is not None:
-        raise ConfigError(f"{address} is not an address of a NATS cluster: leave out --nats-credentials")
+    address = CoordinatorAddress.parse(url, insecure=insecure)
     token = read_token(token_file, os.environ)
     if config.engine.declared.in_process:
         require("torch", "safetensors", purpose="the embedded engine of a worker")

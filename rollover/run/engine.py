@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rollover.clock import SystemClock
 from rollover.engine import open as engine_open
 from rollover.engine.open import EngineSetup, TrainedEngine
-from rollover.errors import require
 from rollover.hf.architecture import Architecture
 from rollover.rollout.strategy import OnFull
 from rollover.run.checks import longest_tokens
@@ -106,16 +105,9 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
 
 def _check_swarm(engine: SwarmConfig, *, writes: bool) -> list[str]:
     from rollover.swarm.coordinator.blob_places import check_blobs
-
-    blobs = check_blobs(engine, writes=writes)
-    if engine.transport == "nats":
-        require("nats", purpose='engine.transport = "nats"')
-        from rollover.swarm.coordinator.transports.nats.open import check_nats
-
-        return [*check_nats(engine), *blobs]
     from rollover.swarm.coordinator.transports.listening import check_listening
 
-    return [*check_listening(engine), *blobs]
+    return [*check_listening(engine), *check_blobs(engine, writes=writes)]
 
 
 def _blind_spots(config: RunConfig) -> list[str]:

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
-from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
-from rollover.swarm.nats.address import NatsAddress
 from rollover.swarm.wire.address import is_loopback
 
-_OF_WEBSOCKET = ("listen", "tls_certificate", "tls_key")
-_OF_NATS = ("nats_url", "nats_credentials", "nats_ca_file", "nats_bucket")
-_NATS_URL = "nats://127.0.0.1:4222/rollover"
-_BUCKET = re.compile(r"[a-z0-9_-]{1,64}")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:\s/]+):(?P<port>\d{1,5})")
 
 _STORE = re.compile(r"(s3|gs|az)://[A-Za-z0-9._-]+(/[^\s?#@]*)?|file:///[^\s?#]+")
@@ -32,9 +26,6 @@ class SwarmConfig(EngineConfig):
     mode: Literal["pull", "push_pull"] = "push_pull"
     """`pull`: every token is sampled from the newest weights; workers fetch them before they sample. `push_pull`:
     workers decode without pause and switch to new weights each in its own time, within `max_staleness`."""
-    transport: Changeable[Literal["websocket", "nats"]] = "websocket"
-    """`websocket`: workers dial in at `listen`; nothing else is needed. `nats`: messages go over an existing NATS
-    cluster, which workers join with its address. Needs `rollover[nats]`."""
     listen: Changeable[str] = "127.0.0.1:8790"
     """Address and port where workers dial in. Port 0 takes a free port."""
     tls_certificate: Changeable[str | None] = None
@@ -47,18 +38,6 @@ class SwarmConfig(EngineConfig):
     admin: Changeable[str | None] = "127.0.0.1:0"
     """Address and port of the live page, `/status.json` and `/metrics`, which only this machine can open. Port 0 takes
     a free port; `none` switches the page off."""
-    nats_url: Changeable[str] = _NATS_URL
-    """Servers of the NATS cluster and the subject of this run: `tls://HOST:PORT,HOST:PORT/SUBJECT`. Two runs on one
-    cluster need two subjects."""
-    nats_credentials: Changeable[str | None] = None
-    """File with the login at the NATS cluster: `.creds`, a client certificate with its key (PEM), the seed of an nkey,
-    `USER:PASSWORD`, or a token."""
-    nats_ca_file: Changeable[str | None] = None
-    """Certificates (PEM) of the authorities that signed the NATS servers' certificates. When left out, those that the
-    system trusts."""
-    nats_bucket: Changeable[str | None] = None
-    """JetStream object-store bucket from which workers fetch weights; it is created if it does not exist. When left out
-    and `blob_urls` is empty, a bucket named after the subject is used."""
     blob_urls: Changeable[tuple[str, ...]] = ()
     """Relays from which workers fetch weights first, best first: any server that answers `{url}/{digest}`, such as
     one that `rollover relay` makes, or an object store that holds `swarm/blobs` of the run directory."""
@@ -94,7 +73,6 @@ class SwarmConfig(EngineConfig):
     that no other worker can decode them again, and those that keep caches of older weights (`kv_on_update`)."""
 
     def __post_init__(self) -> None:
-        self._check_transport()
         if not 0 <= self.reexecute <= 1:
             raise ValueError(f"reexecute must lie in [0, 1], got {self.reexecute}")
         if self.verifiable_only and not self.reexecute:
@@ -135,27 +113,6 @@ class SwarmConfig(EngineConfig):
             )
         if self.blob_query_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.blob_query_env):
             raise ValueError("blob_query_env must be the name of an environment variable, not the query itself")
-
-    def _check_transport(self) -> None:
-        """Refuse settings that would have no effect, or cannot work."""
-        others = _OF_WEBSOCKET if self.transport == "nats" else _OF_NATS
-        for key in others:
-            if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
-                raise ValueError(f"{key} = {value!r} has no effect with transport = {self.transport!r}: leave it out")
-        if self.nats_bucket is not None and not _BUCKET.fullmatch(self.nats_bucket):
-            raise ValueError(
-                f"nats_bucket must be lower-case letters, digits, '-' and '_', at most 64, got {self.nats_bucket!r}"
-            )
-        if self.transport == "nats":
-            try:
-                _ = self.nats_address
-            except ConfigError as error:
-                raise ValueError(f"nats_url: {error}") from None
-
-    @property
-    def nats_address(self) -> NatsAddress:
-        """Return ``nats_url`` in its parts, without the login."""
-        return NatsAddress.parse(self.nats_url, insecure=self.insecure)
 
     @property
     def address(self) -> tuple[str, int]:

@@ -39,7 +39,7 @@ async def downloads_of(
     trainer: BlobServer, folder: Path, ca_file: str, said: list[str], *urls: str
 ) -> AsyncIterator[BlobDownloads]:
     address = CoordinatorAddress.parse(f"wss://{trainer.url.removeprefix('https://').removesuffix('/blobs')}")
-    downloads = open_downloads(BlobFolder(folder), address, TOKEN, Path(ca_file), timeout_s=5.0, say=said.append)
+    downloads = open_downloads(BlobFolder(folder), address, TOKEN, Path(ca_file), say=said.append)
     downloads.use((*urls, *address.blob_urls))
     try:
         yield downloads

@@ -21,7 +21,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "room": ({"max_running": 0}, "max_running must be at least 1"),
     "open page": ({"admin": "0.0.0.0:8791"}, "opening the page needs no token: use '127.0.0.1:8791'"),
     "page without port": ({"admin": "localhost"}, "admin must look like '127.0.0.1:8791', got 'localhost'"),
-    "NATS": ({"transport": "nats", "nats_url": "foo"}, "nats_url: 'foo' is not an address on a NATS cluster"),
     "relay": ({"blob_urls": ("ftp://x",)}, "blob_urls must look like"),
 }
 

@@ -41,7 +41,6 @@ def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_
 def test_nobody_else_can_read_the_hashes_not_even_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over NATS, a hash is the key with which its worker joins."""
     file, modes, flush = tmp_path / "workers.json", list[int](), os.fsync
     (tmp_path / ".new-workers.json").touch(0o644)  # a process was killed while it wrote
 

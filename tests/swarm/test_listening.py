@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ import pytest
 
 from rollover.cli import main
 from rollover.errors import ConfigError
-from rollover.run.engine import check_engine
-from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.listening import check_listening
 from tests.swarm.certificates import make_certificate
@@ -135,22 +132,6 @@ def test_a_certificate_that_ends_soon_and_an_open_key_are_warned_of(tmp_path: Pa
     _, soon, open_key = check(certificate, private)
     assert soon == "warning: the certificate expires on 2026-11-26 12:00 UTC; after that no worker can connect"
     assert open_key.endswith(f"can read {private}: chmod 600 {private}")
-
-
-def test_a_cluster_is_tried_also_where_an_event_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does when a run begins."""
-    pytest.importorskip("nats")
-
-    async def refuses(config: SwarmConfig) -> None:
-        await asyncio.sleep(0)
-        raise ConfigError("nobody is there")
-
-    async def begins() -> list[str]:
-        return check_engine(load("quickstart", ["--engine.kind", "swarm", "--engine.transport", "nats"]), begins=True)
-
-    monkeypatch.setattr("rollover.swarm.coordinator.transports.nats.open.open_nats_side", refuses)
-    with pytest.raises(ConfigError, match="nobody is there"):
-        asyncio.run(begins())
 
 
 def test_the_dry_run_and_the_run_itself_refuse_before_any_work(

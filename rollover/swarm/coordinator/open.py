@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollover.clock import Clock
 from rollover.errors import ConfigError, EngineError, RunError
@@ -42,9 +41,6 @@ from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
 from rollover.weights.base import WeightSource
 
-if TYPE_CHECKING:
-    from rollover.swarm.coordinator.transports.nats.open import NatsSide
-
 
 async def open_swarm(
     config: SwarmConfig,
@@ -68,7 +64,7 @@ async def open_swarm(
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
-        ConfigError: the address is in use, or the certificate, the object store or the NATS cluster cannot be used.
+        ConfigError: the address is in use, or the certificate or the object store cannot be used.
     """
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
@@ -84,7 +80,6 @@ async def open_swarm(
     )
     vocab_size = Architecture.from_folder(folder).vocab_size
     identity = RunIdentity(run_id=run, run_epoch=epoch, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
-    over_nats = await _nats_side(config)
     coordinator = Coordinator(
         identity,
         Head(version=0, manifest=""),
@@ -92,20 +87,17 @@ async def open_swarm(
         exact=config.mode == "pull",
         checks=checks,
         verifiable_only=config.verifiable_only,
-        blob_urls=(*blob_urls(config, os.environ), *(over_nats.blob_urls if over_nats is not None else ())),
+        blob_urls=blob_urls(config, os.environ),
         earlier=_earlier(publisher),
         secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )
     credentials = Credentials(root / "workers.json")
     weight_log = WeightLog(root / FILE_NAME)
     board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
-    publish = _publishing(publisher, weight_log, board)
-    if over_nats is not None:
-        publish = over_nats.publishing(publish, root / "blobs", timeout_s=config.update_timeout_s)
     engine = SwarmEngine(
         config,
         coordinator,
-        publish,
+        _publishing(publisher, weight_log, board),
         clock,
         number_format=number_format(folder),
         check_source=_Fits(folder),
@@ -114,11 +106,8 @@ async def open_swarm(
         weight_log=weight_log,
         outcasts=Outcasts(root / SENT_AWAY),
     )
-    if over_nats is not None:
-        engine.gateway = over_nats.gateway(engine, hashes=credentials.hashes)
-    else:
-        gateway = engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
-        gateway.bind()
+    gateway = engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
+    gateway.bind()
     await _open_page(engine, config, board)
     return engine
 
@@ -129,14 +118,6 @@ def _earlier(publisher: SwarmPublisher) -> tuple[EarlierPublication, ...]:
         EarlierPublication(run_epoch=kept.run_epoch, head=Head(version=kept.version, manifest=kept.manifest))
         for kept in publisher.kept
     )
-
-
-async def _nats_side(config: SwarmConfig) -> NatsSide | None:
-    if config.transport != "nats":
-        return None
-    from rollover.swarm.coordinator.transports.nats.open import open_nats_side
-
-    return await open_nats_side(config)
 
 
 def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:

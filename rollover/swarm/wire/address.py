@@ -61,11 +61,6 @@ class CoordinatorAddress:
         return f"{'https' if self.is_encrypted else 'http'}://{self.netloc}{self.path}{BLOBS_PATH}"
 
     @property
-    def blob_urls(self) -> tuple[str, ...]:
-        """Return the places where the coordinator itself serves blobs, to be tried after those that it names."""
-        return (self.blob_url,)
-
-    @property
     def endpoint(self) -> tuple[str, int]:
         """Return host and port."""
         parts = urlsplit(f"//{self.netloc}")

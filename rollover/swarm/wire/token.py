@@ -1,8 +1,7 @@
 """The token with which a worker joins: its name, a secret, and the key of the publisher whose weights it trusts.
 
 What it keeps true: the secret is in no message and no ``repr``; the coordinator stores a hash, from which the token
-cannot be made again; two hashes are compared in a time that does not depend on where they differ. Over NATS the hash
-is itself the key of a session: whoever has it can join in the worker's name.
+cannot be made again; two hashes are compared in a time that does not depend on where they differ.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -58,71 +57,47 @@ class RunEnded(EngineError):
     """The run is over, and this worker is no longer needed."""
 
 
-class FrameLink(Protocol):
-    """Carries frames to a coordinator and back, in order, until it ends; then every call raises ``Disconnected``.
-
-    Example: ``await link.send(frame)`` waits while the coordinator does not read.
-    """
-
-    async def send(self, frame: bytes) -> None: ...
-
-    async def receive(self) -> bytes: ...
-
-    async def close(self) -> None: ...
-
-
 class CoordinatorConnection:
-    """A link whose frames are messages, under the lease of its ``Welcome``.
-
-    Args:
-        where: the coordinator, as messages to the user name it.
+    """A WebSocket to the coordinator whose frames are messages, under the lease of its ``Welcome``.
 
     Example: ``await connection.send(Hello(...))``, then ``await connection.receive()`` is a ``Welcome``.
     """
 
-    def __init__(self, link: FrameLink, where: object) -> None:
-        self._link = link
-        self._where = where
+    def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
+        self._socket, self._address = socket, address
         self._lease = 0
 
     async def send(self, message: FromWorker) -> None:
         """Send a message; waits while the coordinator does not read. Raises ``Disconnected``."""
-        await self._link.send(encode(self._lease, message))
+        await self._send_frame(encode(self._lease, message))
 
     async def receive(self) -> FromCoordinator:
         """Return the next message. Raises ``Disconnected``, even for what the protocol does not allow, ``Refused`` when
         the coordinator says goodbye for good, and ``RunEnded``."""
-        frame = await self._link.receive()
+        frame = await self._receive_frame()
         try:
             envelope = decode_down(frame)
             message = envelope.message
             if isinstance(message, Goodbye):
-                raise _goodbye(self._where, message)
+                raise _goodbye(self._address, message)
             if isinstance(message, Welcome) and self._lease == 0:
                 self._lease = envelope.lease
             if envelope.lease != self._lease:
                 raise ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
         except ProtocolError as e:
-            raise Disconnected(f"{self._where} violates the protocol: {e}") from e
+            raise Disconnected(f"{self._address} violates the protocol: {e}") from e
         return message
 
     async def close(self) -> None:
-        await self._link.close()
+        await self._socket.close()
 
-
-class _WebSocketLink:
-    """A ``FrameLink`` over a WebSocket."""
-
-    def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
-        self._socket, self._address = socket, address
-
-    async def send(self, frame: bytes) -> None:
+    async def _send_frame(self, frame: bytes) -> None:
         try:
             await self._socket.send(frame)
         except (ConnectionClosed, OSError) as e:
             raise Disconnected(_closed(self._address, e)) from e
 
-    async def receive(self) -> bytes:
+    async def _receive_frame(self) -> bytes:
         try:
             frame = await self._socket.recv()
         except (ConnectionClosed, OSError) as e:
@@ -133,9 +108,6 @@ class _WebSocketLink:
                 " characters, but all frames are binary"
             )
         return frame
-
-    async def close(self) -> None:
-        await self._socket.close()
 
 
 @asynccontextmanager
@@ -173,7 +145,7 @@ async def open_connection(
         if socket.subprotocol != SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
             raise Refused(f"{address} speaks {spoken}, but this worker speaks {SUBPROTOCOL}; {SAME_VERSION}")
-        yield CoordinatorConnection(_WebSocketLink(socket, address), address)
+        yield CoordinatorConnection(socket, address)
     finally:
         await socket.close()
 
@@ -229,10 +201,7 @@ def _not_opened(
         )
     if isinstance(error, OSError):
         return Disconnected(f"{address} cannot be reached: {_unreachable(error)}")
-    return Disconnected(
-        f"{address} did not open a connection: {redacted_text(str(error))}; if a NATS server answers there instead of a"
-        " coordinator, join nats://HOST:PORT/SUBJECT"
-    )
+    return Disconnected(f"{address} did not open a connection: {redacted_text(str(error))}")
 
 
 def _unreachable(error: OSError) -> str:
@@ -251,10 +220,10 @@ def _closed(address: CoordinatorAddress, error: Exception) -> str:
     return f"the connection to {address} ended: {redacted_text(str(error))[:_MAX_REASON]}"
 
 
-def _goodbye(where: object, goodbye: Goodbye) -> EngineError:
+def _goodbye(address: CoordinatorAddress, goodbye: Goodbye) -> EngineError:
     reason = redacted_text(goodbye.reason[:_MAX_REASON])
     if goodbye.has_ended:
         return RunEnded(reason)
     if goodbye.is_final:
-        return Refused(f"{where} refuses this worker: {reason}")
-    return Disconnected(f"{where} ended the connection: {reason}")
+        return Refused(f"{address} refuses this worker: {reason}")
+    return Disconnected(f"{address} ended the connection: {reason}")

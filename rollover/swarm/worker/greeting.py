@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from enum import Enum
 
+from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Hello, Welcome
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused
-from rollover.swarm.worker.dialing import JoinAddress
 
 
 class Since(Enum):
@@ -27,7 +27,9 @@ class OlderEpoch(Disconnected):
     """A coordinator of an earlier start of the run answers, which may be about to go."""
 
 
-async def greet(connection: CoordinatorConnection, hello: Hello, address: JoinAddress, timeout_s: float) -> Welcome:
+async def greet(
+    connection: CoordinatorConnection, hello: Hello, address: CoordinatorAddress, timeout_s: float
+) -> Welcome:
     """Say hello and return the answer. Raises ``Refused`` and ``Disconnected``."""
     await connection.send(hello)
     try:
@@ -47,7 +49,7 @@ async def greet(connection: CoordinatorConnection, hello: Hello, address: JoinAd
     return welcome
 
 
-def since(last: Welcome | None, welcome: Welcome, address: JoinAddress) -> Since:
+def since(last: Welcome | None, welcome: Welcome, address: CoordinatorAddress) -> Since:
     """Compare a welcome with the one before. Raises ``OlderEpoch`` when the run has gone back in time."""
     if last is None or last.run_id != welcome.run_id:
         return Since.NEW_RUN

@@ -19,10 +19,11 @@ from rollover.errors import RunError
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.fetch import WeightFetcher
+from rollover.swarm.publication.proxied import ProxiedTransport
+from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import tls_context
-from rollover.swarm.worker.dialing import JoinAddress, blob_transports
 from rollover.swarm.worker.host import opener
 from rollover.swarm.worker.worker import SwarmWorker
 
@@ -33,7 +34,7 @@ def default_cache(token: WorkerToken) -> Path:
 
 
 def join(
-    address: JoinAddress,
+    address: CoordinatorAddress,
     token: WorkerToken,
     config: WorkerConfig,
     *,
@@ -61,7 +62,7 @@ def join(
 
 
 async def work_for(
-    address: JoinAddress,
+    address: CoordinatorAddress,
     token: WorkerToken,
     config: WorkerConfig,
     cache: Path,
@@ -77,7 +78,7 @@ async def work_for(
         return WeightFetcher(folder, token.publisher_key, run_id=run_id, downloads=downloads)
 
     def downloads(folder: BlobFolder) -> BlobDownloads:
-        return open_downloads(folder, address, token, ca_file, timeout_s=config.connect_timeout_s, say=say)
+        return open_downloads(folder, address, token, ca_file, say=say)
 
     work = cache / "engine"
     await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
@@ -101,25 +102,25 @@ async def work_for(
 
 def open_downloads(
     folder: BlobFolder,
-    address: JoinAddress,
+    address: CoordinatorAddress,
     token: WorkerToken,
     ca_file: Path | None,
     *,
-    timeout_s: float,
     say: Callable[[str], None],
 ) -> BlobDownloads:
     """Return what fetches blobs from the coordinator, which is given the token, and from any relay and object store,
     which are not. So the certificates of the latter may also be signed by whom the system trusts."""
+    tls = _of_coordinator(address, ca_file)
     return BlobDownloads(
         folder,
         verify=tls_context(ca_file, and_system=True),
-        authorization={url: f"Bearer {token.text}" for url in address.blob_urls},
-        transports=blob_transports(address, token, _of_coordinator(address, ca_file), timeout_s=timeout_s),
+        authorization={address.blob_url: f"Bearer {token.text}"},
+        transports={} if tls is None else {f"https://{address.netloc}": ProxiedTransport(verify=tls)},
         say=say,
     )
 
 
-def _of_coordinator(address: JoinAddress, ca_file: Path | None) -> ssl.SSLContext | None:
+def _of_coordinator(address: CoordinatorAddress, ca_file: Path | None) -> ssl.SSLContext | None:
     return tls_context(ca_file) if address.is_encrypted or ca_file is not None else None
 
 

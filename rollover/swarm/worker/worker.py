@@ -24,13 +24,19 @@ from typing import Any
 from rollover.clock import Clock
 from rollover.errors import RolloverError
 from rollover.swarm.publication.manifest import PublicationRefused
+from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, RunEnded
-from rollover.swarm.worker.dialing import JoinAddress, dial
+from rollover.swarm.worker.connection import (
+    CoordinatorConnection,
+    Disconnected,
+    Refused,
+    RunEnded,
+    open_connection,
+)
 from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.greeting import OlderEpoch, Since, greet, since
 from rollover.swarm.worker.held import HeldCalls
@@ -63,7 +69,7 @@ class SwarmWorker:
 
     def __init__(
         self,
-        address: JoinAddress,
+        address: CoordinatorAddress,
         token: WorkerToken,
         config: WorkerConfig,
         *,
@@ -186,7 +192,7 @@ class SwarmWorker:
         """Open a connection and serve until it ends."""
         self._was_member = False
         timeout_s = self._config.connect_timeout_s
-        async with dial(
+        async with open_connection(
             self._address, self._token, self._tls, timeout_s=timeout_s, has_been_member=self._welcome is not None
         ) as connection:
             hello_s, hello = self._clock.now_s(), self._hello()
@@ -228,7 +234,7 @@ class SwarmWorker:
         if relation is Since.SAME_EPOCH and self._welcome is not None and self._welcome.blob_urls == welcome.blob_urls:
             self._follower.aim(welcome.head)
         else:
-            self._follower.begin(welcome, self._fetcher, (*welcome.blob_urls, *self._address.blob_urls))
+            self._follower.begin(welcome, self._fetcher, (*welcome.blob_urls, self._address.blob_url))
         self._welcome = welcome
         self._held.connected(self._clock.now_s())
 

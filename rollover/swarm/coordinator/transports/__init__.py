@@ -1,1 +1,1 @@
-"""The ways for workers to reach the coordinator: its own port, or an existing NATS cluster."""
+"""How workers reach the coordinator: the seam between them, and its own port."""

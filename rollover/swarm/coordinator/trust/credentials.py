@@ -2,7 +2,7 @@
 on.
 
 What it keeps true: no token can be made from the file; a token that was revoked opens nothing from the next request on;
-only the owner can read the file, since over NATS a hash is the key with which a worker seals its messages.
+only the owner can read the file.
 """
 
 from __future__ import annotations

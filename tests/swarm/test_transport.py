@@ -1,11 +1,11 @@
-"""The contract of a transport, seen by a worker's connection on one side and the coordinator's shell on the other."""
+"""A transport, seen by a worker's connection on one side and the coordinator's shell on the other."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,8 +22,9 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.transports import base
 from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions, Transport
-from rollover.swarm.coordinator.transports.nats import session
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     Abort,
@@ -40,8 +41,7 @@ from rollover.swarm.wire.messages import (
     encode,
 )
 from rollover.swarm.wire.token import WorkerToken
-from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused
-from rollover.swarm.worker.dialing import JoinAddress, dial
+from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, open_connection
 from tests.swarm.kit import head
 
 DEADLINE_S = 60.0
@@ -106,11 +106,11 @@ class Place:
     """A transport that serves, and how a worker gets there."""
 
     transport: Transport
-    address: JoinAddress
+    address: CoordinatorAddress
     credentials: Credentials
 
     def dial(self, token: WorkerToken, **settings: Any) -> AbstractAsyncContextManager[CoordinatorConnection]:
-        return dial(self.address, token, None, **{"timeout_s": 10.0, **settings})
+        return open_connection(self.address, token, None, **{"timeout_s": 10.0, **settings})
 
 
 async def greeted(connection: CoordinatorConnection) -> Welcome:
@@ -133,11 +133,17 @@ def payload(random: Random, size: int) -> str:
     return random.randbytes(size // 2).hex()
 
 
-class TransportContract:
-    """Subclasses say where the transport is."""
-
-    def place(self, sessions: Sessions, credentials: Credentials) -> AbstractAsyncContextManager[Place]:
-        raise NotImplementedError
+class TestTransport:
+    @asynccontextmanager
+    async def place(self, sessions: Sessions, credentials: Credentials) -> AsyncIterator[Place]:
+        config = SwarmConfig(listen="127.0.0.1:0")
+        gateway = Gateway(config, sessions, member_of=credentials.member_of, blobs=self.tmp_path)
+        gateway.bind()
+        await gateway.serve()
+        try:
+            yield Place(gateway, CoordinatorAddress.parse(gateway.url), credentials)
+        finally:
+            await gateway.close()
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
@@ -184,10 +190,7 @@ class TransportContract:
         self.run(law)
 
     def test_another_protocol_is_refused_for_good(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rollover.swarm.worker import connection, nats_link
-
-        for module in (connection, nats_link):
-            monkeypatch.setattr(module, "SUBPROTOCOL", "rollover.swarm.v0")
+        monkeypatch.setattr("rollover.swarm.worker.connection.SUBPROTOCOL", "rollover.swarm.v0")
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             with pytest.raises(Refused, match=r"does not speak this worker's protocol.*v0.*install the same version"):
@@ -275,7 +278,7 @@ class TransportContract:
     def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(self, frame: bytes) -> None:
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token("b")) as connection:
-                await connection._link.send(frame)
+                await connection._send_frame(frame)
                 with pytest.raises(Disconnected, match=r"a frame (begins with nothing|of .* cannot be read)"):
                     await connection.receive()
                 with pytest.raises(Disconnected):
@@ -293,25 +296,20 @@ class TransportContract:
                 with pytest.raises(ProtocolError, match="above the protocol's"):
                     await connection.send(CallFailed(call_id="a", reason="x" * MAX_FRAME_BYTES))
                 with pytest.raises(Disconnected):
-                    await connection._link.send(b"\x00" + Random(0).randbytes(MAX_FRAME_BYTES))
-                    await connection._link.receive()
+                    await connection._send_frame(b"\x00" + Random(0).randbytes(MAX_FRAME_BYTES))
+                    await connection._receive_frame()
                 await sessions.until(lambda: sessions.gone == [1])
                 assert sessions.messages[1] == [HELLO]
 
         self.run(law)
 
     def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rollover.swarm.coordinator.transports import gateway
-        from rollover.swarm.coordinator.transports.nats import gateway as nats_gateway
-
-        for module in (gateway, nats_gateway):
-            monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.HELLO_TIMEOUT_S", 0.2)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:
                 await asyncio.to_thread(time.sleep, 0.5)  # twice as long as one may be silent
-                with pytest.raises(Disconnected):  # over NATS one hears of it when one speaks
-                    await connection.send(HELLO)
+                with pytest.raises(Disconnected):
                     await connection.receive()
             assert sessions.names == []
 
@@ -320,9 +318,7 @@ class TransportContract:
     def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (base, session):
-            monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 2**20)
-        monkeypatch.setattr(session, "_CLOSE_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(base, "MAX_UNSENT_BYTES", 2**20)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:
@@ -343,8 +339,8 @@ class TransportContract:
                 async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
                     leases = [(await greeted(connection)).lease for connection in (victim, liar)]
                     for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
-                        await liar._link.send(encode(leases[0], lie))
-                    await liar._link.send(encode(leases[1] + 1, ready))
+                        await liar._send_frame(encode(leases[0], lie))
+                    await liar._send_frame(encode(leases[1] + 1, ready))
                     await liar.send(ready)
                     await victim.send(ready)
                     while not all(members[name].ready == ready for name in ("victim", "liar")):

@@ -1,1 +1,0 @@
-"""Workers that come over a NATS cluster."""

@@ -40,7 +40,7 @@ async def downloads_of(
 ) -> AsyncIterator[BlobDownloads]:
     address = CoordinatorAddress.parse(f"wss://{trainer.url.removeprefix('https://').removesuffix('/blobs')}")
     downloads = open_downloads(BlobFolder(folder), address, TOKEN, Path(ca_file), say=said.append)
-    downloads.use((*urls, *address.blob_urls))
+    downloads.use((*urls, address.blob_url))
     try:
         yield downloads
     finally:

@@ -1,1 +1,1 @@
-"""How workers reach the coordinator: the seam between them, and its own port."""
+"""The transport between workers and the coordinator: its contract, and the port that keeps it."""

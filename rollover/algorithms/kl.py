@@ -9,16 +9,28 @@ With d = log pi - log ref and tokens drawn from pi, the gradient of each value p
 and with tokens drawn from any behaviour policy mu, weighted by w = pi / mu, ``k1_unbiased``,
 ``k2_unbiased`` and ``k3_unbiased`` all give grad KL(pi || ref). The weight carries a gradient for k1 and k3
 and must not for k2. The identities hold per state, with the distribution of prefixes held fixed.
+
+However far d is from 0, the gradient has the sign of the unbounded estimator: minimising moves the policy towards the
+reference, never away from it. Only its size is bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before ``exp``, so that no single token can overflow a batch."""
+"""Log-ratios beyond +-20 are bounded, so that no single token can overflow a batch."""
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """Compute ``exp(x)``, continued above ``MAX_LOG_RATIO`` by its tangent.
+
+    A clamp would have gradient 0 there, and a sum with another term (``k3``) would get that term's sign.
+    """
+    return x.clamp(max=MAX_LOG_RATIO).exp() * (1 + torch.relu(x - MAX_LOG_RATIO))
 
 
 def kl_estimate(estimator: str, *, trainer_T: Tensor, ref_T: Tensor, rollout_T: Tensor) -> Tensor:
@@ -30,15 +42,11 @@ def kl_estimate(estimator: str, *, trainer_T: Tensor, ref_T: Tensor, rollout_T: 
 def k3(log_ratio: Tensor) -> Tensor:
     """Compute ``exp(-d) - 1 + d``, which is unbiased for KL when tokens come from the numerator of d, and never
     negative."""
-    return (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + log_ratio
+    return bounded_exp(-log_ratio) - 1 + log_ratio
 
 
 def _k2(trainer_T: Tensor, ref_T: Tensor) -> Tensor:
     return (trainer_T - ref_T) ** 2 / 2
-
-
-def _weight(trainer_T: Tensor, rollout_T: Tensor) -> Tensor:
-    return (trainer_T - rollout_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _k3_k2grad(trainer_T: Tensor, ref_T: Tensor) -> Tensor:
@@ -46,12 +54,27 @@ def _k3_k2grad(trainer_T: Tensor, ref_T: Tensor) -> Tensor:
     return k2_T - k2_T.detach() + k3(trainer_T - ref_T).detach()
 
 
+def _weight(trainer_T: Tensor, rollout_T: Tensor) -> Tensor:
+    return (trainer_T - rollout_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _with_slope(value_T: Tensor, slope_T: Tensor, trainer_T: Tensor) -> Tensor:
+    """Return ``value_T`` with the gradient ``slope_T`` with respect to ``trainer_T``.
+
+    The slopes of the weighted estimators are written out: d and d + 1 are what is left after terms of exp(-d) cancel,
+    and bounded terms would not cancel.
+    """
+    return value_T.detach() + slope_T.detach() * (trainer_T - trainer_T.detach())
+
+
 _ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k1": lambda lp, ref, beh: lp - ref,
     "k2": lambda lp, ref, beh: _k2(lp, ref),
     "k3": lambda lp, ref, beh: k3(lp - ref),
     "k3_k2grad": lambda lp, ref, beh: _k3_k2grad(lp, ref),
-    "k1_unbiased": lambda lp, ref, beh: _weight(lp, beh) * (lp - ref),
-    "k2_unbiased": lambda lp, ref, beh: _weight(lp, beh).detach() * _k2(lp, ref),
-    "k3_unbiased": lambda lp, ref, beh: _weight(lp, beh) * k3(lp - ref),
+    "k1_unbiased": lambda lp, ref, beh: _with_slope(
+        _weight(lp, beh) * (lp - ref), _weight(lp, beh) * (lp - ref + 1), lp
+    ),
+    "k2_unbiased": lambda lp, ref, beh: _weight(lp, beh) * _k2(lp, ref),
+    "k3_unbiased": lambda lp, ref, beh: _with_slope(_weight(lp, beh) * k3(lp - ref), _weight(lp, beh) * (lp - ref), lp),
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollover.algorithms.batch import Denominators, TokenBatch, TokenLosses
 from rollover.algorithms.corrections import correction_factors, trained_tokens_B
-from rollover.algorithms.kl import MAX_LOG_RATIO, kl_estimate
+from rollover.algorithms.kl import bounded_exp, kl_estimate
 from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import RolloverError
@@ -124,8 +124,7 @@ def token_losses(algorithm: Algorithm, tokens: TokenBatch, *, at_start: bool = F
     trainer_T = tokens.proximal_logprobs_T if at_start else tokens.trainer_logprobs_T
     old_T = tokens.proximal_logprobs_T if algorithm.old == "proximal" else tokens.rollout_logprobs_T
     log_ratio_T = _log_ratio_at_level(algorithm, tokens, trainer_T, trainer_T - old_T.detach())
-    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return _FUNCTIONS[algorithm.objective](algorithm, ratio_T, trainer_T, tokens.advantages_T)
+    return _FUNCTIONS[algorithm.objective](algorithm, bounded_exp(log_ratio_T), trainer_T, tokens.advantages_T)
 
 
 def _log_ratio_at_level(algorithm: Algorithm, tokens: TokenBatch, trainer_T: Tensor, log_ratio_T: Tensor) -> Tensor:

@@ -76,6 +76,42 @@ def test_a_weight_with_gradient_would_spoil_k2() -> None:
     assert not same(torch.autograd.grad(value, logits)[0], kl_and_gradient()[1])
 
 
+FAR = [sign * d for d in (15.0, 19.9, 20.1, 25.0, 30.0) for sign in (1, -1)]
+
+
+@pytest.mark.parametrize("log_weight", [0.0, 3.0, 25.0, -25.0])
+def test_far_from_the_reference_the_gradient_still_points_to_it(log_weight: float) -> None:
+    """Against the unbounded estimators in closed form: equal sign everywhere, equal value within the bound."""
+    ref = torch.zeros(len(FAR), dtype=torch.float64)
+    d = torch.tensor(FAR, dtype=torch.float64)
+    weight = torch.tensor(log_weight, dtype=torch.float64).exp()
+    exact = {
+        "k2": d,
+        "k3": 1 - (-d).exp(),
+        "k3_k2grad": d,
+        "k1_unbiased": weight * (d + 1),
+        "k2_unbiased": weight * d,
+        "k3_unbiased": weight * d,
+    }
+    for estimator, slope in exact.items():
+        trainer = d.clone().requires_grad_()
+        value = kl_estimate(estimator, trainer_T=trainer, ref_T=ref, rollout_T=d - log_weight)
+        (gradient,) = torch.autograd.grad(value.sum(), trainer)
+        assert torch.equal(gradient.sign(), slope.sign()), estimator
+        bounded = estimator == "k3"
+        near = d.abs() <= 20 if bounded else torch.full_like(d, abs(log_weight) <= 20, dtype=torch.bool)
+        assert torch.allclose(gradient[near], slope[near], rtol=1e-12), estimator
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_values_and_gradients_agree_by_finite_differences(estimator: str) -> None:
+    ref, step = torch.zeros(len(FAR), dtype=torch.float64), 1e-6
+    d = torch.tensor(FAR, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(kl_estimate(estimator, trainer_T=d, ref_T=ref, rollout_T=d).sum(), d)
+    above, below = (kl_estimate(estimator, trainer_T=d.detach() + e, ref_T=ref, rollout_T=d) for e in (step, -step))
+    assert torch.allclose((above - below) / (2 * step), gradient, rtol=1e-6)
+
+
 def test_an_absurd_log_ratio_stays_finite() -> None:
     far = torch.tensor([-300.0], dtype=torch.float64)
     for estimator in ("k3", "k1_unbiased", "k3_unbiased"):

@@ -107,6 +107,17 @@ def test_gradient_equals_finite_differences(algorithm: Algorithm, seed: int) -> 
     assert torch.autograd.gradcheck(loss_of, (tokens.trainer_logprobs_T,), eps=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [-25.0, -15.0, 15.0, 25.0])
+def test_far_ratios_push_in_the_direction_of_the_advantage_or_not_at_all(log_ratio: float, advantage: float) -> None:
+    batch = replace(worked_batch(), ref_logprobs_T=None, advantages_T=f64(*3 * [advantage]))
+    trainer_T = (batch.proximal_logprobs_T + log_ratio).requires_grad_()
+    loss, _ = policy_loss(row("grpo"), replace(batch, trainer_logprobs_T=trainer_T), WORKED)
+    (gradient_T,) = torch.autograd.grad(loss, trainer_T)
+    clipped = log_ratio * advantage > 0
+    assert torch.equal(gradient_T.sign(), torch.zeros(3).double() if clipped else f64(*3 * [-advantage]))
+
+
 def test_gspo_moves_all_tokens_of_a_sample_by_its_one_ratio() -> None:
     # inside the clip each token's gradient is -s A / (B T) with s = exp(mean(0.0003, -0.0001)) = e^0.0001
     worked = worked_batch()

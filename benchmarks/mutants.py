@@ -8,7 +8,7 @@
 A mutant changes one expression or drops one statement. It is named by room, function, statement and occurrence, so that
 the same mutant can be made in another version of the code; a mutant whose statement is gone there is *absent* and not
 compared. The tests that name the mutated module run first, then the other tests of its room; the first failure kills
-the mutant. A test run past the limit counts as killed, because the mutant does not end.
+the mutant. A test run past the limit of time or memory counts as killed, because the mutant does not end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ast
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+MEMORY_BYTES = 12 * 2**30
+"""Address space of a test run: a mutant may never stop allocating."""
 
 ROOMS = {
     "rollout": ["rollout/**/*.py"],
@@ -227,6 +230,10 @@ def tests_of(path: Path, tree: Path, room: str) -> list[list[str]]:
     return [[str(t.relative_to(tree)) for t in ring] for ring in (naming, others) if ring]
 
 
+def _bound_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
 def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: float) -> str:
     """Return ``killed``, ``survived`` or ``absent``."""
     made = apply(mutant, tree)
@@ -240,7 +247,9 @@ def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: float) 
         for ring in tests_of(path, tree, mutant.room):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments, *ring]
             try:
-                done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=limit_s)
+                done = subprocess.run(
+                    command, cwd=tree, env=environment, capture_output=True, timeout=limit_s, preexec_fn=_bound_memory
+                )
             except subprocess.TimeoutExpired:
                 return "killed"
             if done.returncode not in (0, 5):

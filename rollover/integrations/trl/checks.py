@@ -64,38 +64,6 @@ def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
     }
 
 
-def samples_per_version(args: Any) -> int:
-    """Return how many samples TRL's asynchronous trainer takes between two publications of its weights."""
-    each = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return int(each * args.weight_sync_steps)
-
-
-def given_by_async(args: Any) -> Mapping[str, Given]:
-    """Return the settings of a run that the arguments of TRL's asynchronous trainer determine."""
-    return {
-        "seed": Given(args.seed, "AsyncGRPOConfig.seed"),
-        "rollout.rollout_batch_size": Given(
-            samples_per_version(args) // args.num_generations, "the batch size of AsyncGRPOConfig"
-        ),
-        "rollout.group_size": Given(args.num_generations, "AsyncGRPOConfig.num_generations"),
-        "rollout.unit": Given("group", "TRL"),
-        "rollout.max_new_tokens": Given(args.max_completion_length, "AsyncGRPOConfig.max_completion_length"),
-        "rollout.max_staleness": Given(args.max_staleness, "AsyncGRPOConfig.max_staleness"),
-        "rollout.temperature": Given(float(args.temperature), "AsyncGRPOConfig.temperature"),
-        "rollout.top_p": Given(1.0, "TRL"),
-        "rollout.top_k": Given(0, "TRL"),
-    }
-
-
-def check_async(args: Any) -> None:
-    """Check the arguments of TRL's asynchronous trainer.
-
-    Raises:
-        ConfigError: with one line for each thing that is in the way.
-    """
-    _refuse(_in_the_way_of_async(args))
-
-
 def check_before(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of a trainer before TRL acts upon them, by opening vLLM for example.
 
@@ -190,7 +158,7 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
             f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but the loss 'vespo'"
             " already weights whole sequences: set it to 'token_truncate' or 'token_mask'"
         )
-    yield from _cuts_logprobs(args, "GRPOConfig")
+    yield from _cuts_logprobs(args)
     if args.generation_kwargs:
         yield (
             f"GRPOConfig.generation_kwargs sets {', '.join(args.generation_kwargs)} for TRL's own generation, which"
@@ -198,37 +166,17 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
         )
 
 
-def _in_the_way_of_async(args: Any) -> Iterator[str]:
-    if args.token_budget is None or args.token_budget > 0:
-        yield (
-            f"AsyncGRPOConfig.token_budget is {args.token_budget}, so the trainer takes as many samples as fit, but"
-            " Rollover's batches have a fixed number of samples: set it to 0"
-        )
-    if args.max_staleness < 1:
-        yield (
-            f"AsyncGRPOConfig.max_staleness is {args.max_staleness}, but samples are decoded while the trainer trains:"
-            " set it to 1 or more"
-        )
-    if (samples := samples_per_version(args)) % args.num_generations:
-        yield (
-            f"the trainer takes {samples} samples per version of the weights (per_device_train_batch_size *"
-            " gradient_accumulation_steps * processes * weight_sync_steps), which must be a multiple of"
-            f" AsyncGRPOConfig.num_generations ({args.num_generations})"
-        )
-    yield from _cuts_logprobs(args, "AsyncGRPOConfig")
-
-
-def _cuts_logprobs(args: Any, config: str) -> Iterator[str]:
-    """Yield settings of TRL's ``config`` whose samples have different log-probs from those that TRL computes."""
+def _cuts_logprobs(args: Any) -> Iterator[str]:
+    """Yield settings whose samples have different log-probs from those that TRL computes."""
     for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
         if (value := getattr(args, name)) not in off:
             yield (
-                f"{config}.{name} is {value}, but TRL computes log-probs over the whole vocabulary, so tokens sampled"
+                f"GRPOConfig.{name} is {value}, but TRL computes log-probs over the whole vocabulary, so tokens sampled"
                 f" from a truncated distribution would be weighted wrongly: set it to {off[0]}"
             )
     if args.repetition_penalty != 1.0:
         yield (
-            f"{config}.repetition_penalty is {args.repetition_penalty}, which TRL's log-probs do not take into"
+            f"GRPOConfig.repetition_penalty is {args.repetition_penalty}, which TRL's log-probs do not take into"
             " account: set it to 1.0"
         )
 

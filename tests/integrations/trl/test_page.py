@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
-from transformers import AutoTokenizer
 
 from rollover.report.record import read_run
-from rollover.types import FinishReason, Group, Prompt, SampleId, Segment, Trajectory
 from tests.integrations.slime.kit import shows_its_run
 from tests.integrations.trl.kit import logged
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TRL says that it may change
-    from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
@@ -64,47 +56,3 @@ def test_the_script_trains_and_the_same_command_goes_on(tmp_path: Path, monkeypa
     written = pandas.read_parquet(tmp_path / "out/completions/completions_00004.parquet")
     assert len(written) == 64 and {"prompt", "completion"} <= {*written.columns}
     assert all(isinstance(text, str) for text in written["completion"])
-
-
-def test_the_script_of_the_asynchronous_trainer_is_whole_up_to_the_trainer(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer itself needs a GPU."""
-    monkeypatch.chdir(tmp_path)
-    given: dict[str, Any] = {}
-
-    class Trainer:
-        def __init__(self, model: str, reward_funcs: Any, **arguments: Any) -> None:
-            given.update(arguments, model=model, reward_funcs=reward_funcs)
-
-        def train(self) -> None:
-            given["trains"] = True
-
-    monkeypatch.setattr("trl.experimental.async_grpo.AsyncGRPOTrainer", Trainer)
-    whole = script("AsyncGRPOTrainer").replace("Qwen/Qwen3-0.6B", str(tiny_model))
-    exec(
-        compile(
-            whole.replace("token_budget", "use_cpu=True, bf16=False, report_to=[], token_budget"), "train.py", "exec"
-        ),
-        {},
-    )
-    assert given["trains"] and given["weight_transfer"] is given["rollout_worker"]
-    assert {*given} <= {*inspect.signature(AsyncGRPOTrainer.__init__).parameters, "trains"}
-    prompt = Prompt(prompt_id="train/0@0", token_ids=(1,), text="", source="train", columns={"row": 0})
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    trajectories = []
-    for index, text in enumerate(("200", "201")):
-        ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
-        segment = Segment(
-            token_ids=ids,
-            rollout_logprobs=(-1.0,) * len(ids),
-            policy_version=0,
-            kv_version=0,
-            finish_reason=FinishReason.STOP,
-            start_s=0.0,
-            end_s=1.0,
-        )
-        sample = SampleId(0, index)
-        trajectories.append(Trajectory(sample_id=sample, prompt=prompt, segments=(segment,), reward=0.0))
-    group = Group(group_id=0, prompt=prompt, trajectories=tuple(trajectories))
-    assert given["rollout_worker"]._rewards(group) == [{"is_right": 1.0}, {"is_right": 0.0}]

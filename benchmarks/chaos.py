@@ -5,7 +5,7 @@
     python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-25.json
     python benchmarks/chaos.py --parts calm.jsonl --kills 0 --calm 3 --cold 5   # times of return, on an idle machine
 
-The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as ``rollover relay`` configures it, and
+The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as docs/how-to/ shows it, and
 between them a proxy that loses, doubles, delays and reorders frames, cuts connections and damages blobs. Each of them
 is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; ``tests/swarm/chaos/laws.py`` says which laws must
 hold. Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is

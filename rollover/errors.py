@@ -107,7 +107,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "plan": ("scipy", "huggingface_hub"),
     "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
-    "objectstore": ("obstore",),
     "ray": ("ray",),
     "metis": ("pymetis",),
     "wandb": ("wandb",),

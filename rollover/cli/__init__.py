@@ -18,7 +18,6 @@ from rollover.cli import (
     export,
     launch,
     plan,
-    relay,
     report,
     serve,
     sft,
@@ -59,7 +58,6 @@ for module in (
     serve,
     worker,
     workers,
-    relay,
 ):
     cli.add_command(module.command)
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 
-from rollover.cli import swarm_options
 from rollover.cli.command import OVERRIDES, ConfiguredCommand
 from rollover.errors import require
 from rollover.privacy import Redactor
 from rollover.run.signals import handled, stop
 from rollover.version import __version__
+
+_FILE = click.Path(path_type=Path)
+"""A file that may not exist; the code that opens it reports that."""
 
 
 class WorkerCommand(ConfiguredCommand):
@@ -30,16 +32,26 @@ class WorkerCommand(ConfiguredCommand):
 
 
 @click.command("worker", cls=WorkerCommand)
-@swarm_options.join("Address of the coordinator: wss://HOST:PORT.")
-@swarm_options.token_file("Read the worker's token from FILE instead of ROLLOVER_SWARM_TOKEN.")
+@click.option("--join", "url", required=True, metavar="URL", help="Address of the coordinator: wss://HOST:PORT.")
+@click.option(
+    "--token-file",
+    type=_FILE,
+    metavar="FILE",
+    help="Read the worker's token from FILE instead of ROLLOVER_SWARM_TOKEN.",
+)
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Keep weights in DIR instead of ~/.cache/rollover/workers/NAME.",
 )
-@swarm_options.ca_file()
-@swarm_options.insecure("Allow a plain connection, over a network that is itself private.")
+@click.option(
+    "--ca-file",
+    type=_FILE,
+    metavar="FILE",
+    help="Verify the coordinator with the certificates in FILE (PEM) instead of the system's.",
+)
+@click.option("--insecure", is_flag=True, help="Allow a plain connection, over a network that is itself private.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @click.pass_context
 def command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,16 +85,18 @@ async def _open_swarm(
     return swarm
 
 
-def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
+def check_engine(config: RunConfig) -> list[str]:
     """Return what a user should know about the engine. This needs no weights, and so comes before the warm-up.
-    ``begins``: the run follows, so that a swarm's object store may be written to.
 
     Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
     refuse, an address or certificate that a swarm cannot use, weights that cannot be sent over NCCL, or a cluster that
     is not there or too small.
     """
     if isinstance(config.engine, SwarmConfig):
-        return [f"swarm: {line}" for line in (*_check_swarm(config.engine, writes=begins), *_blind_spots(config))]
+        from rollover.swarm.coordinator.transports.listening import check_listening
+
+        config.engine.blob_sources(os.environ)  # refuses a query that is missing
+        return [f"swarm: {line}" for line in (*check_listening(config.engine), *_blind_spots(config))]
     check_transfer(config)
     engine_open.check_model(config.engine, lambda: _architecture(config), longest_tokens(config))
     if config.cluster is not None and config.cluster.num_engines:
@@ -101,13 +104,6 @@ def check_engine(config: RunConfig, *, begins: bool = False) -> list[str]:
 
         return [*_turns(config), *check_places(config.cluster, config.engine, config.trainer)]
     return _turns(config)
-
-
-def _check_swarm(engine: SwarmConfig, *, writes: bool) -> list[str]:
-    from rollover.swarm.coordinator.blob_places import check_blobs
-    from rollover.swarm.coordinator.transports.listening import check_listening
-
-    return [*check_listening(engine), *check_blobs(engine, writes=writes)]
 
 
 def _blind_spots(config: RunConfig) -> list[str]:

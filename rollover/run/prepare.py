@@ -46,7 +46,7 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
         base = resolve_model(config.model.path)
         read_model_config(base)  # reports what is wrong with it before other code fails on it
     check_devices(config)
-    for line in check_engine(config, begins=True):
+    for line in check_engine(config):
         if "warning:" in line:
             progress.message(line)
     if config.model.scratch is None:

@@ -1,4 +1,4 @@
-"""A real nginx, with the configuration that ``rollover relay`` writes."""
+"""A real nginx, with the configuration that docs/how-to/ shows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.relay.folder import SLICE_MB, write_folder
-from rollover.swarm.relay.settings import RelaySettings
-from rollover.swarm.wire.address import CoordinatorAddress
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt install nginx-light")
+SHOWN = Path(__file__).parents[2] / "docs" / "how-to" / "relay-nginx.conf"
 _DEADLINE_S = 30.0
 
 
@@ -45,7 +43,7 @@ class Nginx:
         assert NGINX is not None, "nginx is not installed: apt install nginx-light"
         root = ["-g", "user root;"] if os.geteuid() == 0 else []  # as nobody it could not reach the tests' folders
         with (self.folder / "said.log").open("ab") as log:
-            command = [NGINX, "-p", str(self.folder), "-c", "nginx.conf", *root]
+            command = [NGINX, "-p", str(self.folder), "-e", "stderr", "-c", "nginx.conf", *root]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -57,8 +55,7 @@ class Nginx:
             self.process.wait()
 
     def said(self) -> str:
-        logs = [self.folder / "said.log", self.folder / "logs" / "error.log"]
-        return "\n".join(log.read_text() for log in logs if log.exists())
+        return (self.folder / "said.log").read_text()
 
     def cached(self) -> list[Path]:
         """The files of its cache."""
@@ -68,6 +65,27 @@ class Nginx:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
         return False
+
+
+def configure(folder: Path, trainer: str, port: int, *, token: str = "") -> None:
+    """Write nginx.conf as its reader would: with the addresses and the token, and nothing else, changed.
+
+    ``trainer``: its URL. Of one without TLS, the relay has none either.
+    """
+    folder.mkdir(exist_ok=True)
+    text = SHOWN.read_text()
+    changes = {
+        "server trainer.example:8790": f"server {urlsplit(trainer).netloc}",
+        'default "";  # CHANGE': f'default "{token}";  # CHANGE',
+        "listen 0.0.0.0:8795": f"listen 127.0.0.1:{port}",
+    }
+    for shown, changed in changes.items():
+        assert text.count(shown) == 1
+        text = text.replace(shown, changed)
+    if urlsplit(trainer).scheme == "http":
+        text = "".join(line for line in text.splitlines(keepends=True) if "ssl_" not in line)
+        text = text.replace(" ssl;", ";").replace("https://trainer", "http://trainer")
+    (folder / "nginx.conf").write_text(text)
 
 
 @contextmanager
@@ -80,13 +98,9 @@ def running(nginx: Nginx) -> Iterator[Nginx]:
 
 
 @contextmanager
-def relay(folder: Path, trainer: str, *, more: str = "", **settings: Any) -> Iterator[Nginx]:
-    """A relay in front of the trainer at the URL ``trainer``, with pieces of 1 MiB. ``more``: directives for it."""
-    port = free_port()
-    address = CoordinatorAddress.parse(trainer.removesuffix("/v1/blobs"))
-    made = RelaySettings(trainer=address, listen=f"127.0.0.1:{port}", **settings)
-    config = write_folder(made, folder)
-    text = config.read_text().replace("sendfile on;", f"sendfile on; {more}")
-    config.write_text(text.replace(f"slice {SLICE_MB}m;", "slice 1m;"))
-    with running(Nginx(folder, port, made.url)) as nginx:
+def relay(folder: Path, trainer: str, *, token: str = "") -> Iterator[Nginx]:
+    """A relay in front of the trainer at the URL ``trainer``."""
+    port, scheme = free_port(), urlsplit(trainer).scheme
+    configure(folder, trainer, port, token=token)
+    with running(Nginx(folder, port, f"{scheme}://127.0.0.1:{port}/v1/blobs")) as nginx:
         yield nginx

@@ -91,7 +91,7 @@ def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy_and_the_traine
     ):
         asyncio.run(scenario())
     assert trainer.num_asked == 2 and len(said) == 1
-    assert said[0].startswith(f"weights cannot be fetched from {relay.url}, so others are asked: [SSL")
+    assert said[0].startswith(f"weights cannot be fetched from {relay.url}, so the next source is asked: [SSL")
     assert said[0].endswith("add it, or its authority's, to the file of --ca-file")
 
 

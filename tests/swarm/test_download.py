@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,8 +52,6 @@ def test_a_damaged_answer_is_asked_for_again_past_the_cache_that_may_hold_it(tmp
             async with open_downloads(tmp_path / name, server.url, say=said.append) as downloads:
                 await downloads.get([blob])
                 assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
-                expected = {"first": 0.5, "second": 1.0}[name]
-                assert downloads.sources.estimate(server.url).success == pytest.approx(expected, abs=0.01)
 
     with serving(tmp_path / "blobs", cached) as server:
         asyncio.run(scenario())
@@ -71,7 +69,6 @@ def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_pa
     async def scenario() -> None:
         async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
             await downloads.get([blob])
-            assert downloads.sources.estimate(bad.url).success == pytest.approx(0.25, abs=0.01)
 
     with serving(tmp_path / "blobs", other) as bad, serving(tmp_path / "blobs") as good:
         asyncio.run(scenario())
@@ -91,7 +88,6 @@ def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Pa
         async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
             await downloads.get([blob])
             assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
-            assert downloads.sources.estimate(bad.url).success <= 0.51
 
     with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
         asyncio.run(scenario())
@@ -125,7 +121,6 @@ def test_what_one_source_began_another_goes_on_with_whatever_it_calls_the_file(t
 
     async def scenario() -> None:
         async with open_downloads(tmp_path / "worker", first.url, second.url) as downloads:
-            downloads.sources.started(second.url)  # so that it is not tried
             await downloads.get([blob])
 
     with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
@@ -133,21 +128,47 @@ def test_what_one_source_began_another_goes_on_with_whatever_it_calls_the_file(t
     assert [start for _, start in second.asked] == [1000] and "if-range" not in second.headers[0]
 
 
-def test_the_home_of_the_blobs_gives_a_little_of_a_large_one_and_the_relay_the_rest(tmp_path: Path) -> None:
-    blobs = store_blobs(tmp_path / "blobs", LARGE, LARGE[::-1], LARGE[1:])
+def test_sources_are_asked_in_order_and_a_failed_one_again_after_five_minutes(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", *(bytes([n]) for n in range(4)))
+    now_s = 0.0
+
+    def fails_first(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return (503, {"Content-Length": "0"}, b"") if server.num_asked == 1 else None
 
     async def scenario() -> None:
-        async with open_downloads(tmp_path / "worker", relay.url, home.url, max_parallel=1) as downloads:
-            await downloads.get(blobs)
-            assert {*downloads.sources._known} == {relay.url, home.url}
-            assert downloads.sources.estimate(home.url).bytes_per_s
+        nonlocal now_s
+        urls = (relay.url, mirror.url, home.url)
+        async with open_downloads(tmp_path / "worker", *urls, clock=lambda: now_s) as downloads:
+            asked = []
+            for blob, at_s in zip(blobs, (0.0, 299.0, 301.0, 302.0), strict=True):
+                now_s = at_s
+                downloads.use(urls)
+                await downloads.get([blob])
+                asked.append((relay.num_asked, mirror.num_asked, home.num_asked))
+            assert asked == [(1, 1, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0)]
 
-    with serving(tmp_path / "blobs") as relay, serving(tmp_path / "blobs") as home:
+    with (
+        serving(tmp_path / "blobs", fails_first) as relay,
+        serving(tmp_path / "blobs") as mirror,
+        serving(tmp_path / "blobs") as home,
+    ):
         asyncio.run(scenario())
-    assert [h["range"] for h in home.headers] == ["bytes=0-1048575"]
-    assert sorted(start for _, start in relay.asked) == [0, 0, 2**20]
-    for blob in blobs:
-        assert hashlib.sha256((tmp_path / "worker" / blob.digest).read_bytes()).hexdigest() == blob.digest
+
+
+def test_a_store_that_answers_403_for_what_it_lacks_is_asked_for_the_next_blob(tmp_path: Path) -> None:
+    blobs = store_blobs(tmp_path / "blobs", b"one", b"two")
+
+    def lacks_one(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
+        return (403, {"Content-Length": "0"}, b"") if content == b"one" else None
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "worker", store.url, home.url) as downloads:
+            for blob in blobs:
+                await downloads.get([blob])
+
+    with serving(tmp_path / "blobs", lacks_one) as store, serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert (store.num_asked, home.num_asked) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +224,15 @@ def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: P
         async with open_downloads(tmp_path / "worker", relay.url, home.url, say=said.append) as downloads:
             for well in (False, True, False):
                 is_well = well
-                downloads.use((relay.url, home.url))  # whatever was thought of the relay before
+                downloads._away_until_s.clear()
                 for blob in (blobs.pop(), blobs.pop()):
                     await downloads.get([blob])
 
     with serving(tmp_path / "blobs", failing) as relay, serving(tmp_path / "blobs") as home:
         asyncio.run(scenario())
-    assert said == 2 * [f"weights cannot be fetched from {relay.url}, so others are asked: 503 Service Unavailable"]
+    assert said == 2 * [
+        f"weights cannot be fetched from {relay.url}, so the next source is asked: 503 Service Unavailable"
+    ]
 
 
 def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> None:
@@ -248,7 +271,10 @@ async def listening(
         server.close()
 
 
-def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(tmp_path: Path) -> None:
+def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollover.swarm.publication.download._STALL_S", 0.2)
     blobs = store_blobs(tmp_path / "blobs", b"one", b"two", b"three")
     num_asked, said = 0, list[str]()
 
@@ -258,65 +284,64 @@ def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(tmp_pa
         await reader.read()
 
     async def scenario() -> None:
-        options: dict[str, Any] = {"silent_s": 0.2, "max_parallel": 1, "say": said.append}
+        options: dict[str, Any] = {"max_parallel": 1, "say": said.append}
         async with listening(nothing) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
             await down.get(blobs)
-            assert said == [f"weights cannot be fetched from {relay}, so others are asked: ReadTimeout"]
+            assert said == [f"weights cannot be fetched from {relay}, so the next source is asked: ReadTimeout"]
 
     with serving(tmp_path / "blobs") as home:
         asyncio.run(scenario())
     assert (num_asked, home.num_asked) == (1, 3)
 
 
-def test_a_slow_relay_is_left_for_a_home_that_nobody_has_measured(tmp_path: Path) -> None:
-    """A blob too small for a try of the home is no reason to wait for a relay of a few kilobytes per second."""
-    content = LARGE[: 2**20]
-    (blob,) = store_blobs(tmp_path / "blobs", content)
-
-    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
-        for start in range(0, len(content), 100):
-            writer.write(content[start : start + 100])
-            await writer.drain()
-            await asyncio.sleep(0.01)
-
-    async def scenario() -> None:
-        said: list[str] = []
-        options: dict[str, Any] = {"patience_s": 0.05, "say": said.append}
-        async with listening(drips) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
-            await down.get([blob])
-            (line,) = said
-            assert line.startswith(f"weights cannot be fetched from {relay}, so others are asked: gives ")
-
-    with serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
-    ((_, start),) = home.asked
-    assert 0 < start < len(content), "what the relay has sent is not fetched again"
+MIB = 2**20
 
 
-def test_a_slow_home_is_not_left_for_a_fast_relay_that_lacks_the_blob(tmp_path: Path) -> None:
-    content = LARGE[: 2**20]
-    (blob,) = store_blobs(tmp_path / "blobs", content)
-    (other,) = store_blobs(tmp_path / "cached", content[::-1])
-    num_asked = 0
-
-    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_asked
-        num_asked += 1
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
-        for start in range(0, len(content), 2**16):
-            writer.write(content[start : start + 2**16])
-            await writer.drain()
-            await asyncio.sleep(0.02)
+@pytest.mark.parametrize(
+    ("bytes_per_s", "num_bytes", "is_left"),
+    [
+        (2**17, 6 * MIB, True),
+        (2**18 + 2**10, 6 * MIB, False),
+        (2**10, 5 * MIB, True),
+        (2**17, MIB, False),
+    ],
+    ids=["half the lowest rate", "just above the lowest rate", "a trickle", "too little to measure"],
+)
+def test_a_relay_below_the_lowest_rate_is_left(
+    tmp_path: Path, bytes_per_s: float, num_bytes: int, is_left: bool
+) -> None:
+    """By a clock on which each byte takes as long as the rate says; what has come is not fetched again."""
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE[:num_bytes])
+    said: list[str] = []
 
     async def scenario() -> None:
-        async with listening(slowly) as home, open_downloads(tmp_path / "w", relay.url, home, patience_s=0.05) as down:
-            await down.get([other])
-            download_s = 2**20 / 1e9  # whatever the relay's bandwidth on this machine
-            down.sources.started(relay.url)
-            down.sources.ended(relay.url, 2**20, download_s, well=True)
-            await down.get([blob])
+        options: dict[str, Any] = {"say": said.append, "clock": lambda: downloads.wire_bytes / bytes_per_s}
+        async with open_downloads(tmp_path / "worker", relay.url, home.url, **options) as opened:
+            nonlocal downloads
+            downloads = opened
+            await downloads.get([blob])
 
-    with serving(tmp_path / "cached") as relay:
+    downloads: Any = SimpleNamespace(wire_bytes=0)
+    with serving(tmp_path / "blobs") as relay, serving(tmp_path / "blobs") as home:
         asyncio.run(scenario())
-    assert num_asked == 1
+    line = (
+        f"weights cannot be fetched from {relay.url}, so the next source is asked: it gives less than 262,144 bytes/s"
+    )
+    assert said == ([line] if is_left else [])
+    assert [0 < start < num_bytes for _, start in home.asked] == ([True] if is_left else [])
+
+
+def test_a_slow_trainer_is_not_left_for_anything(tmp_path: Path) -> None:
+    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
+    (tmp_path / "empty").mkdir()
+
+    async def scenario() -> None:
+        async with open_downloads(tmp_path / "w", relay.url, home.url, clock=lambda: downloads.wire_bytes) as opened:
+            nonlocal downloads
+            downloads = opened
+            await downloads.get([blob])
+
+    downloads: Any = SimpleNamespace(wire_bytes=0)
+    with serving(tmp_path / "empty") as relay, serving(tmp_path / "blobs") as home:
+        asyncio.run(scenario())
+    assert (relay.num_asked, home.num_asked) == (1, 1)

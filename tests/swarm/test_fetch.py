@@ -518,69 +518,6 @@ def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path
 # -- several sources, deadlines, a head that moves ------------------------------------------------------------------
 
 
-def test_a_slow_source_beside_a_fast_one_is_left(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    """The slow one has begun each blob when the fast one's bandwidth becomes known, and gives a few bytes more."""
-    heads = publish(publisher, 0, 1)
-    clock = [0.0]
-
-    class SlowClock:
-        def __call__(self) -> float:
-            clock[0] += 0.01
-            return clock[0]
-
-    def trickle(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        clock[0] += 1000.0
-        return None
-
-    async def scenario() -> None:
-        async with open_fetcher(publisher, tmp_path / "worker", clock=SlowClock(), max_parallel=1) as fetcher:
-            await fetch(fetcher, heads[0], slow, fast)
-            asked = slow.num_asked
-            assert asked < fast.num_asked
-            assert_same(tensors(await fetch(fetcher, heads[1], slow, fast)), served(VERSIONS[1]))
-            assert slow.num_asked == asked
-
-    with serving(publisher.blobs.root, trickle) as slow, serving(publisher.blobs.root) as fast:
-        asyncio.run(scenario())
-
-
-def test_a_download_that_is_far_slower_than_another_source_goes_on_there(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
-    (head,) = publish(publisher, 0)
-    (name,) = blob_names(publisher, head)
-    now = [0.0]
-
-    async def scenario() -> None:
-        options = {"clock": lambda: now[0], "patience_s": 2.0, "max_parallel": 1}
-        async with open_fetcher(publisher, tmp_path / "worker", **options) as fetcher:
-            sources = fetcher._downloads.sources
-            sources.use([slow.url, fast.url])
-            for url, rate in ((slow.url, 1e9), (fast.url, 1e8)):  # the slow one was the fastest until now
-                sources.started(url)
-                sources.ended(url, int(rate), 1.0, well=True)
-            assert_same(tensors(await fetch(fetcher, head, slow, fast)), served(VERSIONS[0]))
-            assert sources.estimate(slow.url).success == 0.5
-        # The clock moves while the first thousand bytes are taken in: it is looked at after these or after the next.
-        assert [start for digest, start in fast.asked if digest == name] in ([1000], [2000])
-
-    def stalls(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        if digest != name:
-            return None
-        status, headers, body = whole(content, start)
-
-        def time_passes() -> None:
-            partial = tmp_path / "worker" / "blobs" / f".partial-{name}"
-            while not (partial.exists() and partial.stat().st_size >= 1000):
-                os.sched_yield()
-            now[0] += 100.0
-
-        return status, headers, [body[:1000], time_passes, body[1000:2000]]
-
-    with serving(publisher.blobs.root, stalls) as slow, serving(publisher.blobs.root) as fast:
-        asyncio.run(scenario())
-
-
 def test_a_source_that_refuses_is_passed_over_and_another_is_used(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
 
@@ -592,7 +529,6 @@ def test_a_source_that_refuses_is_passed_over_and_another_is_used(publisher: Swa
             nobody = BlobServer(tmp_path, url="http://127.0.0.1:9/blobs")
             fetched = await fetch(fetcher, head, nobody, down, up)
             assert_same(tensors(fetched), served(VERSIONS[0]))
-            assert fetcher._downloads.sources.best() == up.url
         assert down.num_asked <= 3
 
     with serving(publisher.blobs.root, refuses) as down, serving(publisher.blobs.root) as up:
@@ -698,7 +634,7 @@ def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
             signed = f"{server.url}?sig=secret/"
             fetched = await fetcher.fetch(head, [signed], run_epoch=1, deadline_s=DEADLINE_S)
             assert_same(tensors(fetched), served(VERSIONS[0]))
-            assert fetcher._downloads.sources.urls == (signed,)
+            assert fetcher._downloads.urls == (signed,)
             with pytest.raises(PublicationError, match="no source has blob") as refused:
                 await fetcher._downloads.manifest("0" * 64)
             assert "secret" not in str(refused.value) + fetcher._downloads.waiting_for

@@ -6,7 +6,6 @@
     root/sent_away.json       workers that were sent away for good, and why
     root/publisher.key        the publisher's private key
     root/publications.json    what can be fetched, with root/blobs/
-    root/uploaded.json        what is in the object store, if there is one
     root/status.json          the members as they are now
     root/weights.jsonl        what publications, and members' changes to them, took
     root/epoch                how often the run was started
@@ -23,7 +22,6 @@ from rollover.errors import ConfigError, EngineError, RunError
 from rollover.hf.architecture import Architecture
 from rollover.hf.weights import number_format, read_weight_infos
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.blob_places import blob_urls, open_mirror
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
@@ -64,7 +62,7 @@ async def open_swarm(
         checks: members get calls only once their log-probs are found to be the trainer's.
 
     Raises:
-        ConfigError: the address is in use, or the certificate or the object store cannot be used.
+        ConfigError: the address is in use, or the certificate cannot be used.
     """
     root.mkdir(parents=True, exist_ok=True)
     epoch = _next_epoch(root / "epoch")
@@ -76,7 +74,6 @@ async def open_swarm(
         model=folder,
         anchor_every=config.anchor_every,
         keep_versions=keep_versions,
-        mirror=await asyncio.to_thread(open_mirror, config, root),
     )
     vocab_size = Architecture.from_folder(folder).vocab_size
     identity = RunIdentity(run_id=run, run_epoch=epoch, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
@@ -87,7 +84,7 @@ async def open_swarm(
         exact=config.mode == "pull",
         checks=checks,
         verifiable_only=config.verifiable_only,
-        blob_urls=blob_urls(config, os.environ),
+        blob_urls=config.blob_sources(os.environ),
         earlier=_earlier(publisher),
         secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )

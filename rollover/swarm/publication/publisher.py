@@ -28,7 +28,6 @@ import numpy as np
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rollover.errors import EngineError
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.changed import changed_fraction
@@ -48,7 +47,6 @@ from rollover.swarm.publication.manifest import (
     sign,
 )
 from rollover.swarm.publication.materialise import TensorBytes, materialise, model_digest
-from rollover.swarm.publication.object_store import BlobMirror
 from rollover.swarm.publication.publications import KeptPublication, PublicationLog
 from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
@@ -103,7 +101,6 @@ class SwarmPublisher:
         model: the model folder that the run began with: its number formats, config and tokenizer.
         anchor_every: the number of publications from one with full weights to the next.
         keep_versions: the number of publications that can be fetched, with all that they rest on.
-        mirror: gets each blob before the head moves. While it cannot be reached, publications continue without it.
 
     Example: ``SwarmPublisher(run / "swarm", run_id="sums", run_epoch=1, model=folder).publish(MemoryWeights(7, w))``
     """
@@ -117,7 +114,6 @@ class SwarmPublisher:
         model: Path,
         anchor_every: int = 20,
         keep_versions: int = 4,
-        mirror: BlobMirror | None = None,
     ) -> None:
         if anchor_every < 1 or keep_versions < 1:
             raise ValueError(f"anchor_every={anchor_every} and keep_versions={keep_versions} must be at least 1")
@@ -130,7 +126,6 @@ class SwarmPublisher:
         self._files = {name: content for name, content in companions if FILE_NAME.fullmatch(name)}
         self._log = PublicationLog(root / "publications.json", run_id=run_id, keep_versions=keep_versions)
         self._log.refuse_regress(run_epoch)
-        self._mirror = mirror
         self._base: TensorBytes | None = None
         self._frozen: FrozenTensors | None = None
         """The tensors that stay frozen while adapters are trained, once they are written."""
@@ -279,7 +274,6 @@ class SwarmPublisher:
         signed = sign(manifest, self._key)
         open_manifest(signed, self.public_key)  # what no worker would take is not published
         digest = self.blobs.put(signed)
-        self._copy(digest, manifest)
         return manifest, self._log.move_head(manifest, digest)
 
     def _write(
@@ -318,21 +312,6 @@ class SwarmPublisher:
         blobs = stream.finish()
         return None if below is not None and stream.wire_bytes >= below else (tuple(tensors), blobs)
 
-    def _copy(self, digest: str, manifest: PublicationManifest) -> None:
-        """Put what can be fetched after this publication into the mirror."""
-        if self._mirror is None:
-            return
-        needed = set(needed_blobs(digest, manifest))
-        for (
-            kept
-        ) in self._log.kept:  # those before may have been made while the mirror was away, or before there was one
-            with suppress(PublicationError):
-                needed.update(needed_blobs(kept.manifest, self._manifest(kept)))
-        try:
-            self._mirror.hold(needed)
-        except EngineError as e:
-            logger.warning("version %d was not copied; workers fetch it from the trainer: %s", manifest.version, e)
-
     # -- what the next publication is made from ---------------------------------------------------------------------
 
     def _find_base(self, new: TensorBytes) -> tuple[TensorBytes | None, str]:
@@ -368,8 +347,6 @@ class SwarmPublisher:
             for kept in self._log.kept:
                 needed.update(needed_blobs(kept.manifest, self._manifest(kept)))
             self.blobs.keep(needed)
-            if self._mirror is not None:
-                self._mirror.keep(needed)
 
 
 def _ahead(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

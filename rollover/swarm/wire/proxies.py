@@ -7,8 +7,11 @@ has none of these; ``NO_PROXY`` lists hosts that are reached without. This machi
 from __future__ import annotations
 
 import importlib.util
+import ssl
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+
+import httpx
 
 from rollover.errors import ConfigError
 from rollover.swarm.wire.address import is_loopback
@@ -63,3 +66,31 @@ def shown_proxy(proxy: str) -> str:
     """Return a proxy's URL as it may be shown: a login is a secret."""
     parts = urlsplit(proxy)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+class ProxiedTransport(httpx.AsyncBaseTransport):
+    """A transport of HTTP that goes where ``proxy_for`` says.
+
+    Args:
+        verify: how servers' certificates are checked, even behind a proxy.
+
+    Example: ``httpx.AsyncClient(transport=ProxiedTransport(verify=True))``
+    """
+
+    def __init__(self, *, verify: ssl.SSLContext | bool) -> None:
+        self._verify = verify
+        self._by_proxy: dict[str | None, httpx.AsyncHTTPTransport] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request. Raises ``httpx.TransportError``, even where the environment names no usable proxy."""
+        try:
+            proxy = proxy_for(str(request.url))
+        except ConfigError as e:
+            raise httpx.ProxyError(str(e), request=request) from None
+        if proxy not in self._by_proxy:
+            self._by_proxy[proxy] = httpx.AsyncHTTPTransport(verify=self._verify, proxy=proxy, trust_env=False)
+        return await self._by_proxy[proxy].handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for transport in self._by_proxy.values():
+            await transport.aclose()

@@ -19,10 +19,10 @@ from typing import Protocol, runtime_checkable
 from rollover.clock import Clock, SystemClock
 from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.wire.messages import Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.swarm.worker.fetching import Fetched
 from rollover.weights.base import ReadsBack, WeightSource
 from rollover.weights.folders import untied
 from rollover.weights.sources import FolderWeights
@@ -87,7 +87,7 @@ class EngineHost:
         open_on: OpenEngine,
         name: str,
         work: Path,
-        announce: Callable[[Fetched, float], None],
+        announce: Callable[[FetchedWeights, float], None],
     ) -> None:
         self._config, self._calls, self._clock = config, calls, clock
         self._open_on, self._name, self._work, self._announce = open_on, name, work, announce
@@ -132,7 +132,7 @@ class EngineHost:
                 if self._clock.now_s() - since_s >= starting_s:
                     raise
 
-    async def take(self, fetched: Fetched) -> None:
+    async def take(self, fetched: FetchedWeights) -> None:
         """Have the engine serve ``fetched``.
 
         Raises:
@@ -188,7 +188,7 @@ class EngineHost:
             with suppress(EngineError):
                 await engine.close()
 
-    async def _replace(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
+    async def _replace(self, head: Head, fetched: FetchedWeights, source: WeightSource) -> None:
         assert self.engine is not None
         engine = self.engine
         keeps_calls = engine.capabilities.in_flight_update
@@ -197,7 +197,7 @@ class EngineHost:
             await self._load(engine, head, source)
             self._served(engine, head, fetched, self._clock.now_s() - started_s)
 
-    async def _reopen(self, head: Head, fetched: Fetched, source: WeightSource) -> None:
+    async def _reopen(self, head: Head, fetched: FetchedWeights, source: WeightSource) -> None:
         """Open the engine for the first time, or again."""
         if self.engine is not None:
             if self._goes_back(head):
@@ -238,7 +238,7 @@ class EngineHost:
         self.forget()
         raise OtherWeights(reason)
 
-    def _served(self, engine: TrainedEngine, head: Head, fetched: Fetched, pause_s: float) -> None:
+    def _served(self, engine: TrainedEngine, head: Head, fetched: FetchedWeights, pause_s: float) -> None:
         self.serves = head
         self._announce(fetched, pause_s)
         self.holds_tokens_back = False
@@ -258,7 +258,7 @@ class EngineHost:
                 f"{engine!r} did not load weights version {head.version} within {timeout_s:g} s"
             ) from None
 
-    def _source_for_engine(self, fetched: Fetched, root: Path) -> WeightSource:
+    def _source_for_engine(self, fetched: FetchedWeights, root: Path) -> WeightSource:
         """Return the weights as the engine takes them: servers read a folder, and some that are started here get a copy
         without a tied matrix."""
         engine = self._config.engine

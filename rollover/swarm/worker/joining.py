@@ -19,8 +19,8 @@ from rollover.errors import RunError
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.fetch import WeightFetcher
-from rollover.swarm.publication.proxied import ProxiedTransport
 from rollover.swarm.wire.address import CoordinatorAddress
+from rollover.swarm.wire.proxies import ProxiedTransport
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import tls_context

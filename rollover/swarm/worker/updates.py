@@ -24,11 +24,12 @@ from typing import Any
 from rollover.clock import Clock
 from rollover.errors import RolloverError, refusal
 from rollover.privacy import redacted_text
+from rollover.swarm.publication.fetch import WeightFetcher
+from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import Head, NotServing, Welcome
 from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.changes import Changes
-from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.host import EngineBroken, EngineHost
 
 _MAX_REASON = 1000
@@ -63,14 +64,14 @@ class HeadFollower:
         self._back_off = back_off or BackOff(first_s=1.0, most_s=60.0)
         self._changes = Changes()
         self._head: Head | None = None
-        self._fetcher: Fetcher | None = None
+        self._fetcher: WeightFetcher | None = None
         self._urls: tuple[str, ...] = ()
         self._run_epoch = 0
         self._beginnings = 0
         """Counts what ``begin`` began."""
         self._named: set[Head] = set()
 
-    def begin(self, welcome: Welcome, fetcher: Fetcher, urls: tuple[str, ...]) -> None:
+    def begin(self, welcome: Welcome, fetcher: WeightFetcher, urls: tuple[str, ...]) -> None:
         """Follow the heads of another run or epoch, wherever they stand."""
         self._head, self._run_epoch = welcome.head, welcome.run_epoch
         self._fetcher, self._urls = fetcher, urls
@@ -128,7 +129,7 @@ class HeadFollower:
         )
         if not await _first(fetching, self._changes.until(lambda: self._beginnings != beginning)):
             return
-        fetched: Fetched = fetching.result()
+        fetched: FetchedWeights = fetching.result()
         _check(fetched, head)
         await self._host.take(fetched)
 
@@ -150,7 +151,7 @@ async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, None]) -> b
         await asyncio.gather(task, competitor, return_exceptions=True)
 
 
-def _check(fetched: Fetched, head: Head) -> None:
+def _check(fetched: FetchedWeights, head: Head) -> None:
     if (fetched.version, fetched.digest) != (head.version, head.manifest):
         raise RolloverError(
             f"version {fetched.version} ({fetched.digest}) was fetched, but version"

@@ -23,6 +23,8 @@ from typing import Any
 
 from rollover.clock import Clock
 from rollover.errors import RolloverError
+from rollover.swarm.publication.fetch import WeightFetcher
+from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
@@ -37,7 +39,6 @@ from rollover.swarm.worker.connection import (
     RunEnded,
     open_connection,
 )
-from rollover.swarm.worker.fetching import Fetched, Fetcher
 from rollover.swarm.worker.greeting import OlderEpoch, Since, greet, since
 from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineBroken, EngineHost, OpenEngine
@@ -46,7 +47,7 @@ from rollover.swarm.worker.served import ServedHeads
 from rollover.swarm.worker.session import WorkerSession
 from rollover.swarm.worker.updates import HeadFollower
 
-OpenFetcher = Callable[[str], Fetcher]
+OpenFetcher = Callable[[str], WeightFetcher]
 """Makes what fetches the publications of the run of that id."""
 _STATUS_EVERY_S = 60.0
 _MAX_OLDER = 10
@@ -114,7 +115,7 @@ class SwarmWorker:
         self._was_member = False
         """The last connection had a heartbeat answered."""
         self._has_handed_over = False
-        self._fetcher: Fetcher | None = None
+        self._fetcher: WeightFetcher | None = None
         self._last_said = ""
 
     def stop(self, reason: str) -> None:
@@ -281,7 +282,7 @@ class SwarmWorker:
 
     # -- what the parts report ----------------------------------------------------------------------------------
 
-    def _announce(self, fetched: Fetched, pause_s: float) -> None:
+    def _announce(self, fetched: FetchedWeights, pause_s: float) -> None:
         head = Head(version=fetched.version, manifest=fetched.digest)
         self._served.add(head)
         if self._session is not None and self._follower.has_named(head):

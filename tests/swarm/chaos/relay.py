@@ -1,4 +1,4 @@
-"""A real nginx between the trainer and its workers, with the configuration that ``rollover relay`` writes."""
+"""A real nginx between the trainer and its workers, with the configuration that docs/how-to/ shows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import signal
 from pathlib import Path
 
 from rollover.engine.servers.launch import free_port
-from rollover.swarm.relay.folder import write_folder
-from rollover.swarm.relay.settings import RelaySettings
-from rollover.swarm.wire.address import CoordinatorAddress
-from tests.swarm.nginx_kit import Nginx
+from tests.swarm.nginx_kit import Nginx, configure
 
 
 class Relay(Nginx):
@@ -18,22 +15,19 @@ class Relay(Nginx):
 
     Args:
         folder: does not exist yet.
-        trainer: where the relay asks for blobs, ``ws://HOST:PORT``.
+        trainer: where the relay asks for blobs, ``http://HOST:PORT``.
     """
 
     name = "nginx"
 
     def __init__(self, folder: Path, trainer: str) -> None:
-        self._trainer, self._listen = trainer, f"127.0.0.1:{free_port()}"
-        settings = self._settings(None)
-        super().__init__(folder, int(self._listen.rpartition(":")[2]), settings.url)
-
-    def _settings(self, token: str | None) -> RelaySettings:
-        return RelaySettings(trainer=CoordinatorAddress.parse(self._trainer), listen=self._listen, token=token)
+        port = free_port()
+        super().__init__(folder, port, f"http://127.0.0.1:{port}/v1/blobs")
+        self._trainer = trainer
 
     def configure(self, token: str) -> None:
         """Write the folder: the relay asks for blobs with a token of its own."""
-        write_folder(self._settings(token), self.folder)
+        configure(self.folder, self._trainer, self.port, token=token)
 
     @property
     def exit_code(self) -> int | None:

@@ -129,7 +129,7 @@ class Stage:
         swarm = self.run / "swarm"
         if self._with_relay:
             # Made before the trainer has made its folder, since the address of the relay is in its settings.
-            relay = Relay(self.folder / "nginx", f"ws://127.0.0.1:{self.proxy.port}")
+            relay = Relay(self.folder / "nginx", f"http://127.0.0.1:{self.proxy.port}")
             engine += f'blob_urls = ["{relay.url}"]\n'
         (self.folder / "swarm.toml").write_text(f"{config}\n{engine}")
         self.start("coordinator")

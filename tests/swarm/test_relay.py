@@ -288,7 +288,7 @@ def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(tmp_path: 
     folder = tmp_path / "relay"
     folder.mkdir()
     make_certificate(folder, "127.0.0.1", name="relay")
-    trainers = make_certificate(folder, "trainer.example", name="trainer")
+    trainers = make_certificate(folder, "trainer.example", name="trainer-ca")
     (tmp_path / "impostor").mkdir()
     impostors = make_certificate(tmp_path / "impostor", "trainer.example", name="trainer")
     trusted = ssl.create_default_context(cafile=folder / "relay.pem")

@@ -150,8 +150,6 @@ class EngineStats:
     """Draft tokens that were verified (speculative decoding)."""
     accepted_tokens: int = 0
     """Draft tokens that were accepted: decoded in the iteration of the token before them."""
-    reexecuted_tokens: int = 0
-    """Decoded to check what another member of the engine has sampled; they are not trained."""
     busy_s: float = 0.0
     """Time spent in prefill and decode."""
     kv_bytes: int = 0

@@ -61,8 +61,6 @@ class EngineDemands:
     """It is given adapters in place of full weights."""
     on_cluster: bool
     """Its servers are placed on a Ray cluster."""
-    cuts_distribution: bool
-    """``top_p`` or ``top_k`` cuts the distribution that tokens are drawn from."""
 
 
 class EngineConfig(ABC):

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_NUM_TRIED = 2**16
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -25,25 +24,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """Return one number in ``(0, 1)`` for each (seed, position); seeds are taken modulo 2**64."""
     seed = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
-    return _of(seed, np.array(positions, dtype=np.uint64))
-
-
-def seeds_around(seed: int, position: int, distance: float) -> tuple[int | None, int | None]:
-    """Return two seeds whose numbers at ``position`` lie about ``distance`` below and above that of ``seed``, or a
-    little further; ``None`` where that would be outside of (0, 1).
-
-    Example: where ``seed`` gives 0.37, ``seeds_around(seed, position, 0.002)`` are seeds of 0.36799 and 0.37201.
-    """
-    number = float(uniforms([seed], [position])[0])
-    first = _mix(np.array([seed & (2**64 - 1)], dtype=np.uint64)) >> np.uint64(2)
-    tried: NDArray[np.uint64] = np.add(first, np.arange(_NUM_TRIED, dtype=np.uint64), dtype=np.uint64)
-    numbers = _of(tried, np.array([position], dtype=np.uint64))
-    below, above = numbers <= number - distance, numbers >= number + distance
-    low = int(tried[np.where(below, numbers, -1.0).argmax()]) if below.any() else None
-    high = int(tried[np.where(above, numbers, 2.0).argmin()]) if above.any() else None
-    return low, high
-
-
-def _of(seed: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.float64]:
+    position = np.array(positions, dtype=np.uint64)
     bits = _mix(_mix(seed + _GOLDEN) + (position + np.uint64(1)) * _GOLDEN)
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

@@ -118,14 +118,6 @@ def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
     return {f"engine/{name}": getattr(now, name) - getattr(before, name) for name in names}
 
 
-def reexecution_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
-    """Return the tokens that were decoded a second time as a check between two statistics of an engine; nothing while
-    there are none."""
-    if not now.reexecuted_tokens:
-        return {}
-    return {"engine/reexecuted_tokens": now.reexecuted_tokens - before.reexecuted_tokens}
-
-
 def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:
     """Return the mean distance of recorded log-probs from the trainer's, in nats, by engine if there are several."""
     return {f"drift/{name}" if name else "drift": found.mean_abs for name, found in drift.items()}

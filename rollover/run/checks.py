@@ -141,7 +141,6 @@ def contradictions(config: Sections) -> Iterator[str]:
             deterministic=config.deterministic,
             adapters=config.published_adapters is not None,
             on_cluster=config.cluster is not None and bool(config.cluster.num_engines),
-            cuts_distribution=rollout.top_p < 1 or rollout.top_k > 0,
         )
     )
     if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):

@@ -112,7 +112,7 @@ def _blind_spots(config: RunConfig) -> list[str]:
         return []
     return [
         "warning: top_p or top_k cuts the distribution, so workers are verified by the log-prob check alone, not by"
-        " drift or re-execution: set them to 1 and 0 unless you trust whoever runs the workers"
+        " drift: set them to 1 and 0 unless you trust whoever runs the workers"
     ]
 
 

@@ -32,7 +32,6 @@ from rollover.engine.logprob_check import (
     some_prompts,
 )
 from rollover.engine.open import TrainedEngine
-from rollover.engine.reexecution import DisputedMembers, trainers_verdict
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
 from rollover.run.drift_windows import DriftWindows
@@ -86,8 +85,6 @@ class Trust:
         """True once all engines have passed the check."""
         if self._pool is not None:
             self._pool.check_logprobs_with(self._check)
-        if isinstance(engine, DisputedMembers):
-            engine.allow_rounding(self._tolerance)
 
     async def expect(self, version: int) -> None:
         """Compute the log-probs of the check's prompts with the trainer's weights, which must not change meanwhile."""
@@ -126,16 +123,6 @@ class Trust:
             f" (engine.logprob_tolerance is {self._tolerance:g}); {self._remedy}"
             for name, found in self._windows.add(drift).items()
         }
-
-    async def settle_disputes(self) -> None:
-        """Decide with the trainer's weights, which must not change meanwhile, who is right where two members disagree
-        about what to sample."""
-        if not isinstance(self._engine, DisputedMembers):
-            return
-        for dispute in self._engine.disputes(self._trainer.version):
-            logits_PV = await asyncio.to_thread(self._trainer.next_logits, dispute.contexts)
-            if (verdict := trainers_verdict(dispute, logits_PV, self._trainer.version)) is not None:
-                self._engine.decide(dispute, verdict)
 
     def part_with(self, name: str, reason: str) -> None:
         """Stop sending calls to this engine. Raises ``EngineMismatch`` when none is left."""

@@ -34,7 +34,6 @@ async def train(session: Session, interrupt: Interrupt) -> None:
                 batch = await interrupt.unless(session.driver.next_batch())
             if batch is None:
                 break
-            await session.weights.trust.settle_disputes()
             if session.weights.sleeper is not None:
                 with meter.timed("time/sleep_s"):
                     await session.weights.make_room()

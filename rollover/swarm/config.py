@@ -60,19 +60,8 @@ class SwarmConfig(EngineConfig):
     """Largest mean difference, in nats, between the log-probs that a worker reports and the trainer's. It is measured
     on a few tokens before a worker gets calls under new weights, and on the batches. When left out, 0.002 if both sides
     are in float32, and 0.1 if either is in half precision."""
-    reexecute: Changeable[float] = 0.02
-    """Share of the samples that a second worker decodes again, if workers draw tokens by seed. This detects workers
-    that sample from something other than they claim, whatever log-probs they report. It costs this share of the tokens,
-    as far as workers have room. 0 switches it off."""
-    verifiable_only: Changeable[bool] = False
-    """Turn away workers whose tokens cannot be verified: those whose engine does not draw by seed (vLLM and SGLang), so
-    that no other worker can decode them again, and those that keep caches of older weights (`kv_on_update`)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.reexecute <= 1:
-            raise ValueError(f"reexecute must lie in [0, 1], got {self.reexecute}")
-        if self.verifiable_only and not self.reexecute:
-            raise ValueError("verifiable_only = true needs reexecute above 0, since it is re-execution that verifies")
         match = _ADDRESS.fullmatch(self.listen)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
@@ -154,11 +143,6 @@ class SwarmConfig(EngineConfig):
             yield (
                 "trainer.lora.publish 'adapter' is for engines on this machine: a swarm sends adapters by itself"
                 " whenever they are smaller; leave the key out"
-            )
-        if self.verifiable_only and demands.cuts_distribution:
-            yield (
-                "engine.verifiable_only admits workers whose tokens can be verified, but no tokens can where"
-                " rollout.top_p or rollout.top_k cuts the distribution: set these to 1 and 0, or leave the former out"
             )
         if self.mode == "pull" and demands.staleness_bound > 0:
             yield (

@@ -43,7 +43,7 @@ DEADLINE_S, GOODBYE_S = 300.0, 15.0
 STEPS = 8
 ENGINE = EmbeddedConfig(max_running=6, max_context_tokens=80, kv_cache_bytes=2**22, stream_interval_tokens=2)
 OUT = Path("out")
-BY_DECODING, BY_DRIFT = "it does not sample what its seeds and weights produce", "nats from the trainer's on average"
+BY_DRIFT = "nats from the trainer's on average"
 GROUPS_OF_8 = ("--rollout.group_size", "8")
 
 
@@ -170,34 +170,6 @@ def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
     assert num_lies <= num_wasted == ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
 
 
-@pytest.mark.parametrize(
-    ("kind", "honest", "says"),
-    [
-        (liars.AlteredTokens, ("anna",), (BY_DECODING,)),
-        (liars.AlteredTokens, ("anna", "bert"), (BY_DECODING,)),
-        (liars.OldWeights, ("anna", "bert"), (BY_DECODING, BY_DRIFT)),
-        (liars.Replay, ("anna", "bert"), (BY_DECODING, BY_DRIFT)),
-    ],
-)
-def test_who_samples_something_else_is_found_by_decoding_it_again(
-    kind: type[Liar],
-    honest: tuple[str, ...],
-    says: tuple[str, ...],
-    experiment: Path,
-    lies: Callable[[type[Liar]], None],
-) -> None:
-    """With one honest worker the trainer says who has lied, with two either it or the second. Drift may show some lies
-    first."""
-    torch.set_num_threads(1)
-    lies(lingering(kind))
-    port = free_port()
-    with working(port, (*honest, "liar")) as workers:
-        assert train(port, *GROUPS_OF_8, "--engine.reexecute", "1.0", steps=12, max_staleness=6) == 0
-    assert_the_liar_is_out(workers, *says, steps=12)
-    rows = runs.rows(OUT)
-    assert sum(row.get("engine/reexecuted_tokens", 0) for row in rows) > 0
-
-
 @pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16])
 def test_log_probs_that_are_not_true_are_found_within_a_batch_that_has_enough_of_them(
     kind: type[Liar], experiment: Path, lies: Callable[[type[Liar]], None]
@@ -206,7 +178,7 @@ def test_log_probs_that_are_not_true_are_found_within_a_batch_that_has_enough_of
     lies(lingering(kind))
     port = free_port()
     with working(port, ("anna", "liar")) as workers:
-        assert train(port, *GROUPS_OF_8, "--engine.reexecute", "0") == 0
+        assert train(port, *GROUPS_OF_8) == 0
     assert_the_liar_is_out(workers, BY_DRIFT)
     assert "the operator of this worker must make sure" in str(workers.endings["liar"])
     assert any("drift/liar" in row for row in runs.rows(OUT))
@@ -223,7 +195,7 @@ def test_log_probs_that_are_not_true_are_found_though_no_batch_has_enough_of_the
     lies(liars.InventedLogprobs)
     port = free_port()
     with working(port, ("anna", "bert", "liar"), replace(ENGINE, max_running=1)) as workers:
-        assert train(port, "--engine.reexecute", "0", steps=120, max_staleness=3, max_new_tokens=7) == 0
+        assert train(port, steps=120, max_staleness=3, max_new_tokens=7) == 0
     says = re.search(r"of (\d+) tokens, up to step (\d+) and each sampled", str(workers.endings["liar"]))
     assert says is not None
     num_tokens, found_at = map(int, says.groups())

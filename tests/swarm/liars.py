@@ -19,7 +19,6 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.open import TrainedEngine
 from rollover.swarm.wire.messages import Decoded, FromWorker, Ready, Welcome
 from rollover.swarm.worker.host import OpenEngine
-from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.swarm.kit import ModelCall, ModelWorker
@@ -116,59 +115,12 @@ class BFloat16(OtherWeights):
     coarse = staticmethod(bfloat16)
 
 
-class AlteredTokens(Liar):
-    """Draws by noise of its own: its log-probs are true of its tokens."""
-
-    def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        return self.honest.generate(replace(request, seed=request.seed ^ 1))
-
-
 class InventedLogprobs(Liar):
     """Reports log-probs that look well."""
 
     async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         async for chunk in self.honest.generate(request):
             yield replace(chunk, logprobs=tuple(-0.3 - 0.01 * (t % 7) for t in chunk.token_ids))
-
-
-class Replay(Liar):
-    """Answers with what it has decoded before, with the log-probs of that time."""
-
-    def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
-        super().__init__(honest, other)
-        self.answers: dict[tuple[int, tuple[int, ...]], Chunk] = {}
-        """Whole ones, by version and prompt."""
-
-    def recalled(self, request: GenerateRequest) -> Chunk | None:
-        """Return an answer to another prompt."""
-        return next((a for (_, prompt), a in self.answers.items() if prompt != request.prompt_ids), None)
-
-    async def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        limit = request.params.max_new_tokens - len(request.response_ids)
-        if (recalled := self.recalled(request)) is not None:
-            is_cut = len(recalled.token_ids) >= limit
-            yield replace(
-                recalled,
-                token_ids=recalled.token_ids[:limit],
-                logprobs=recalled.logprobs[:limit],
-                policy_version=self.version,
-                kv_version=self.version,
-                finish_reason=FinishReason.LENGTH if is_cut else recalled.finish_reason,
-            )
-            return
-        ids, logprobs, began_at = (), (), self.version
-        async for chunk in self.honest.generate(request):
-            ids, logprobs = (*ids, *chunk.token_ids), (*logprobs, *chunk.logprobs)
-            if chunk.finish_reason is not None and not request.response_ids and self.version == began_at:
-                self.answers[self.version, request.prompt_ids] = replace(chunk, token_ids=ids, logprobs=logprobs)
-            yield chunk
-
-
-class ReplayToSibling(Replay):
-    """Answers a prompt as it has answered it before under the same weights, so that its log-probs are true."""
-
-    def recalled(self, request: GenerateRequest) -> Chunk | None:
-        return self.answers.get((self.version, request.prompt_ids))
 
 
 def lingering(kind: type[Liar]) -> type[Liar]:
@@ -229,35 +181,11 @@ def ready(**changes: Any) -> Ready:
     return Ready(**honest | changes)
 
 
-class Unseeded(Describes):
-    """Its engine does not draw by seed: so nobody decodes its tokens again."""
-
-    def ready(self) -> Ready:
-        return ready(seeded=False)
-
-
 class KeepsCaches(Describes):
     """Its engine keeps caches of older weights: so its tokens are not compared with the trainer's."""
 
     def ready(self) -> Ready:
         return ready(keeps_kv=True)
-
-
-class CoarseInWords(Describes):
-    """Computes in bfloat16, as it says: so it claims more rounding."""
-
-    def ready(self) -> Ready:
-        return ready(number_format="bfloat16")
-
-
-class ForgetsSeeds(Describes):
-    """Draws by seed until it has something to hide."""
-
-    def ready(self) -> Ready:
-        return ready()
-
-    def other(self) -> Ready:
-        return ready(seeded=False)
 
 
 class Mislabels(ModelWorker):

@@ -51,16 +51,6 @@ def test_pull_mode_wants_a_strategy_without_staleness() -> None:
     assert load("quickstart", [*swarm, "--rollout.strategy", "sync"]).rollout.staleness_bound == 0
 
 
-def test_verified_workers_need_re_execution_and_the_whole_distribution() -> None:
-    swarm = ["--engine.kind", "swarm", "--engine.verifiable_only", "true"]
-    with pytest.raises(ConfigError, match="verifiable_only = true needs reexecute above 0"):
-        load("quickstart", [*swarm, "--engine.reexecute", "0"])
-    for cut in (["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):
-        with pytest.raises(ConfigError, match=r"no tokens can where rollout\.top_p or rollout\.top_k cuts"):
-            load("quickstart", [*swarm, *cut])
-    assert load("quickstart", swarm).rollout.top_p == 1
-
-
 def test_a_cut_distribution_is_warned_of_since_it_hides_lies() -> None:
     swarm = ["--engine.kind", "swarm", "--engine.listen", "127.0.0.1:0"]
     for cut in ([], ["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):

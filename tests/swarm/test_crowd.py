@@ -106,7 +106,7 @@ def test_in_virtual_time_every_call_of_the_dead_goes_on_elsewhere_within_a_lease
 @asynccontextmanager
 async def swarm(folder: Path) -> AsyncIterator[SwarmEngine]:
     # These workers know responses by heart, and cannot draw a single token of one again.
-    config = SwarmConfig(listen="127.0.0.1:0", lease_s=2.0, max_running=8 * NUM_MEMBERS, reexecute=0.0)
+    config = SwarmConfig(listen="127.0.0.1:0", lease_s=2.0, max_running=8 * NUM_MEMBERS)
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=False, checks=False)
     engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")

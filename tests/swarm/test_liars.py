@@ -36,11 +36,6 @@ from tests.swarm.liars import Liar, lying
 from tests.swarm.test_worker_real import ENGINE, swarm, weights
 
 HONEST = ("anna", "bert")
-SHARE = 0.25
-MAX_SAMPLES = 60
-"""Of the liar, until it is found: a share of 0.25 misses none of so many with a probability of 3e-8 only."""
-MAX_ON_THE_WAY = 2 * ENGINE.max_running
-"""Those that it decodes while its stretch is decoded again."""
 Opened = Callable[[WorkerConfig, str], Any]
 
 
@@ -105,60 +100,10 @@ async def sampled_by(engine: SwarmEngine, number: int) -> str:
         return "nobody"
 
 
-async def samples_until_found(engine: SwarmEngine, *, most: int) -> int:
-    """Decode samples, a wave after the other, until the liar is sent away. Returns how many it had decoded."""
-    num_lies = number = 0
-    while not engine.coordinator.members["liar"].distrust:
-        assert num_lies <= most, engine.reexecutions.counters
-        wave = [sampled_by(engine, number + i) for i in range(3 * ENGINE.max_running)]
-        number += len(wave)
-        num_lies += (await asyncio.gather(*wave)).count("liar")
-        await until(lambda: engine.reexecutions.num_open == 0)
-    return num_lies
-
-
 def assert_only_the_liar_is_gone(engine: SwarmEngine, told: list[str]) -> None:
     members = engine.coordinator.members
     assert {name for name, member in members.items() if member.distrust} == {"liar"} == {*told}
     assert all(members[name].is_connected for name in HONEST)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        liars.AlteredTokens,
-        liars.ReplayToSibling,
-        liars.Replay,
-        liars.InventedLogprobs,
-        liars.Int8,
-        liars.BFloat16,
-        liars.OldWeights,
-    ],
-)
-def test_a_liar_that_passes_the_log_prob_check_is_found_by_re_execution(
-    tmp_path: Path, models: list[Path], kind: type[Liar]
-) -> None:
-    async def main() -> None:
-        torch.set_num_threads(1)
-        root, names, told = tmp_path / "swarm", (*HONEST, "liar"), list[str]()
-        async with (
-            asyncio.timeout(120),
-            swarm(root, models[0], reexecute=SHARE) as engine,
-            workers(root, engine, HONEST, kind, cunning=True),
-        ):
-            engine.on_distrust(told.append)
-            await until(lambda: serving(engine, 0, names))
-            if kind is liars.OldWeights:
-                await engine.load(1, weights(1, models[1]))
-                await until(lambda: serving(engine, 1, names))
-            num_samples = await samples_until_found(engine, most=MAX_SAMPLES)
-            assert 0 < num_samples <= MAX_SAMPLES + MAX_ON_THE_WAY
-            assert "what its seeds and weights produce" in engine.coordinator.members["liar"].distrust
-            assert_only_the_liar_is_gone(engine, told)
-            counters = engine.reexecutions.counters
-            assert counters.num_disputed >= 1 and counters.num_tokens == engine.stats().reexecuted_tokens > 0
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16, liars.OldWeights])
@@ -188,7 +133,7 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
         root, told = tmp_path / "swarm", list[str]()
         async with (
             asyncio.timeout(120),
-            swarm(root, models[0], reexecute=0.0) as engine,
+            swarm(root, models[0]) as engine,
             workers(root, engine, HONEST, kind, cunning=False),
         ):
             engine.coordinator.checks = True
@@ -204,29 +149,5 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
             assert "liar" not in decoders or kind is liars.OldWeights, "until the weights change its are right"
             assert "does not sample from the trainer's policy" in engine.coordinator.members["liar"].distrust
             assert_only_the_liar_is_gone(engine, told)
-
-    asyncio.run(main())
-
-
-def test_honest_members_are_never_sent_away_whatever_is_decoded_beside_a_call(
-    tmp_path: Path, models: list[Path]
-) -> None:
-    async def main() -> None:
-        torch.set_num_threads(1)
-        root, told = tmp_path / "swarm", list[str]()
-        async with (
-            asyncio.timeout(120),
-            swarm(root, models[0], reexecute=1.0) as engine,
-            workers(root, engine, (*HONEST, "carl"), None, cunning=False),
-        ):
-            engine.on_distrust(told.append)
-            await until(lambda: serving(engine, 0, (*HONEST, "carl")))
-            for wave in range(3):
-                await asyncio.gather(*(sampled_by(engine, 20 * wave + i) for i in range(20)))
-            await until(lambda: engine.reexecutions.num_open == 0)
-            counters = engine.reexecutions.counters
-            assert counters.num_drawn == 60 and counters.num_same + counters.num_missed == 60
-            assert counters.num_same >= 50 and not told
-            assert sum(m.num_verified for m in engine.coordinator.members.values()) == 24 * counters.num_same
 
     asyncio.run(main())

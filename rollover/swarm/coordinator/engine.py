@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Mapping
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.logprob_check import LogprobCheck, default_tolerance
-from rollover.engine.reexecution import Dispute, Slack, Verdict
+from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import CallDisplaced, EngineError, EngineMismatch, RolloverError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.connections import Connections
@@ -52,7 +51,6 @@ from rollover.swarm.coordinator.status.weight_log import WeightLog
 from rollover.swarm.coordinator.transports.base import Connection, Refusal, Transport
 from rollover.swarm.coordinator.trust.checks import MemberChecks
 from rollover.swarm.coordinator.trust.outcasts import Outcasts
-from rollover.swarm.coordinator.trust.reexecutions import Reexecutions
 from rollover.swarm.coordinator.upkeep import Upkeep
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Head, Hello
 from rollover.weights.base import WeightSource
@@ -68,8 +66,8 @@ Publish = Callable[[int, WeightSource], Head]
 
 
 class SwarmEngine:
-    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``DisputedMembers``,
-    ``ReportsMetrics``, ``WatchesSteps`` and a transport's ``Sessions``.
+    """Implements ``Engine``, ``WeightTarget``, ``CallPlacement``, ``CheckedMembers``, ``ReportsMetrics``,
+    ``WatchesSteps`` and a transport's ``Sessions``.
 
     Args:
         number_format: of the weights as they are published.
@@ -116,21 +114,13 @@ class SwarmEngine:
         self._connections = Connections()
         self._outlets = Outlets()
         self._checks = MemberChecks(self, coordinator, self._perform, clock)
-        self.reexecutions = Reexecutions(
-            self,
-            coordinator,
-            self._perform,
-            clock,
-            share=config.reexecute,
-            tolerance=config.logprob_tolerance or default_tolerance(number_format),
-        )
         self._listeners: list[Callable[[], None]] = []
         self._distrust_listeners: list[Callable[[str], None]] = []
         self._upkeep = Upkeep(
             coordinator,
             clock,
             perform=self._perform,
-            proceed=self._proceed,
+            proceed=self._tell_listeners,  # time alone may change who should get a call
             write_status=self._write_status,
             crashed=self._crashed,
             valid_names=valid_names,
@@ -174,7 +164,6 @@ class SwarmEngine:
         self._flow()
         self._perform(self.coordinator.cut(self._outlets.ids))
         await self._checks.close()
-        await self.reexecutions.close()
         await self._upkeep.close()
         if self.gateway is not None:
             stopped = Goodbye(reason="the run was stopped; it may be resumed later", is_final=False)
@@ -207,7 +196,6 @@ class SwarmEngine:
             policy_version=self.coordinator.head.version,
             decoded_tokens=self._outlets.num_decoded,
             reprefilled_tokens=self._outlets.num_reprefilled,
-            reexecuted_tokens=self.reexecutions.counters.num_tokens,
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -239,8 +227,6 @@ class SwarmEngine:
         if (needed := len(request.prompt_ids) + request.params.max_new_tokens) > limit:
             raise EngineError(f"{call_id} needs a context of {needed} tokens, but the model's holds {limit}")
         outlet = self._outlets.open(request)
-        if only is None:
-            self.reexecutions.opened(request)
         if only is not None or not self._outlets.hold_back(request):
             self._perform(self.coordinator.opened(request, only=only))
         return outlet
@@ -390,13 +376,9 @@ class SwarmEngine:
 
     # -- upkeep -----------------------------------------------------------------------------------------------
 
-    def _proceed(self) -> None:
-        self._tell_listeners()  # time alone may change who should get a call
-        self.reexecutions.proceed()
-
     def _write_status(self) -> None:
         if self._board is not None:
-            self._board.write(swarm_status(self.coordinator, self.url, self.reexecutions.counters.named()))
+            self._board.write(swarm_status(self.coordinator, self.url))
 
     def _crashed(self, error: Exception) -> None:
         """End all calls and refuse new ones with a mistake in the code, so that the run ends with it."""
@@ -442,18 +424,6 @@ class SwarmEngine:
         if self._outcasts is not None:
             self._outcasts.remember(sent_away.member, sent_away.reason)
 
-    def allow_rounding(self, tolerance: float) -> None:
-        """See ``DisputedMembers.allow_rounding``."""
-        self.reexecutions.slack = Slack(logprobs=tolerance)
-
-    def disputes(self, version: int) -> Sequence[Dispute]:
-        """See ``DisputedMembers.disputes``."""
-        return self.reexecutions.disputes(version)
-
-    def decide(self, dispute: Dispute, verdict: Verdict) -> None:
-        """See ``DisputedMembers.decide``."""
-        self.reexecutions.decide(dispute, verdict)
-
     # -- effects ----------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Iterable[Effect]) -> None:
@@ -466,10 +436,8 @@ class SwarmEngine:
                     self._connections.close(lease)
                 case Deliver():
                     self._outlets.deliver(effect)
-                    self.reexecutions.delivered(effect)
                 case Fail(call_id, reason, is_displaced):
                     self._outlets.fail(call_id, CallDisplaced(reason) if is_displaced else EngineError(reason))
-                    self.reexecutions.ended(call_id)
                 case CheckLogprobs(name, version):
                     self._checks.begin(name, version)
                 case SentAway(name, reason):

@@ -83,7 +83,6 @@ async def open_swarm(
         ttl_s=config.lease_s,
         exact=config.mode == "pull",
         checks=checks,
-        verifiable_only=config.verifiable_only,
         blob_urls=config.blob_sources(os.environ),
         earlier=_earlier(publisher),
         secret=publisher.secret_for("rollover.swarm.samples.v1"),

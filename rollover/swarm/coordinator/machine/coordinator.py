@@ -38,7 +38,6 @@ from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
 from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
-from rollover.swarm.coordinator.machine.verifiability import check_consistent, unverifiable
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -74,7 +73,6 @@ class Coordinator:
         exact: assign calls to members with the newest version only (sequential pull), not to all whose version a call
             accepts (asynchronous push-pull).
         checks: a member gets calls under a version only when ``checked`` has said that it samples from it.
-        verifiable_only: turn away members whose tokens cannot be verified.
         secret: by which a coordinator that is started after this one knows which samples it gave to which member;
             without it, none of these calls is resumed.
 
@@ -92,7 +90,6 @@ class Coordinator:
         ttl_s: float,
         exact: bool,
         checks: bool,
-        verifiable_only: bool = False,
         blob_urls: tuple[str, ...] = (),
         earlier: Iterable[EarlierPublication] = (),
         secret: bytes | None = None,
@@ -102,7 +99,7 @@ class Coordinator:
         self.members: dict[str, SwarmMember] = {}
         self.counters = SwarmCounters()
         self.checks = checks
-        self._ttl_s, self._verifiable_only = ttl_s, verifiable_only
+        self._ttl_s = ttl_s
         self._blob_urls = blob_urls
         self._publications = Publications(earlier)
         if head.manifest:
@@ -312,16 +309,15 @@ class Coordinator:
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
-        check_consistent(member.ready, ready)
-        doubt = unverifiable(ready)
-        if doubt and self._verifiable_only:
-            reason = f"this run admits only workers whose tokens can be verified (engine.verifiable_only), but {doubt}"
-            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        if member.ready is not None and member.ready.keeps_kv != ready.keeps_kv:
+            raise ProtocolError(
+                f"it says of its engine keeps_kv = {ready.keeps_kv}, but said {not ready.keeps_kv} before"
+            )
         if member.ready is None and not member.num_failures:
             member.last_error = ""  # what ended its last membership
         member.ready = member.declared = ready
         self._ranking.changed(member)
-        return [Changed(f"{member.name} is ready{f', but {doubt}' if doubt else ''}", is_warning=bool(doubt))]
+        return [Changed(f"{member.name} is ready")]
 
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
         """Take note of a confirmed version. One that was never published is a lie or a mix-up."""

@@ -112,10 +112,6 @@ class SwarmMember:
     is_full: bool = False
     """It stands still until some of the tokens that it holds are acknowledged."""
     num_decoded: int = 0
-    num_verified: int = 0
-    """Tokens that another member has decoded again and found the same."""
-    num_missed: int = 0
-    """Stretches of its responses that were to be decoded again, and that no member could decode."""
     distrust: str = ""
     """Reason for which it gets no more calls."""
     is_revoked: bool = False

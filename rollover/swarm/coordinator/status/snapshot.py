@@ -18,12 +18,9 @@ from rollover.errors import RunError
 from rollover.privacy import redacted_text
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import SwarmMember
-from rollover.swarm.coordinator.machine.verifiability import unverifiable
 from rollover.swarm.publication.blobs import replace_file
 
 _MAX_NOTE = 500
-_MANY_MISSED = 4
-"""Number of unverified responses at which a worker is reported, if none of its responses could be verified."""
 _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
 
@@ -63,8 +60,6 @@ class WorkerStatus:
     """Tokens that it holds until they are journaled."""
     note: str
     """The reason why it was sent away, or its latest error."""
-    num_verified: int = 0
-    """Tokens of it that another worker has decoded again and found the same."""
     drift: float | None = None
     """Mean distance of the log-probs that it reported from the trainer's, in nats, over its tokens in the last batch
     that had some of the weights in force."""
@@ -128,8 +123,8 @@ class SwarmStatus:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def swarm_status(coordinator: Coordinator, url: str, reexecutions: Mapping[str, int] | None = None) -> SwarmStatus:
-    """Return the state of a swarm. ``reexecutions``: what came of them."""
+def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
+    """Return the state of a swarm."""
     counters = coordinator.counters
     return SwarmStatus(
         url=url,
@@ -151,7 +146,6 @@ def swarm_status(coordinator: Coordinator, url: str, reexecutions: Mapping[str, 
             "refused_logins": counters.turned_away["token"],
             "refused_protocols": counters.turned_away["protocol"],
             "refused_frames": counters.turned_away["frame"],
-            **(reexecutions or {}),
         },
     )
 
@@ -176,7 +170,6 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
             max_running=0 if member.ready is None else member.ready.max_running,
             tokens_per_s=member.tokens_per_s if member.is_connected else 0.0,
             num_decoded=member.num_decoded,
-            num_verified=member.num_verified,
             num_held=member.num_held,
             prepare_s=member.prepare_s,
             pause_s=member.pause_s,
@@ -199,16 +192,7 @@ def _note(member: SwarmMember, state: str) -> str:
     if state == "full":
         return "holds as many tokens as it may (--max_held_tokens) and pauses until they are journaled"
     is_well = state == "ready" and not member.num_failures
-    return member.distrust or (_unverified(member) if is_well else member.last_error.removeprefix(f"{member.name}: "))
-
-
-def _unverified(member: SwarmMember) -> str:
-    """Return why it is not known whether a member lies; an empty text where that can be found out."""
-    if member.declared is not None and (doubt := unverifiable(member.declared)):
-        return doubt
-    if member.num_missed >= _MANY_MISSED and not member.num_verified:
-        return f"none of {member.num_missed} responses could be verified: no other worker served their versions"
-    return ""
+    return member.distrust or ("" if is_well else member.last_error.removeprefix(f"{member.name}: "))
 
 
 def shown(text: str) -> str:

@@ -6,7 +6,7 @@
 # make test-wheel   the wheel in empty environments: the core alone, inside TRL, and with all extras
 # make test-resolver  pip's answer whether it can be installed beside TRL, verl, slime and miles
 # make docs     the documentation site, in build/site
-# make check    format, lint, types, import directions
+# make check    format, lint, types, import directions, and the house's own rules
 #
 # The first run of each makes a virtual environment in $(VENV); later ones start at once.
 
@@ -67,6 +67,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.house
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff format .

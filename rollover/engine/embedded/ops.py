@@ -79,6 +79,8 @@ class TorchMatrix:
 
 
 class TorchLayout:
+    """Keeps matrices as torch multiplies them fastest: inputs by outputs, in one number format."""
+
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.weight_dtype = self.dtype = dtype
         self._device = device

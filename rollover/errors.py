@@ -105,7 +105,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("reasoning_gym", "math_verify", "datasets", "pyarrow"),
     "report": ("plotly", "tensorboard"),
     "plan": ("scipy", "huggingface_hub"),
-    "swarm": ("msgspec", "zstandard", "cryptography", "starlette", "uvicorn", "websockets"),
+    "swarm": ("msgspec", "zstandard", "cryptography", "prometheus_client", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
     "ray": ("ray",),
     "metis": ("pymetis",),

@@ -109,6 +109,7 @@ class QueuedConnection:
         while (frame := await self._frames.get()) is not None:
             await send(frame)
             self._num_unsent_bytes -= len(frame)
+            await asyncio.sleep(0)  # lets the event loop notice that the connection is lost
 
 
 class WorkerConversation:

@@ -11,17 +11,18 @@ It is a ``Transport``, and decides nothing.
 
 What it keeps true: a peer without a token of this run gets no further than the refusal; a frame of a connection is
 handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one
-that reads learns that the run is over, whatever it is sending itself.
+that reads learns that the run is over, whatever it is sending itself. A port that strangers can reach should stand
+behind a server that limits connections without a request, such as nginx.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,21 +30,16 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
-from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
-from rollover.swarm.coordinator.transports.http_connections import ImpatientHttp
 from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 
 _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
@@ -56,10 +52,6 @@ they send something is reset, and then they may never read that the run is over.
 _FRAMES_PER_TURN = 4
 """Frames taken from one connection while others wait; thousands may be there, each for some 50 µs. The frames of a
 turn of the event loop are journaled in one transaction, so turns of few frames cost much."""
-_MAX_WAITING, _MAX_WAITING_BYTES = 64, 2**18
-"""Frames of a connection that may wait before no more are read, and their size."""
-_MAX_UNWRITTEN_BYTES = 2**16
-"""Number of bytes at which output is written before the end of the event loop's turn."""
 
 
 class Gateway:
@@ -110,8 +102,7 @@ class Gateway:
             log_level="critical",  # what it would say of a worker that is refused, the worker says itself
             access_log=False,
             lifespan="off",
-            http=ImpatientHttp,
-            ws=_SessionProtocol,
+            ws=WebSocketsSansIOProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,
             ws_ping_timeout=self._config.lease_s,
@@ -139,10 +130,11 @@ class Gateway:
         if self._server is not None and self._serving is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
-                    while any(isinstance(c, _SessionProtocol) for c in self._server.server_state.connections):
+                    while any(isinstance(c, WebSocketsSansIOProtocol) for c in self._server.server_state.connections):
                         await asyncio.sleep(0.01)
             self._server.should_exit = True
-            await self._serving
+            with contextlib.suppress(InvalidState):  # of a connection that its peer is closing, which takes a while
+                await self._serving
         if self._socket is not None:
             self._socket.close()
 
@@ -210,8 +202,12 @@ async def _receive(websocket: WebSocket, conversation: WorkerConversation) -> Pr
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             frame = await _next_frame(websocket)
-        while frame is not None:
+        for number in itertools.count():
+            if frame is None:
+                return None
             conversation.took(frame)
+            if number % _FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
             frame = await _next_frame(websocket)
     except ProtocolError as e:
         return e
@@ -234,76 +230,6 @@ class _BlobResponse(FileResponse):
     """A file in large parts: each part costs the event loop the same, whatever its size."""
 
     chunk_size = 2**20
-
-
-class _SessionProtocol(WebSocketsSansIOProtocol):
-    """A WebSocket for many short frames, beside many others in the same event loop.
-
-    It continues to read while frames wait, hands out a few of them in each turn of the loop, and writes in one go what
-    is sent within a turn. It can be shut down while its peer is closing it, which takes a while over TLS.
-    """
-
-    _num_bytes = 0
-    """Received since no frame was waiting."""
-    _num_unwritten = 0
-    """Bytes that were sent in this turn."""
-    _num_in_row = 0
-    """Frames that were handed out since the others had their turn."""
-
-    def data_received(self, data: bytes) -> None:
-        self._num_bytes = len(data) if self.queue.empty() else self._num_bytes + len(data)
-        super().data_received(data)
-
-    def send_receive_event_to_app(self) -> None:
-        """Stop reading only while many frames wait, or large ones. uvicorn stops at each frame and resumes after it:
-        two system calls, which take as long as all other work on a short frame."""
-        before, self.read_paused = self.read_paused, True  # keeps uvicorn from stopping
-        super().send_receive_event_to_app()
-        self.read_paused = before
-        if not before and (self._num_bytes > _MAX_WAITING_BYTES or self.queue.qsize() >= _MAX_WAITING):
-            self.read_paused = True
-            self.transport.pause_reading()
-
-    async def receive(self) -> ASGIReceiveEvent:
-        """Return the next frame; after ``_FRAMES_PER_TURN`` of them, those of the other connections come first."""
-        if not self.queue.empty():
-            self._num_in_row += 1
-            if self._num_in_row >= _FRAMES_PER_TURN:
-                self._num_in_row = 0
-                await asyncio.sleep(0)
-        return await super().receive()
-
-    async def send(self, message: ASGISendEvent) -> None:
-        """Send a frame with all others of this turn. Any other frame that is sent takes along those that were not
-        written yet."""
-        if message["type"] != "websocket.send" or not self.handshake_complete or self.close_sent:
-            await super().send(message)
-            return
-        await self.writable.wait()
-        if self.disconnected:
-            raise ClientDisconnected
-        frame = message["bytes"]
-        assert frame is not None, "a session has frames of bytes only"
-        try:
-            self.conn.send_binary(frame)
-        except InvalidState:  # the connection was closed meanwhile
-            raise ClientDisconnected from None
-        if not self._num_unwritten:
-            self.loop.call_soon(self._write)
-        self._num_unwritten += len(frame)
-        if self._num_unwritten > _MAX_UNWRITTEN_BYTES:
-            self._write()
-
-    def _write(self) -> None:
-        self._num_unwritten = 0
-        if (output := self.conn.data_to_send()) and not self.transport.is_closing():
-            self.transport.write(b"".join(output))
-
-    def shutdown(self) -> None:
-        try:
-            super().shutdown()
-        except InvalidState:
-            self.transport.close()
 
 
 def _unauthorized() -> Response:

@@ -31,7 +31,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
-from rollover.swarm.coordinator.status.pages.prometheus import CONTENT_TYPE, exposition
 from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.wire.address import is_loopback
 
@@ -98,7 +97,10 @@ def application(board: StatusBoard) -> ASGIApp:
         return Response(_data(board.view), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(exposition(board.view.status) if board.view else "", media_type=CONTENT_TYPE)
+        from rollover.swarm.coordinator.status.pages.prometheus import CONTENT_TYPE, exposition
+
+        content = b"" if board.view is None else exposition(board.view.status)
+        return Response(content, headers={"content-type": CONTENT_TYPE})
 
     routes = [Route("/", show), Route("/status.json", state), Route("/metrics", metrics)]
     return _OnlyHere(Starlette(routes=routes))

@@ -1,17 +1,22 @@
-"""The metrics of a swarm in Prometheus' text format. Pure.
+"""The metrics of a swarm for Prometheus.
 
-Names are those of ``metrics.jsonl`` and of the protocol's page with ``rollover_`` before them; what has not been
-measured yet is left out.
+Names are those of ``metrics.jsonl`` and of the protocol's page with ``rollover_`` before them, and ``_total`` after
+those of counters; what has not been measured yet is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rollover.swarm.coordinator.status.snapshot import SwarmStatus, WorkerStatus
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+__all__ = ["CONTENT_TYPE", "exposition"]
+
 _WASTED = "rollout/wasted_tokens/"
 _STEP = {
     "staleness_mean": ("staleness/mean", "Versions that the tokens of the last batch were behind, on average."),
@@ -37,130 +42,98 @@ _COUNTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One number with its labels.
-
-    Example: ``Sample(labels={"worker": "laptop"}, value=812.5)``
-    """
-
-    labels: Mapping[str, str]
-    value: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A metric: its name, what it counts, and its numbers.
-
-    Example: ``Family(name="workers", kind="gauge", help="Workers.", samples=(Sample(labels={}, value=3.0),))``
-    """
-
-    name: str
-    kind: str
-    """"gauge" or "counter"."""
-    help: str
-    samples: tuple[Sample, ...]
-
-
-def exposition(status: SwarmStatus) -> str:
+def exposition(status: SwarmStatus) -> bytes:
     """Return the metrics of a swarm as Prometheus reads them.
 
     Example: a swarm of one worker with 512 tokens to be journaled has the line
-    ``rollover_spool_depth{worker="laptop"} 512``.
+    ``rollover_spool_depth{worker="laptop"} 512.0``.
     """
-    lines: list[str] = []
-    for family in families(status):
-        if family.samples:
-            name = f"rollover_{family.name}"
-            lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-            lines += [f"{name}{_labels(sample.labels)} {_number(sample.value)}" for sample in family.samples]
-    return "\n".join(lines) + "\n"
+    return generate_latest(_SwarmCollector(status))
 
 
-def families(status: SwarmStatus) -> Iterator[Family]:
-    """Yield the metrics of a swarm."""
-    yield from _of_swarm(status)
-    yield from _of_workers(status.workers)
-    yield from _of_publications(status)
-    for name, (key, text) in _STEP.items():
-        yield _one(name, "gauge", text, status.metrics.get(key))
-    for name, (key, text) in _COUNTERS.items():
-        yield _one(name, "counter", text, status.counters.get(key))
-    dropped = (
-        Sample(labels={"reason": key.removeprefix(_WASTED)}, value=value)
-        for key, value in status.metrics.items()
-        if key.startswith(_WASTED)
-    )
-    yield Family(name="dropped", kind="counter", help="Wasted tokens by cause.", samples=tuple(dropped))
+class _SwarmCollector(Collector):
+    """Yields the metrics of one state."""
+
+    def __init__(self, status: SwarmStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        return (metric for metric in self._all() if metric.samples)
+
+    def _all(self) -> Iterator[Metric]:
+        status = self._status
+        yield from _of_swarm(status)
+        yield from _of_workers(status.workers)
+        for newest in status.publications[-1:]:
+            for name, text, value in (
+                ("publication_bytes", "Bytes of the newest publication.", newest.wire_bytes),
+                ("publication_full_bytes", "Bytes of all its tensors, uncompressed.", newest.full_bytes),
+                ("publication_s", "Time that writing it took.", newest.elapsed_s),
+                ("changed_fraction", "Share of its elements that are new.", newest.changed_fraction),
+            ):
+                yield _gauge(name, text, [(newest.kind, value)], label="kind")
+        for name, (key, text) in _STEP.items():
+            yield _gauge(name, text, [("", status.metrics.get(key))])
+        for name, (key, text) in _COUNTERS.items():
+            yield _counter(name, text, [("", status.counters.get(key))])
+        wasted = ((k.removeprefix(_WASTED), v) for k, v in status.metrics.items() if k.startswith(_WASTED))
+        yield _counter("dropped", "Wasted tokens by cause.", wasted, label="reason")
 
 
-def _of_swarm(status: SwarmStatus) -> Iterator[Family]:
+_Values = Iterable[tuple[str, float | None]]
+"""Values by label."""
+
+
+def _of_swarm(status: SwarmStatus) -> Iterator[Metric]:
     states = ("ready", "full", "checking", "loading", "away", "sent away")
-    counts = {state: sum(worker.state == state for worker in status.workers) for state in states}
-    samples = tuple(Sample(labels={"state": state}, value=count) for state, count in counts.items())
-    yield Family(name="workers", kind="gauge", help="Workers by state.", samples=samples)
-    yield _one("version", "gauge", "The newest version of the weights.", status.version)
-    yield _one("step", "gauge", "The training step that ended last.", status.step)
-    yield _one("waiting_calls", "gauge", "Calls that no worker has.", status.num_waiting)
-    yield _one("status_time_s", "gauge", "When this was written, in seconds since 1970.", status.time_s)
+    counts = [(state, sum(worker.state == state for worker in status.workers)) for state in states]
+    yield _gauge("workers", "Workers by state.", counts, label="state")
+    yield _gauge("version", "The newest version of the weights.", [("", status.version)])
+    yield _gauge("step", "The training step that ended last.", [("", status.step)])
+    yield _gauge("waiting_calls", "Calls that no worker has.", [("", status.num_waiting)])
+    yield _gauge("status_time_s", "When this was written, in seconds since 1970.", [("", status.time_s)])
     text = "Time from a publication until the last worker served it."
-    yield _one("convergence_s", "gauge", text, status.convergence_s)
+    yield _gauge("convergence_s", text, [("", status.convergence_s)])
 
 
-def _of_workers(workers: Iterable[WorkerStatus]) -> Iterator[Family]:
-    workers = tuple(workers)
-
-    def each(name: str, text: str, values: Iterable[float | None], kind: str = "gauge") -> Family:
-        pairs = zip(workers, values, strict=True)
-        samples = (Sample(labels={"worker": w.name}, value=value) for w, value in pairs if value is not None)
-        return Family(name=name, kind=kind, help=text, samples=tuple(samples))
-
-    yield each("worker_version", "The version that the worker serves.", (w.version for w in workers))
-    yield each("worker_lag", "Versions that the worker is behind the newest.", (w.lag for w in workers))
-    yield each("tokens_per_s", "Tokens that the worker decodes in a second.", (w.tokens_per_s for w in workers))
-    yield each("decoded_tokens", "Tokens that the worker decoded.", (w.num_decoded for w in workers), "counter")
-    yield each("running_calls", "Calls that the worker has.", (w.num_calls for w in workers))
-    yield each("credits", "Further calls that the worker has room for.", map(_credits, workers))
-    yield each("spool_depth", "Tokens that the worker holds until they are journaled.", (w.num_held for w in workers))
-    yield each("logprob_drift", "Distance of its log-probs from the trainer's, in nats.", (w.drift for w in workers))
-    yield each("prepare_s", "Time to fetch and make the last weights.", (w.prepare_s for w in workers))
-    yield each("pause_s", "Time for which decoding was paused for them.", (w.pause_s for w in workers))
-    fetched = (None if w.prepare_s is None else w.wire_bytes for w in workers)
-    yield each("wire_bytes", "Bytes fetched for them.", fetched)
-
-
-def _of_publications(status: SwarmStatus) -> Iterator[Family]:
-    for newest in status.publications[-1:]:
-        for name, text, value in (
-            ("publication_bytes", "Bytes of the newest publication.", newest.wire_bytes),
-            ("publication_full_bytes", "Bytes of all its tensors, uncompressed.", newest.full_bytes),
-            ("publication_s", "Time that writing it took.", newest.elapsed_s),
-            ("changed_fraction", "Share of its elements that are new.", newest.changed_fraction),
-        ):
-            if value is None:
-                continue
-            sample = Sample(labels={"kind": newest.kind}, value=value)
-            yield Family(name=name, kind="gauge", help=text, samples=(sample,))
+def _of_workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
+    decoded = [(w.name, w.num_decoded) for w in workers]
+    yield _counter("decoded_tokens", "Tokens that the worker decoded.", decoded, label="worker")
+    for name, text, values in (
+        ("worker_version", "The version that the worker serves.", (w.version for w in workers)),
+        ("worker_lag", "Versions that the worker is behind the newest.", (w.lag for w in workers)),
+        ("tokens_per_s", "Tokens that the worker decodes in a second.", (w.tokens_per_s for w in workers)),
+        ("running_calls", "Calls that the worker has.", (w.num_calls for w in workers)),
+        ("credits", "Further calls that the worker has room for.", map(_credits, workers)),
+        ("spool_depth", "Tokens that the worker holds until they are journaled.", (w.num_held for w in workers)),
+        ("logprob_drift", "Distance of its log-probs from the trainer's, in nats.", (w.drift for w in workers)),
+        ("prepare_s", "Time to fetch and make the last weights.", (w.prepare_s for w in workers)),
+        ("pause_s", "Time for which decoding was paused for them.", (w.pause_s for w in workers)),
+        (
+            "wire_bytes",
+            "Bytes fetched for them.",
+            (None if w.prepare_s is None else w.wire_bytes for w in workers),
+        ),
+    ):
+        yield _gauge(name, text, zip((w.name for w in workers), values, strict=True), label="worker")
 
 
 def _credits(worker: WorkerStatus) -> int:
     return max(0, worker.max_running - worker.num_calls) if worker.state == "ready" else 0
 
 
-def _one(name: str, kind: str, text: str, value: float | None) -> Family:
-    samples = () if value is None else (Sample(labels={}, value=value),)
-    return Family(name=name, kind=kind, help=text, samples=samples)
+def _gauge(name: str, text: str, values: _Values, *, label: str = "") -> Metric:
+    return _filled(GaugeMetricFamily(f"rollover_{name}", text, labels=[label] if label else []), values, label)
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
+def _counter(name: str, text: str, values: _Values, *, label: str = "") -> Metric:
+    return _filled(CounterMetricFamily(f"rollover_{name}", text, labels=[label] if label else []), values, label)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return f"{value:d}" if isinstance(value, int) else repr(float(value))
+def _filled(
+    metric: GaugeMetricFamily | CounterMetricFamily, values: _Values, label: str
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for of, value in values:
+        if value is not None:
+            metric.add_metric([of] if label else [], value)
+    return metric

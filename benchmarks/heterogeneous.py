@@ -26,9 +26,8 @@ from rollover.planner import fleet
 from rollover.planner.alternatives import one_type
 from rollover.planner.optimum import solve
 from rollover.planner.plan import Plan
-from rollover.planner.problem import PlanSpec, stock_problem
+from rollover.planner.problem import PlanSpec, routed, stock_problem
 from rollover.planner.records import Fleet
-from rollover.planner.routing import routed
 from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.settings import toml

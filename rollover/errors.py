@@ -108,7 +108,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "swarm": ("msgspec", "zstandard", "cryptography", "prometheus_client", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
     "ray": ("ray",),
-    "metis": ("pymetis",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
     "trl": ("trl",),

@@ -38,6 +38,6 @@ def command(out: Path, key: str | None, model: Path | None, device: str, measure
     rollover calibrate --out mine.toml
     """
     require("scipy", *(() if measured else ("torch",)), purpose="rollover calibrate")
-    from rollover.devices import job
+    from rollover.devices.fit import calibrate
 
-    job.calibrate(out=out, key=key, model=model, device=device, measured=measured)
+    calibrate(out=out, key=key, model=model, device=device, measured=measured)

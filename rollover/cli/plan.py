@@ -44,15 +44,8 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
     help="How strictly the longest responses must keep the staleness bound too; soft by default.",
 )
 @click.option(
-    "--what-if",
-    multiple=True,
-    metavar="KEY=N,...",
-    help="Plan again with another staleness, budget, count.X or price.X.",
-)
-@click.option(
     "--for-launch", is_flag=True, help="Consider only plans that rollover launch can run, and say what that costs."
 )
-@click.option("--metis", is_flag=True, help="Start the placement with METIS, for hundreds of nodes.")
 @click.option("--quick", is_flag=True, help="Skip simulation, shadow prices and alternatives.")
 @click.option("--html", "page", type=PageFile(), metavar="FILE", help="Write an HTML page with all results.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write the whole plan as JSON.")
@@ -70,7 +63,7 @@ def command(**options: Any) -> None:
 
     \b
     rollover plan h800-h20 --model ./qwen2.5-7b --html plan.html --launch launch
-    rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2 --what-if count.h20=+8 --what-if staleness=4
+    rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2
     rollover plan fleet.toml --model ./qwen3-8b --aim cost --target 50000
     """
     require("scipy", purpose="rollover plan")

@@ -1,14 +1,20 @@
-"""Measured times as efficiencies of the planner's cost model, checked on times that the fit has not seen."""
+"""``rollover calibrate``: measured times as efficiencies of the cost model, checked on times that are held out."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from scipy.optimize import least_squares, minimize_scalar
 
 from rollover.devices.costs.passes import forward_flops, read_parameters
@@ -19,6 +25,7 @@ from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
 from rollover.devices.workload import length_buckets
+from rollover.errors import DataError, ModelError
 from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
@@ -229,3 +236,55 @@ def _predictions(device: Device, model: ModelShape, measured: Measurements) -> I
         predicted = _step_s(device, model, measured, s)
         what = f"training step, {s.sequences} sequences of {s.prompt_tokens + s.response_tokens} tokens"
         yield Prediction(what=what, measured_s=s.seconds, predicted_s=predicted, held_out=s.held_out)
+
+
+def calibrate(
+    *, out: Path, key: str | None = None, model: Path | None = None, device: str = "auto", measured: Path | None = None
+) -> Calibration:
+    """Measure this machine, or read measurements made elsewhere from ``measured``; write the entry to ``out``.
+
+    Raises:
+        DataError: ``measured`` contains no measurements.
+        ModelError: ``model`` is not a model folder.
+    """
+    console = Console(highlight=False)
+    found = _measured(model, device) if measured is None else _read(measured)
+    key = key or re.sub(r"[^a-z0-9]+", "-", found.title.lower()).strip("-")
+    calibration = fit(found, key)
+    console.print(_table(calibration))
+    verdict = "within" if calibration.worst <= ACCURACY else "NOT within"
+    text = f"Held-out times are predicted to {calibration.worst:.0%}, {verdict} {ACCURACY:.0%}"
+    if calibration.worst > ACCURACY:
+        text += ": measure again on an idle machine, or with the model you will use"
+    console.print(f"{text}.", markup=False)
+    comment = f"# {found.title}, measured by rollover calibrate; {text[0].lower()}{text[1:]}.\n"
+    out.write_text(comment + entry(calibration, key), encoding="utf-8")
+    console.print(f"device {key!r}: {out}; list the file under catalogues in a fleet file", markup=False)
+    return calibration
+
+
+def _measured(model: Path | None, device: str) -> Measurements:
+    from rollover.devices.measure import measure
+
+    if model is not None and not (model / "config.json").is_file():
+        raise ModelError(f"{model} is not a model folder: it has no config.json")
+    return measure(model, device=device)
+
+
+def _read(file: Path) -> Measurements:
+    try:
+        return Measurements.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{file} was not written by rollover.devices.measure: {error}") from None
+
+
+def _table(calibration: Calibration) -> Table:
+    table = Table("", "measured, ms", "predicted, ms", "error", "")
+    for p in calibration.predictions:
+        held = "held out" if p.held_out else ""
+        table.add_row(
+            Text(p.what), f"{1e3 * p.measured_s:,.2f}", f"{1e3 * p.predicted_s:,.2f}", f"{p.error:+.1%}", held
+        )
+    return table

@@ -9,8 +9,7 @@ from typing import Any
 from rollover.devices import catalogue
 from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
-from rollover.devices.costs.rollout import replica_costs
-from rollover.devices.engine_model import engine_model
+from rollover.devices.costs.rollout import engine_model, replica_costs
 from rollover.devices.workload import specify
 from rollover.errors import ConfigError, DataError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD

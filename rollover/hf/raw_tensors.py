@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as bytes, read and written without torch.
+"""Tensors of safetensors files as bytes, read and written without torch; and models with untied matrices.
 
 Bytes are little-endian and row by row. Files are mapped into memory, so only the parts that are used are read from the
 disk.
@@ -7,6 +7,7 @@ disk.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover.errors import ModelError
-from rollover.hf.weights import DTYPES, read_weight_infos
+from rollover.hf.config import read_config
+from rollover.hf.folder import write_folder
+from rollover.hf.weights import DTYPES, EMBEDDING, HEAD, read_weight_infos
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _ALIGNMENT = 8
@@ -72,3 +75,28 @@ def _width(tensor: RawTensor) -> int:
     """Return the size of one number in bytes."""
     num_elements = int(np.prod(tensor.shape, dtype=np.int64))
     return tensor.content.nbytes // num_elements if num_elements else 1
+
+
+def untied(model: Path, target: Path) -> Path:
+    """Return a folder with the model of ``model`` and an output matrix of its own.
+
+    It is ``model`` itself when its config says so, else a copy in ``target``, in which the files' only matrix is
+    written twice. Needs no torch.
+    """
+    config = read_config(model)
+    if not config.get("tie_word_embeddings"):
+        return model
+
+    def write(partial: Path) -> None:
+        shutil.copytree(
+            model, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"), dirs_exist_ok=True
+        )
+        (partial / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+        tensors = read_raw_tensors(model)
+        for name, twin in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
+            if name not in tensors:
+                tensors[name] = tensors[twin]
+        write_raw_tensors(partial / "model.safetensors", tensors)
+
+    write_folder(target, write, remedy="make room, or set engine.weights_dir to a place on another disk")
+    return target

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from rollover.devices.records import Device
 from rollover.errors import PlanError
-from rollover.planner.optimum import solve
+from rollover.planner.optimum import GAP, solve
 from rollover.planner.plan import Alternative, Plan, devices_used
-from rollover.planner.problem import PlanSpec, fleet_problem, stock_problem
-from rollover.planner.records import Fleet, Problem, Solution
-from rollover.planner.routing import routed
+from rollover.planner.problem import PlanSpec, fleet_problem, routed, stock_problem
+from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
 from rollover.planner.search import make_plan
 
 ALMOST = 0.01
@@ -153,3 +152,36 @@ def _split(problem: Problem, training: Mapping[str, int]) -> Problem:
         replace(s, max_training=training[s.device], max_rollout=s.count - training[s.device]) for s in problem.supplies
     )
     return replace(problem, supplies=supplies, target_steps_per_s=None)
+
+
+def marginal_gains(problem: Problem, solution: Solution) -> tuple[MarginalGain, ...]:
+    """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
+    bring, relative to the rate, or to the cost where a rate was asked for. Differences within the gap count as none."""
+    changed: list[tuple[str, float, Problem]] = [
+        ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
+    ]
+    prices = [s.price_per_hour for s in problem.supplies if s.price_per_hour is not None]
+    if problem.budget_per_hour is not None:
+        more = problem.budget_per_hour + max(prices)
+        changed.append(("budget", max(prices), replace(problem, budget_per_hour=more)))
+    for i, supply in enumerate(problem.supplies):
+        supplies = list(problem.supplies)
+        supplies[i] = replace(supply, count=supply.count + 1)
+        changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
+    return tuple(
+        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other))
+        for subject, unit, other in changed
+    )
+
+
+def _gain(problem: Problem, solution: Solution, other: Problem) -> float:
+    better = solve(other, simplify=False)
+    if better is None:
+        return 0.0
+    if problem.target_steps_per_s is None:
+        gain = better.steps_per_s / solution.steps_per_s - 1
+    else:
+        assert solution.cost_per_hour is not None
+        assert better.cost_per_hour is not None
+        gain = 1 - better.cost_per_hour / solution.cost_per_hour
+    return gain if gain > GAP else 0.0

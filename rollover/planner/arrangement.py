@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from rollover.errors import PlanError
-from rollover.planner.fabric import Fabric, Floats, Shares, Traffic
+from rollover.planner.topology import Fabric, Floats
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -26,6 +26,120 @@ _CANDIDATES = 32
 """Number of islands of each share among which a swap is searched for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The devices of one type that training and rollout need.
+
+    Example: ``train_devices=8, train_block=4, replica_blocks={2: 6}`` needs two training stages of 4 devices and six
+    rollout stages of 2.
+    """
+
+    train_devices: int = 0
+    train_block: int = 1
+    """Number of devices of a training stage that must share an island (tensor parallel)."""
+    replica_blocks: Mapping[int, int]
+    """Number of devices of a replica's stage that must share an island -> number of such blocks."""
+
+    @property
+    def rollout_devices(self) -> int:
+        return sum(block * count for block, count in self.replica_blocks.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The numbers of devices of an island that train and that generate rollouts; the rest are idle.
+
+    Example: ``Shares(train=4, rollout=3)`` on an island of 8 devices leaves one idle.
+    """
+
+    train: int
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one training step moves inside the training set and out of it.
+
+    Example: ``Traffic(train=3.2e10, sync=1.6e10)``: a plan whose training set exchanges 32 GB per step and publishes 16
+    GB of weights.
+    """
+
+    train: float
+    """Traffic inside the training set: data-parallel and pipeline."""
+    sync: float
+    """Traffic from the training set to the rollout set."""
+
+
+def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]:
+    """Return shares that meet the demand exactly, with the fewest islands split between roles, then the fewest
+    training.
+
+    Block sizes are assumed to divide one another (powers of two): then blocks fit iff for each size enough of it
+    fits, and the rows below say so exactly.
+    """
+    shares = [Shares(0, 0)] * len(fabric.types)
+    for device in dict.fromkeys(fabric.types):
+        demand = demands.get(device)
+        if demand is None:
+            continue
+        members = sorted((i for i, t in enumerate(fabric.types) if t == device), key=lambda i: -fabric.sizes[i])
+        classes = [(size, list(found)) for size, found in groupby(members, key=lambda i: fabric.sizes[i])]
+        for (_, islands), taken in zip(classes, _composition(device, classes, demand), strict=True):
+            for island, share in zip(islands, taken, strict=True):
+                shares[island] = share
+    return tuple(shares)
+
+
+def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], demand: Demand) -> list[list[Shares]]:
+    """Return, for each class of equal islands, the shares of its members, most training first."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    block = demand.train_block
+    options = [
+        (c, Shares(train, rollout))
+        for c, (size, _) in enumerate(classes)
+        for train in range(0, size + 1, block)
+        for rollout in range(0, size - train + 1)
+    ]
+    sizes = [classes[c][0] for c, _ in options]
+    roles = [
+        (s.train > 0) + (s.rollout > 0) + (s.train + s.rollout < size)
+        for (_, s), size in zip(options, sizes, strict=True)
+    ]
+    cost = [r - 1 + 1e-3 * (s.train > 0) for r, (_, s) in zip(roles, options, strict=True)]
+    rows = [[float(c == k) for c, _ in options] for k in range(len(classes))]
+    lower = [float(len(islands)) for _, islands in classes]
+    upper = list(lower)
+    for row, total in (
+        ([float(s.train) for _, s in options], demand.train_devices),
+        ([float(s.rollout) for _, s in options], demand.rollout_devices),
+    ):
+        rows.append(row)
+        lower.append(total)
+        upper.append(total)
+    for size in demand.replica_blocks:
+        rows.append([float(s.rollout // size) for _, s in options])
+        lower.append(sum(b * n for b, n in demand.replica_blocks.items() if b >= size) / size)
+        upper.append(np.inf)
+    found = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), lower, upper),
+        integrality=np.ones(len(options), dtype=np.int64),
+        bounds=Bounds(0, max(len(islands) for _, islands in classes)),
+    )
+    if found.x is None:
+        islands = " and ".join(f"{len(members)} of {size}" for size, members in classes)
+        raise PlanError(
+            f"{device}: islands ({islands}) cannot hold {demand.train_devices} training devices in blocks of {block}"
+            f" and rollout blocks {dict(sorted(demand.replica_blocks.items()))} (size: count)"
+        )
+    counts = np.rint(found.x).astype(int)
+    taken: list[list[Shares]] = [[] for _ in classes]
+    for (c, share), count in zip(options, counts, strict=True):
+        taken[c] += [share] * count
+    return [sorted(found, key=lambda s: (-s.train, -s.rollout)) for found in taken]
+
+
 def arrange(
     fabric: Fabric,
     shares: Sequence[Shares],
@@ -33,41 +147,12 @@ def arrange(
     *,
     starts: int = 8,
     seed: int = 0,
-    first: Sequence[int] | None = None,
 ) -> tuple[Shares, ...]:
-    """Reassign the shares among islands of equal (type, size) for the highest score found.
-
-    ``first`` is an order of the islands to start from, training ones first: ``metis_order``.
-    """
+    """Reassign the shares among islands of equal (type, size) for the highest score found."""
     graph = _Graph.of(fabric, traffic)
     train, rollout = np.array([s.train for s in shares]), np.array([s.rollout for s in shares])
-    found = _solve(graph, train, rollout, starts=starts, rng=np.random.default_rng(seed), first=first)
+    found = _solve(graph, train, rollout, starts=starts, rng=np.random.default_rng(seed))
     return tuple(Shares(int(t), int(r)) for t, r in zip(*found, strict=True))
-
-
-def metis_order(fabric: Fabric, shares: Sequence[Shares]) -> list[int]:
-    """Return an order of the islands to start from: METIS bisects the graph in the proportion of the training share.
-
-    Raises:
-        PlanError: pymetis is not installed.
-    """
-    try:
-        import pymetis
-    except ImportError:
-        raise PlanError("a METIS start needs pymetis: pip install 'rollover[metis]'") from None
-    n = len(fabric.types)
-    scaled = np.rint(1000 * fabric.bandwidth / fabric.bandwidth.max()).astype(int)
-    neighbours = [[j for j in range(n) if j != i and scaled[i, j]] for i in range(n)]
-    starts = np.cumsum([0, *(len(found) for found in neighbours)])
-    share = sum(s.train for s in shares) / sum(fabric.sizes)
-    cut = pymetis.part_graph(
-        2,
-        pymetis.CSRAdjacency(starts.tolist(), [j for found in neighbours for j in found]),
-        vweights=list(fabric.sizes),
-        eweights=[int(scaled[i, j]) for i, found in enumerate(neighbours) for j in found],
-        tpwgts=[share, 1 - share],
-    )
-    return sorted(range(n), key=lambda i: cut.vertex_part[i])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +230,12 @@ def _solve(
     *,
     starts: int,
     rng: np.random.Generator,
-    first: Sequence[int] | None = None,
 ) -> tuple[Ints, Ints]:
     """Return the best of several starts, each refined; a large graph starts from the solution of its coarse one."""
     if len(train) > COARSE_ISLANDS:
         begun = [_from_coarse(graph, train, rollout, starts=starts, rng=rng)]
     else:
         begun = [_grown(graph, train, rollout, int(start)) for start in rng.permutation(len(train))[:starts]]
-    if first is not None:
-        begun.append(_assigned(graph, train, rollout, np.asarray(first)))
     refined = [_refine(graph, *start) for start in begun]
     return max(refined, key=lambda found: graph.score(*found))
 

@@ -14,7 +14,7 @@ from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, Train
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
 from rollover.devices.records import Device, ModelShape, WorkloadSpec
-from rollover.planner.launchable import can_train
+from rollover.trainer.parallelism import unsupported
 
 MAX_TRAINING_STAGES = 64
 """Maximum number of pipeline stages of a training plan."""
@@ -107,7 +107,7 @@ def training_plans(
     that the trainer can run."""
     choices = {device: _trainers(device, count, model, workload) for device, count in stock.items()}
     if launchable:
-        choices = {device: [t for t in found if can_train(t.part)] for device, found in choices.items()}
+        choices = {device: [t for t in found if runs(t.part)] for device, found in choices.items()}
     fastest = {device: _fastest(found) for device, found in choices.items()}
     alone = {device: [training_plan((trainer,)) for trainer in found] for device, found in fastest.items()}
     plans = [plan for found in alone.values() for plan in found]
@@ -119,6 +119,11 @@ def training_plans(
         begun = product(_sizes(fastest[a], stock[a]), _sizes(fastest[b], stock[b]))
         plans += _pareto([training_plan(pair) for pair in begun], [*alone[a], *alone[b]])
     return plans, mixtures
+
+
+def runs(part: TrainingPart) -> bool:
+    """Return whether this version's trainer divides its work like ``part``."""
+    return unsupported(dp=part.dp, tp=part.tp, pp=part.pp, sharded=part.sharded) is None
 
 
 def _trainers(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[TrainerCosts]:

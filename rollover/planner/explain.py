@@ -1,20 +1,14 @@
-"""Explanations of a problem: why it has no solution, how to lift the limit, and what one more unit of anything would
-bring.
-
-Both are answered by solving again: with one limit taken away, or with one unit more of it. Duals of a mixed-integer
-programme do not exist, and those of its relaxation mislead where whole replicas count.
-"""
+"""Explains why a problem has no solution and how far a limit must be lifted, by solving again without that limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rollover.planner.milp import Limit, Program, ProgramPoint
+from rollover.planner.milp import Limit, OutOfTime, Program, ProgramPoint
 from rollover.planner.optimum import GAP, TIME_LIMIT_S, solve
 from rollover.planner.rate_load import RateLoad
-from rollover.planner.records import MarginalGain, Problem, Solution
-from rollover.planner.solver import OutOfTime
+from rollover.planner.records import Problem
 
 _SLOW = 1e-3
 """Fraction of the fastest trainer's rate that is requested if no rate is given: some replica must generate rollouts."""
@@ -95,46 +89,3 @@ def _elastic(problem: Problem, relaxed: Sequence[Limit]) -> ProgramPoint | None:
         return program.minimise(objective, gap=GAP, time_limit_s=TIME_LIMIT_S)
     except OutOfTime:
         return None
-
-
-def marginal_gains(problem: Problem, solution: Solution) -> tuple[MarginalGain, ...]:
-    """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
-    bring, relative to the rate, or to the cost where a rate was asked for. Differences within the gap count as none."""
-    changed: list[tuple[str, float, Problem]] = [
-        ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
-    ]
-    prices = [s.price_per_hour for s in problem.supplies if s.price_per_hour is not None]
-    if problem.budget_per_hour is not None:
-        more = problem.budget_per_hour + max(prices)
-        changed.append(("budget", max(prices), replace(problem, budget_per_hour=more)))
-    for i, supply in enumerate(problem.supplies):
-        supplies = list(problem.supplies)
-        supplies[i] = replace(supply, count=supply.count + 1)
-        changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
-    return tuple(
-        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other))
-        for subject, unit, other in changed
-    )
-
-
-def _gain(problem: Problem, solution: Solution, other: Problem) -> float:
-    better = solve(other, simplify=False)
-    if better is None:
-        return 0.0
-    if problem.target_steps_per_s is None:
-        gain = better.steps_per_s / solution.steps_per_s - 1
-    else:
-        assert solution.cost_per_hour is not None
-        assert better.cost_per_hour is not None
-        gain = 1 - better.cost_per_hour / solution.cost_per_hour
-    return gain if gain > GAP else 0.0
-
-
-def in_words(price: MarginalGain, problem: Problem) -> str:
-    """Say what a marginal gain means, such as ``Staleness binds: 1 more gives 7.0% more steps``."""
-    of_cost = problem.target_steps_per_s is not None
-    effect = f"{price.gain:.1%} {'less cost' if of_cost else 'more steps'}"
-    subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(price.subject, price.subject)
-    if not price.gain:
-        return f"{subject}: {price.unit:g} more has no effect"
-    return f"{subject} binds: {price.unit:g} more gives {effect}"

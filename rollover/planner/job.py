@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -10,25 +10,19 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rollover.devices import model_shape as models
 from rollover.devices import workload
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
-from rollover.planner import report
-from rollover.planner.alternatives import alternatives, launchable, leaner, unlimited
-from rollover.planner.explain import marginal_gains
+from rollover.planner.alternatives import alternatives, launchable, leaner, marginal_gains, unlimited
 from rollover.planner.launch import Server, launch_files
 from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.problem import PlanSpec, fleet_problem
+from rollover.planner.problem import PlanSpec, Routing, fleet_problem, routed
 from rollover.planner.records import Fleet, Tail
-from rollover.planner.routing import Routing, routed
-from rollover.planner.scenario import PlanScenario, changed
+from rollover.planner.report import render_page, report, show
 from rollover.planner.search import make_plan
-from rollover.planner.summary import sentences
 from rollover.report.page import write_page
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
@@ -61,11 +55,9 @@ class PlanRequest:
     reward_s: float = 0.0
     routing: Routing = "load"
     tail: Tail = "soft"
-    metis: bool = False
     quick: bool = False
     for_launch: bool = False
     """Plan only what ``rollover launch`` can run."""
-    what_if: tuple[str, ...] = ()
     page: Path | None = None
     json: Path | None = None
     launch: Path | None = None
@@ -85,11 +77,7 @@ def plan(request: PlanRequest) -> None:
         RolloverError: the fleet, the model, the workload or the aim is invalid; the message says how.
     """
     console = Console(highlight=False)
-    scenario = PlanScenario(
-        fleet=_with_budget(_read_fleet(request.fleet), request), max_staleness=request.max_staleness
-    )
-    # Everything that a user may have mistyped is read before anything is solved.
-    others = [changed(scenario, text) for text in request.what_if]
+    fleet = _with_budget(_read_fleet(request.fleet), request)
     model = models.load(request.model)
     lengths = workload.load(
         request.workload,
@@ -102,7 +90,7 @@ def plan(request: PlanRequest) -> None:
     )
     spec = _spec(request, model, lengths)
     with _busy(console, "planning"):
-        made = make_plan(scenario.fleet, spec)
+        made = make_plan(fleet, spec)
         if request.for_launch:
             made = replace(made, unlimited=unlimited(made))
         else:
@@ -110,9 +98,7 @@ def plan(request: PlanRequest) -> None:
     if not request.quick:
         with _busy(console, "simulating, and computing what one more unit of each limit would bring"):
             made = _checked(request, made, spec)
-    _show(console, made)
-    if others:
-        console.print(_what_ifs(request, made, others, spec))
+    show(console, report(made))
     _write(console, request, made)
 
 
@@ -149,7 +135,6 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
         target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
         tail=request.tail,
         routing=request.routing,
-        metis=request.metis,
         launchable=request.for_launch,
     )
 
@@ -169,40 +154,9 @@ def _checked(request: PlanRequest, made: Plan, spec: PlanSpec) -> Plan:
     )
 
 
-def _show(console: Console, made: Plan) -> None:
-    console.print(report.plan_table(made))
-    console.print(report.key_table(made))
-    compared = report.alternatives_table(made)
-    if compared is not None:
-        console.print(compared)
-    for sentence in sentences(made):
-        console.print(Text(f"- {sentence}"))
-
-
-def _what_ifs(request: PlanRequest, made: Plan, others: Sequence[PlanScenario], spec: PlanSpec) -> Table:
-    """Tabulate one line for each scenario, compared with the plan; both rates come from the formula."""
-    table = Table("what if", "formula, tokens/s", "× the plan", f"{made.fleet.currency}/hour", "devices in use")
-    per_step = step_tokens(spec.workload)
-    for text, scenario in zip(request.what_if, others, strict=True):
-        try:
-            other = make_plan(scenario.fleet, replace(spec, max_staleness=scenario.max_staleness))
-        except PlanError as error:
-            table.add_row(Text(text), "–", "–", "–", Text(f"no plan: {error}"))
-            continue
-        cost, rate = other.cost_per_hour, other.solution.steps_per_s
-        table.add_row(
-            Text(text),
-            f"{rate * per_step:,.0f}",
-            f"{rate / made.solution.steps_per_s:.2f}",
-            "–" if cost is None else f"{cost:,.2f}",
-            Text(", ".join(f"{n} × {device}" for device, n in other.used.items())),
-        )
-    return table
-
-
 def _write(console: Console, request: PlanRequest, made: Plan) -> None:
     if request.page is not None:
-        console.print(f"page: {write_page(request.page, report.render_plan(made))}", markup=False)
+        console.print(f"page: {write_page(request.page, render_page(made))}", markup=False)
     if request.json is not None:
         request.json.write_text(made.to_json(), encoding="utf-8")
         console.print(f"plan: {request.json}", markup=False)

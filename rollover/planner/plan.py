@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rollover.devices.records import ModelShape, WorkloadSpec
-from rollover.planner.launchable import obstacles
 from rollover.planner.placement import Placement
+from rollover.planner.problem import Routing
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
-from rollover.planner.routing import Routing
+from rollover.trainer.parallelism import unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,17 @@ class Plan:
     @property
     def obstacles(self) -> tuple[str, ...]:
         """Say which parts of this plan ``rollover launch`` cannot run; empty if it can run all of it."""
-        spread = [len({*pipeline.nodes}) for pipeline in self.placement.replicas]
-        return tuple(obstacles(self.solution.plan.parts, spread))
+        parts, found = self.solution.plan.parts, []
+        if len(parts) > 1:
+            names = " and ".join(part.device for part in parts)
+            found.append(f"it trains on {len(parts)} types of device ({names}), but the trainer supports only one")
+        for part in parts:
+            reason = unsupported(dp=part.dp, tp=part.tp, pp=part.pp, sharded=part.sharded)
+            if reason is not None:
+                found.append(f"on {part.device}, {reason}")
+        if several := sum(len({*replica.nodes}) > 1 for replica in self.placement.replicas):
+            found.append(f"{several} of its replicas span several nodes, but a server runs on one")
+        return tuple(found)
 
     @property
     def trusted_steps_per_s(self) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.devices.costs.records import ReplicaKind
+from rollover.devices.records import Device, LengthBucket, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import no_room, replica_kinds, training_plans
-from rollover.planner.launchable import can_serve
 from rollover.planner.records import Fleet, Problem, Supply, Tail
-from rollover.planner.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,6 @@ class PlanSpec:
     routing: Routing = "load"
     launchable: bool = False
     """If true, ``rollover launch`` must be able to run the plan."""
-    metis: bool = False
-    """If true, placement also starts from a METIS bisection."""
 
 
 def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
@@ -63,7 +62,7 @@ def stock_problem(
         c
         for device, n in stock.items()
         for c in replica_kinds(device, n, model, workload)
-        if not launchable or can_serve(c, device)
+        if not launchable or c.num_devices <= device.node_size  # a server runs on one node
     ]
     if not kinds:
         raise PlanError(no_room(stock, model, workload, "roll out"))
@@ -83,3 +82,61 @@ def stock_problem(
 def supplies(stock: dict[Device, int]) -> tuple[Supply, ...]:
     """Return the supply of each type: ``stock`` gives the number of its devices, all for either role."""
     return tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items())
+
+
+Routing = Literal["load", "length"]
+"""``load`` sends a sample where there is room; ``length`` predicts lengths and sends each where it suits."""
+
+
+def routed(problem: Problem, routing: Routing) -> Problem:
+    """Return the problem as the optimiser sees it under a routing."""
+    return problem if routing == "length" else mixed(problem)
+
+
+def mixed(problem: Problem) -> Problem:
+    """Return the problem in which every replica decodes all lengths in proportion.
+
+    Of a mixture, times add up: the time a replica spends on a sample, the cache it holds, and the latencies, each
+    weighted by who meets them (samples, or the longest of groups and batches).
+    """
+    buckets = problem.workload.buckets
+    shares = [bucket.share for bucket in buckets]
+
+    def mean(weights: Sequence[float], value: Callable[[LengthBucket], float]) -> float:
+        return sum(weight * value(bucket) for weight, bucket in zip(weights, buckets, strict=True))
+
+    one = LengthBucket(
+        share=1.0,
+        tokens=mean(shares, lambda b: b.tokens),
+        max_tokens=buckets[-1].max_tokens,
+        group_share=1.0,
+        group_tokens=mean([b.group_share for b in buckets], lambda b: b.group_tokens),
+        batch_share=1.0,
+        batch_tokens=mean([b.batch_share for b in buckets], lambda b: b.batch_tokens),
+    )
+    return replace(
+        problem,
+        replica_kinds=tuple(_mixed(kind, buckets) for kind in problem.replica_kinds),
+        workload=replace(problem.workload, buckets=(one,)),
+    )
+
+
+def _mixed(kind: ReplicaKind, buckets: tuple[LengthBucket, ...]) -> ReplicaKind:
+    shares = [bucket.share for bucket in buckets]
+
+    def dot(weights: Sequence[float], values: Sequence[float]) -> tuple[float]:
+        return (sum(weight * value for weight, value in zip(weights, values, strict=True)),)
+
+    time_s = dot(shares, [1 / rate for rate in kind.rates])[0]
+    # What runs at an update is what takes long: buckets weigh by the time they occupy the replica.
+    busy = [share / rate / time_s for share, rate in zip(shares, kind.rates, strict=True)]
+    return replace(
+        kind,
+        rates=(1 / time_s,),
+        latencies_s=dot(shares, kind.latencies_s),
+        group_latencies_s=dot([b.group_share for b in buckets], kind.group_latencies_s),
+        batch_latencies_s=dot([b.batch_share for b in buckets], kind.batch_latencies_s),
+        max_latencies_s=kind.max_latencies_s[-1:],
+        kv_byte_s=dot(shares, kind.kv_byte_s),
+        updates_s=dot(busy, kind.updates_s),
+    )

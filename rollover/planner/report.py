@@ -1,109 +1,115 @@
-"""A plan for people: a table on the terminal, and a page with the fleet coloured by role."""
+"""Presents a finished plan: a ``PlanReport`` holds all rows and sentences, for the terminal and for the page alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.summary import roles, sentences
+from rollover.devices.costs.records import ReplicaKind
+from rollover.planner.plan import Alternative, Plan, step_tokens
+from rollover.planner.records import Binding, MarginalGain
+from rollover.planner.slow_links import slow_links
 from rollover.report.page import Page, header, table, tiles
-from rollover.report.plot import Figure, axis, bar, figure
+
+AGREED = 0.10
+"""Relative difference between simulation and formula up to which they agree."""
+USELESS = 0.03
+"""Fraction of the cost from which devices of little use are mentioned: three times the rate that they may add."""
+CONSIDERABLE = 0.2
+"""Fraction of the trainer's time from which weight updates are mentioned as a part of its work."""
 
 _TRAIN, _IDLE = "--orange", "--gap"
 _ROLLOUT = ("--blue", "--green", "--violet", "--cyan", "--pink", "--yellow", "--brown", "--red")
 _MAX_NODES = 256
 """Number of nodes drawn individually."""
-
 _FLEET = (
     "Each square is a device; its number is the pipeline (T) or replica it belongs to. Devices of one colour have"
     " the same role and shape; grey ones are idle and need not be rented."
 )
-_LENGTHS = "Samples by response length, and the replicas that decode them."
 _ALTERNATIVES = (
     "The same model, workload and staleness bound on other fleets or splits. All figures, including this plan's, come"
     " from the formula; the cost counts devices in use."
 )
-_ROUNDS = "Values assumed by the optimiser → values on the links of the placement, which the next round assumes."
+
+Rows = tuple[tuple[str, ...], ...]
 
 
-def plan_table(plan: Plan) -> Table:
-    """Tabulate the role of every device."""
-    found = Table(title=Text(f"{plan.fleet.name}: {plan.model.name}, {plan.workload.name}"), title_justify="left")
-    found.title_style = "bold"
-    for name in _role_heads(plan):
-        found.add_column(name, justify="right" if name in ("samples", "busy") else "left")
-    for row in _role_rows(plan):
-        found.add_row(*map(Text, row), style="bold" if row[0] == "train" else None)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The tables and sentences that present a plan.
+
+    Example: ``numbers[0]`` is ``("Training throughput", "41,000", "tokens/s", "proved to 0.1% in 2.1 s")``.
+    """
+
+    title: str
+    role_heads: tuple[str, ...]
+    roles: Rows
+    """Training first, then replicas by their share of the samples."""
+    numbers: tuple[tuple[str, str, str, str], ...]
+    """(label, value, unit, note)"""
+    alternative_heads: tuple[str, ...]
+    alternatives: Rows
+    """Fastest first; empty if none were computed."""
+    sentences: tuple[str, ...]
+    """Most important first."""
 
 
-def key_table(plan: Plan) -> Table:
-    """Tabulate throughput, cost and the proved gap."""
-    found = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    found.add_column(style="dim")
-    found.add_column()
-    for label, value, unit, note in key_numbers(plan):
-        found.add_row(Text(label), Text(f"{value} {unit}".strip() + (f"  ({note})" if note else "")))
-    return found
-
-
-def alternatives_table(plan: Plan) -> Table | None:
-    if not plan.alternatives:
-        return None
-    found = Table(*_alternative_heads(plan))
-    for row in _rows(plan):
-        found.add_row(*map(Text, row))
-    return found
-
-
-def key_numbers(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """Return the plan's key figures as (label, value, unit, note)."""
-    currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
-    proof = f"proved to {plan.solution.gap:.1%} in {plan.solution.solve_s:.1f} s"
-    formula = plan.solution.steps_per_s
-    if plan.simulated_steps_per_s is not None:
-        proof = f"simulated; the formula says {formula / plan.trusted_steps_per_s:.2f}× this"
-    return [
-        ("Training throughput", f"{plan.tokens_per_s:,.0f}", "tokens/s", proof),
-        *_this_version(plan),
-        ("Training step", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"),
-        (
-            "Cost",
-            "–" if cost is None else f"{cost:,.2f}",
-            f"{currency}/hour" if cost is not None else "",
-            f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices",
+def report(plan: Plan) -> PlanReport:
+    """Describe a plan."""
+    lengths = ("lengths",) if plan.routing == "length" else ()
+    return PlanReport(
+        title=f"{plan.fleet.name}: {plan.model.name}, {plan.workload.name}",
+        role_heads=("role", "devices", "shape", "count", *lengths, "samples", "busy"),
+        roles=(*_training_roles(plan), *_rollout_roles(plan)),
+        numbers=tuple(_numbers(plan)),
+        alternative_heads=(
+            *("compared with", "formula, tokens/s", "plan / this"),
+            *(f"{plan.fleet.currency}/hour", "devices"),
         ),
-        (
-            "Cost per million tokens",
-            "–" if per_million is None else f"{per_million:,.3f}",
-            currency if per_million is not None else "",
-            "a price is missing" if per_million is None else "trained",
+        alternatives=tuple(_alternative(plan, other) for other in plan.alternatives),
+        sentences=(
+            *cannot_run(plan),
+            *_simulated(plan),
+            *_limits(plan),
+            *_useless(plan),
+            *(f"{_gain(gain, plan)}." for gain in plan.marginal_gains if gain.gain > 0),
+            *slow_links(plan),
+            *_assumed(plan),
         ),
-        (
-            "Staleness needed",
-            str(plan.solution.staleness_needed),
-            "version" if plan.solution.staleness_needed == 1 else "versions",
-            f"on average; the bound is {plan.problem.max_staleness}"
-            + ("" if plan.problem.tail == "none" else ", for the longest responses too"),
-        ),
-    ]
+    )
 
 
-def _this_version(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """Say what ``rollover launch`` reaches of the throughput, where it cannot run the plan."""
-    if plan.obstacles:
-        other = plan.launchable
-        value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-        note = "by the formula, planned with --for-launch; rollover launch cannot run this plan"
-        yield "With rollover launch", value, "" if other is None else "tokens/s", note
+def show(console: Console, found: PlanReport) -> None:
+    """Print the tables and sentences of a plan."""
+    roles = Table(title=Text(found.title), title_justify="left", title_style="bold")
+    for name in found.role_heads:
+        roles.add_column(name, justify="right" if name in ("samples", "busy") else "left")
+    for row in found.roles:
+        roles.add_row(*map(Text, row), style="bold" if row[0] == "train" else None)
+    console.print(roles)
+    numbers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    numbers.add_column(style="dim")
+    numbers.add_column()
+    for label, value, unit, note in found.numbers:
+        numbers.add_row(Text(label), Text(f"{value} {unit}".strip() + (f"  ({note})" if note else "")))
+    console.print(numbers)
+    if found.alternatives:
+        others = Table(*found.alternative_heads)
+        for row in found.alternatives:
+            others.add_row(*map(Text, row))
+        console.print(others)
+    for sentence in found.sentences:
+        console.print(Text(f"- {sentence}"))
 
 
-def render_plan(plan: Plan) -> str:
-    """Return the page of a plan: one file that loads nothing."""
+def render_page(plan: Plan) -> str:
+    """Return the page of a plan, with the fleet coloured by role: one file that loads nothing."""
+    found = report(plan)
     page = Page(f"{plan.fleet.name} · Rollover plan")
     facts = [
         plan.model.name,
@@ -113,72 +119,237 @@ def render_plan(plan: Plan) -> str:
         f"max_staleness {plan.problem.max_staleness}",
     ]
     page.add(header("Rollover plan", plan.fleet.name, facts))
-    page.add(tiles(key_numbers(plan)))
-    done = table(_role_rows(plan), _role_heads(plan))
-    page.section("Roles", "", f'<div class="card">{done}</div>', layout="column")
-    page.section("The fleet", _FLEET, f'<div class="card">{_picture(plan)}</div>', layout="column")
-    words = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(plan))
-    page.section("In words", "", f'<div class="card"><ul class="words">{words}</ul></div>', layout="column")
-    if plan.alternatives:
-        page.section(
-            "Alternatives",
-            _ALTERNATIVES,
-            page.figure("Trained tokens per second, by the formula", _bars(plan), ""),
-            f'<div class="card">{table(_rows(plan), _alternative_heads(plan))}</div>',
-            layout="column",
-        )
-    if plan.routing == "length":
-        page.section("Lengths", _LENGTHS, page.figure("", _lengths(plan), ""), layout="column")
-    rounds = f'<div class="card">{table(_round_rows(plan), _ROUND_HEADS)}</div>'
-    page.section("Links", _ROUNDS, rounds, layout="column")
+    page.add(tiles(found.numbers))
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.sentences)
+    sections = [
+        ("Roles", "", table(found.roles, found.role_heads)),
+        ("The fleet", _FLEET, _picture(plan)),
+        ("In words", "", f'<ul class="words">{sentences}</ul>'),
+    ]
+    if found.alternatives:
+        sections.append(("Alternatives", _ALTERNATIVES, table(found.alternatives, found.alternative_heads)))
+    for title, caption, content in sections:
+        page.section(title, caption, f'<div class="card">{content}</div>', layout="column")
     return page.render()
 
 
-def _role_heads(plan: Plan) -> tuple[str, ...]:
-    lengths = ("lengths",) if plan.routing == "length" else ()
-    return ("role", "devices", "shape", "count", *lengths, "samples", "busy")
+# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def _role_rows(plan: Plan) -> list[tuple[str, ...]]:
-    return [
-        (
-            role.role,
-            f"{role.num_devices} × {role.device}",
-            role.shape,
-            role.count,
-            *([role.lengths] if plan.routing == "length" else []),
-            f"{role.share:.1%}",
-            f"{role.utilisation:.0%}",
+def _training_roles(plan: Plan) -> Iterator[tuple[str, ...]]:
+    training = plan.solution.plan
+    busy = plan.solution.steps_per_s * training.step_s
+    for part in training.parts:
+        shape = _shape(dp=part.dp, tp=part.tp, pp=part.pp)
+        shape += (", sharded" if part.sharded else "") + (", recomputing" if part.recompute else "")
+        count = "1 trainer" if len(training.parts) == 1 else "1 part"
+        lengths = ["–"] if plan.routing == "length" else []
+        devices = f"{part.num_devices} × {part.device}"
+        yield "train", devices, shape, count, *lengths, f"{part.share:.1%}", f"{busy:.0%}"
+
+
+def _rollout_roles(plan: Plan) -> list[tuple[str, ...]]:
+    samples_per_s = plan.solution.steps_per_s * plan.workload.batch_size
+    found = []
+    for c, kind in enumerate(plan.problem.replica_kinds):
+        count, rates = plan.solution.replicas[c], plan.solution.rates[c]
+        share = sum(rates) / samples_per_s
+        row = (
+            "rollout",
+            f"{count * kind.num_devices} × {kind.device}",
+            f"{_shape(dp=1, tp=kind.tp, pp=kind.pp)}, batch {kind.batch_cap}",
+            f"{count} replica{'s' * (count > 1)}",
+            *([_lengths(plan, c)] if plan.routing == "length" else []),
+            f"{share:.1%}",
+            f"{_busy(plan, kind, rates) / count:.0%}",
         )
-        for role in roles(plan)
-    ]
+        found.append((share, row))
+    return [row for _, row in sorted(found, key=lambda entry: -entry[0])]
 
 
-def _alternative_heads(plan: Plan) -> tuple[str, ...]:
-    return "compared with", "formula, tokens/s", "plan / this", f"{plan.fleet.currency}/hour", "devices"
+def _shape(*, dp: int, tp: int, pp: int) -> str:
+    """Describe a shape by the ways that divide anything, such as ``dp 2 × tp 4``."""
+    ways = [f"{name} {n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n > 1]
+    return " × ".join(ways) or "1 device"
 
 
-def _rows(plan: Plan) -> list[tuple[str, ...]]:
-    """List the rows of the alternatives, best first."""
-    per_step = step_tokens(plan.workload)
+def _busy(plan: Plan, kind: ReplicaKind, rates: tuple[float, ...]) -> float:
+    """Return how many replicas' worth of time decoding and weight updates take."""
     rate = plan.solution.steps_per_s
-    return [
-        (
-            a.name,
-            f"{a.steps_per_s * per_step:,.0f}",
-            f"{rate / a.steps_per_s:.2f}×",
-            "–" if a.cost_per_hour is None else f"{a.cost_per_hour:,.2f}",
-            ", ".join(f"{n} × {device}" for device, n in a.devices.items() if n),
+    return sum(x / r / (1 - rate * update) for x, r, update in zip(rates, kind.rates, kind.updates_s, strict=True) if x)
+
+
+def _lengths(plan: Plan, c: int) -> str:
+    """Describe the lengths that a kind decodes, such as ``up to 3,400 tokens``; a bucket counts from a hundredth of it
+    on."""
+    buckets = plan.workload.buckets
+    rate = plan.solution.steps_per_s * plan.workload.batch_size
+    mine = [w for w, x in enumerate(plan.solution.rates[c]) if x and x >= 0.01 * rate * buckets[w].share]
+    if not mine:
+        return "none"
+    low = buckets[mine[0] - 1].max_tokens if mine[0] else 0
+    high = f"{buckets[mine[-1]].max_tokens:,}"
+    return f"{low:,} to {high} tokens" if low else f"up to {high} tokens"
+
+
+def _numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
+    proof = f"proved to {plan.solution.gap:.1%} in {plan.solution.solve_s:.1f} s"
+    if plan.simulated_steps_per_s is not None:
+        proof = f"simulated; the formula says {plan.solution.steps_per_s / plan.trusted_steps_per_s:.2f}× this"
+    yield "Training throughput", f"{plan.tokens_per_s:,.0f}", "tokens/s", proof
+    if plan.obstacles:
+        other, note = plan.launchable, "by the formula, planned with --for-launch; rollover launch cannot run this plan"
+        value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
+        yield "With rollover launch", value, "" if other is None else "tokens/s", note
+    yield "Training step", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"
+    devices = f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices"
+    if cost is None or per_million is None:
+        yield "Cost", "–", "", devices
+        yield "Cost per million tokens", "–", "", "a price is missing"
+    else:
+        yield "Cost", f"{cost:,.2f}", f"{currency}/hour", devices
+        yield "Cost per million tokens", f"{per_million:,.3f}", currency, "trained"
+    needed, bound = plan.solution.staleness_needed, f"on average; the bound is {plan.problem.max_staleness}"
+    bound += "" if plan.problem.tail == "none" else ", for the longest responses too"
+    yield "Staleness needed", str(needed), "version" if needed == 1 else "versions", bound
+
+
+def _alternative(plan: Plan, other: Alternative) -> tuple[str, ...]:
+    return (
+        other.name,
+        f"{other.steps_per_s * step_tokens(plan.workload):,.0f}",
+        f"{plan.solution.steps_per_s / other.steps_per_s:.2f}×",
+        "–" if other.cost_per_hour is None else f"{other.cost_per_hour:,.2f}",
+        ", ".join(f"{n} × {device}" for device, n in other.devices.items() if n),
+    )
+
+
+# --- Sentences --------------------------------------------------------------------------------------------------------
+
+
+def cannot_run(plan: Plan) -> Iterator[str]:
+    """Say which parts of the plan this version cannot run, and what it costs to avoid them."""
+    if unlimited := plan.unlimited:
+        yield (
+            f"Planned for rollover launch. Without its limits, the fleet would reach {_rate(plan, unlimited)} by the"
+            f" formula, {unlimited.steps_per_s / plan.solution.steps_per_s:.2f}× this plan's."
         )
-        for a in plan.alternatives
-    ]
+    if not (found := plan.obstacles):
+        return
+    said = f"rollover launch cannot run this plan: {'; '.join(found)}"
+    if (other := plan.launchable) is None:
+        yield f"{said}. No plan was found that it can run with {plan.model.name} on this fleet."
+        return
+    yield (
+        f"{said}. Planned with --for-launch, this fleet reaches {_rate(plan, other)} by the formula,"
+        f" {other.steps_per_s / plan.solution.steps_per_s:.1%} of the formula's rate for this plan."
+    )
 
 
-# --- The fleet ------------------------------------------------------------------------------------------------------
+def _rate(plan: Plan, other: Alternative) -> str:
+    return f"{other.steps_per_s * step_tokens(plan.workload):,.0f} tokens/s"
 
 
-def _colour(c: int) -> str:
-    return _ROLLOUT[c % len(_ROLLOUT)]
+def _simulated(plan: Plan) -> Iterator[str]:
+    if plan.simulated_steps_per_s is None:
+        return
+    part = plan.simulated_steps_per_s / plan.solution.steps_per_s
+    if abs(part - 1) <= AGREED:
+        yield (
+            f"Simulated, the whole loop reaches {part:.0%} of what the formula predicts;"
+            " throughput and cost are the simulated ones."
+        )
+    else:
+        yield (
+            f"The simulation disagrees with the formula: it reaches {part:.0%} of the predicted rate."
+            " Throughput and cost are the simulated ones; the search may have misjudged other plans to the same extent."
+        )
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    bindings = plan.solution.bindings
+    rows = {binding.row for binding in bindings}
+    all_busy = sum(b.row == "replicas" for b in bindings) == len(plan.solution.active)
+    updating = plan.solution.plan.sync_s / plan.solution.plan.cycle_s
+    if "trainer" in rows and updating >= CONSIDERABLE:
+        what = "Weight updates are" if updating >= 0.5 else "Training and weight updates together are"
+        yield (
+            f"{what} the bottleneck: the trainer trains for {1 - updating:.0%} of its time, and waits for"
+            f" {updating:.0%} until the engines have new weights; "
+            + ("the replicas are busy all the time, too." if all_busy else "some replicas have time to spare.")
+        )
+    elif "trainer" in rows and all_busy:
+        yield "Trainer and replicas are both busy all the time: neither waits for the other."
+    elif "trainer" in rows:
+        yield "Training is the bottleneck: the trainer is never idle, but some replicas are."
+    elif all_busy:
+        yield "Rollout is the bottleneck: every replica is busy all the time, and the trainer waits for samples."
+    for binding in bindings:
+        if binding.row not in ("replicas", "trainer"):
+            yield _limit(plan, binding)
+
+
+def _limit(plan: Plan, binding: Binding) -> str:
+    bound = plan.problem.max_staleness
+    match binding.row:
+        case "stock":
+            count = plan.fleet.stock[plan.fleet.by_name[binding.subject]]
+            return f"All {count} {binding.subject} are in use."
+        case "budget":
+            return f"The budget of {plan.problem.budget_per_hour:,.2f} {plan.fleet.currency} per hour is spent."
+        case "staleness":
+            return f"The staleness bound of {bound} binds: no more samples may be in flight."
+        case "cache":
+            return f"The cache of {binding.subject} is full of samples that wait for tools."
+        case _:
+            return f"The staleness bound of {bound} binds for the longest responses: slower replicas would miss it."
+
+
+def _useless(plan: Plan) -> Iterator[str]:
+    """Describe devices that add nothing to the rate, or next to nothing."""
+    if plan.idle:
+        prices = [(plan.fleet.by_name[name].price_per_hour, n) for name, n in plan.idle.items()]
+        cost = None if any(price is None for price, _ in prices) else sum((price or 0.0) * n for price, n in prices)
+        saved = "" if cost is None else f" Not renting them saves {cost:,.2f} {plan.fleet.currency} per hour."
+        yield f"Idle: {_counted(plan.idle)}; no plan that uses them was found to be better.{saved}"
+    if (leaner := plan.leaner) is None:
+        return
+    fewer = {name: n - leaner.devices.get(name, 0) for name, n in plan.used.items() if n > leaner.devices.get(name, 0)}
+    more = {name: n - plan.used.get(name, 0) for name, n in leaner.devices.items() if n > plan.used.get(name, 0)}
+    now, then = float(sum(plan.used.values())), float(sum(leaner.devices.values()))
+    saved = f"{now - then:g} of {now:g} devices"
+    if plan.cost_per_hour is not None and leaner.cost_per_hour is not None:
+        now, then = plan.cost_per_hour, leaner.cost_per_hour
+        saved = f"{now - then:,.2f} of {now:,.2f} {plan.fleet.currency} per hour"
+    lost = max(0.0, 1 - leaner.steps_per_s / plan.solution.steps_per_s)
+    if fewer and 1 - then / now >= USELESS:
+        instead = f", with {_counted(more)} more," if more else ""
+        without = f"Without them{instead} {lost:.1%} of the rate would be lost and {saved} saved."
+        yield f"Of little use: {_counted(fewer)}. {without}"
+
+
+def _counted(devices: Mapping[str, int]) -> str:
+    return " and ".join(f"{n} × {name}" for name, n in devices.items())
+
+
+def _gain(gain: MarginalGain, plan: Plan) -> str:
+    effect = "less cost" if plan.problem.target_steps_per_s is not None else "more steps"
+    subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(gain.subject, gain.subject)
+    return f"{subject} binds: {gain.unit:g} more gives {gain.gain:.1%} {effect}"
+
+
+def _assumed(plan: Plan) -> Iterator[str]:
+    """Name the unverified figures and the efficiencies that the plan relies on."""
+    used = [device for device in plan.fleet.devices if plan.used.get(device.name)]
+    for device in used:
+        if device.unverified:
+            yield f"Not verified for {device.title}: {', '.join(device.unverified)}."
+    for source in sorted({device.efficiency.source for device in used}):
+        yield f"Efficiencies: {source}."
+
+
+# --- The fleet --------------------------------------------------------------------------------------------------------
 
 
 def _picture(plan: Plan) -> str:
@@ -187,15 +358,14 @@ def _picture(plan: Plan) -> str:
     legend = "".join(
         f'<span><i style="background:var({colour})"></i>{escape(name)}</span>' for colour, name in _legend(plan)
     )
-    shown = plan.fleet.nodes[:_MAX_NODES]
     boxes = []
-    for index, node in enumerate(shown):
+    for index, node in enumerate(plan.fleet.nodes[:_MAX_NODES]):
         squares = "".join(_square(marks.get((index, device)), node.name, device) for device in range(node.num_devices))
         boxes.append(
             f'<div class="node"><div class="name">{escape(node.name)}<small>{escape(node.device.name)}</small></div>'
             f'<div class="devices">{squares}</div></div>'
         )
-    rest = len(plan.fleet.nodes) - len(shown)
+    rest = len(plan.fleet.nodes) - len(boxes)
     more = f'<p class="caption">and {rest:,} more nodes, in the JSON of this plan</p>' if rest else ""
     return f'<div class="legend">{legend}</div><div class="fleet">{"".join(boxes)}</div>{more}'
 
@@ -209,18 +379,23 @@ def _square(mark: tuple[str, str, str] | None, node: str, device: int) -> str:
 def _marks(plan: Plan) -> dict[tuple[int, int], tuple[str, str, str]]:
     """Return a mapping (node, device) -> (colour, label, what it does)."""
     found = {}
-    for number, pipeline in enumerate(plan.placement.training):
-        part = plan.solution.plan.parts[pipeline.member]
-        for depth, stage in enumerate(pipeline.stages):
-            what = f"training pipeline {number}, stage {depth + 1} of {part.pp}, tensor parallel {part.tp}"
-            found.update({(stage.node, device): (_TRAIN, f"T{number}", what) for device in stage.devices})
-    for number, replica in enumerate(plan.placement.replicas):
-        kind = plan.problem.replica_kinds[replica.member]
-        for depth, stage in enumerate(replica.stages):
-            what = f"rollout replica {number}, stage {depth + 1} of {kind.pp}, tensor parallel {kind.tp}"
-            colour = _colour(replica.member)
-            found.update({(stage.node, device): (colour, str(number), what) for device in stage.devices})
+    for pipelines, shapes, role in (
+        (plan.placement.training, plan.solution.plan.parts, "training pipeline"),
+        (plan.placement.replicas, plan.problem.replica_kinds, "rollout replica"),
+    ):
+        trains = role.startswith("training")
+        for number, pipeline in enumerate(pipelines):
+            shape = shapes[pipeline.member]
+            colour = _TRAIN if trains else _colour(pipeline.member)
+            for depth, stage in enumerate(pipeline.stages, start=1):
+                what = f"{role} {number}, stage {depth} of {shape.pp}, tensor parallel {shape.tp}"
+                label = f"T{number}" if trains else str(number)
+                found.update({(stage.node, device): (colour, label, what) for device in stage.devices})
     return found
+
+
+def _colour(c: int) -> str:
+    return _ROLLOUT[c % len(_ROLLOUT)]
 
 
 def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -230,58 +405,3 @@ def _legend(plan: Plan) -> Iterator[tuple[str, str]]:
         yield _colour(c), f"rollout, {kind.device}, {ways}, batch {kind.batch_cap}"
     if sum(plan.used.values()) < sum(plan.fleet.stock.values()):
         yield _IDLE, "idle"
-
-
-# --- Figures --------------------------------------------------------------------------------------------------------
-
-
-def _lengths(plan: Plan) -> Figure:
-    """Draw the share of samples of each length bucket, stacked by kind of replica."""
-    rate = plan.solution.steps_per_s * plan.workload.batch_size
-    ends = [bucket.max_tokens for bucket in plan.workload.buckets]
-    names = [f"{low:,}–{high:,}" for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False)]
-    data = []
-    for c, kind in enumerate(plan.problem.replica_kinds):
-        shares = [x / rate for x in plan.solution.rates[c]]
-        name = f"{kind.device}, tp {kind.tp}, batch {kind.batch_cap}"
-        trace = bar([], shares, name, _colour(c)) | {"x": names, "hovertemplate": "%{y:.1%}"}
-        data.append(trace)
-    return figure(
-        data,
-        height=290,
-        barmode="stack",
-        xaxis=axis("response tokens", showgrid=False, type="category"),
-        yaxis=axis("share of samples", tickformat=".0%"),
-        hovermode="x unified",
-    )
-
-
-def _bars(plan: Plan) -> Figure:
-    """Draw the rate of the plan above those of its alternatives."""
-    per_step = step_tokens(plan.workload)
-    entries = [("this plan", plan.solution.steps_per_s), *((a.name, a.steps_per_s) for a in plan.alternatives)]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "x": [rate * per_step for _, rate in reversed(entries)],
-        "y": [escape(name) for name, _ in reversed(entries)],
-        "marker": {"color": ["--soft"] * (len(entries) - 1) + ["--blue"]},
-        "hovertemplate": "%{x:,.0f} tokens/s<extra></extra>",
-    }
-    height = 90 + 34 * len(entries)
-    return figure([trace], height=height, xaxis=axis("tokens per second", rangemode="tozero"), yaxis=axis())
-
-
-_ROUND_HEADS = ("round", "training step, s", "weight update, s", "steps/hour")
-
-
-def _round_rows(plan: Plan) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(number),
-            f"{r.assumed_step_s:,.1f} → {r.step_s:,.1f}",
-            f"{r.assumed_sync_s:,.2f} → {r.sync_s:,.2f}",
-            f"{3600 * r.assumed_steps_per_s:,.2f} → {3600 * r.steps_per_s:,.2f}",
-        )
-        for number, r in enumerate(plan.rounds, start=1)
-    ]

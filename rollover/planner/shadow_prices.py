@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import LinearConstraint
 
+from rollover.planner.milp import minimum
 from rollover.planner.rate_load import Floats, RateLoad
-from rollover.planner.solver import minimum
 
 _MOST = 1e5
 """Highest price next to real costs, for work that no price can pay for. Limits are scaled to 1."""

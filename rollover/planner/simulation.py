@@ -7,8 +7,8 @@ back new groups, and calls go to the replica with the least load, since their le
 from __future__ import annotations
 
 from rollover.devices.costs.links import weight_update_s
-from rollover.devices.engine_model import engine_model
-from rollover.planner.placed import engine_on_links, weights_link
+from rollover.devices.costs.rollout import engine_model
+from rollover.planner.placement import engine_on_links, weights_link
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync

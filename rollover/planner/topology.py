@@ -6,11 +6,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rollover.devices.costs.links import narrowest
 from rollover.devices.records import Link
-from rollover.planner.fabric import Fabric, Floats
 from rollover.planner.records import Fleet
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The graph of islands.
+
+    Example: two nodes of 8 H20 are ``types=("h20", "h20"), sizes=(8, 8)``.
+    """
+
+    types: tuple[str, ...]
+    """Device type of each island."""
+    sizes: tuple[int, ...]
+    """Number of devices in each island."""
+    bandwidth: Floats
+    """(islands, islands), bytes/s one way between a device of each; on the diagonal between two devices inside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

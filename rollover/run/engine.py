@@ -11,13 +11,14 @@ from rollover.clock import SystemClock
 from rollover.engine import open as engine_open
 from rollover.engine.open import EngineSetup, TrainedEngine
 from rollover.hf.architecture import Architecture
+from rollover.hf.raw_tensors import untied
 from rollover.rollout.strategy import OnFull
 from rollover.run.checks import longest_tokens
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.run.transfer import check_transfer, sending_device
 from rollover.swarm.config import SwarmConfig
-from rollover.weights.folders import WeightFolders, untied
+from rollover.weights.folders import WeightFolders
 
 if TYPE_CHECKING:
     from rollover.engine.servers.places import ServerPlaces

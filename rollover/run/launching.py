@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from rollover.algorithms.config import resolve
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
+from rollover.planner.launch import engine_settings, rollout_settings, trainer_settings
 from rollover.planner.plan import Plan
-from rollover.planner.settings import engine_settings, rollout_settings, trainer_settings
 from rollover.run.config import RunConfig
 from rollover.run.loading import SettingsLayer, replaced, written_kind
 from rollover.run.loading import load as load_config

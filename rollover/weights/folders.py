@@ -1,4 +1,4 @@
-"""Versions of the weights as model folders, for servers that read them from disk; and models with untied matrices.
+"""Versions of the weights as model folders, for servers that read them from disk.
 
 A folder is complete, or it is not there. The version before the newest stays, since an engine may still be reading it;
 older ones are deleted.
@@ -6,7 +6,6 @@ older ones are deleted.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,10 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollover.hf.companions import read_companions, write_companions
-from rollover.hf.config import read_config
 from rollover.hf.folder import PARTIAL, write_folder
-from rollover.hf.raw_tensors import read_raw_tensors, write_raw_tensors
-from rollover.hf.weights import EMBEDDING, HEAD
 from rollover.weights.adapters import AdapterSource
 from rollover.weights.formats import ServedFormats
 
@@ -73,28 +69,3 @@ class WeightFolders:
             if _OURS.fullmatch(path.name) and path not in self._written:
                 with suppress(OSError):  # a server may keep a file in it open on a network file system
                     shutil.rmtree(path)
-
-
-def untied(model: Path, target: Path) -> Path:
-    """Return a folder with the model of ``model`` and an output matrix of its own.
-
-    It is ``model`` itself when its config says so, else a copy in ``target``, in which the files' only matrix is
-    written twice. Needs no torch.
-    """
-    config = read_config(model)
-    if not config.get("tie_word_embeddings"):
-        return model
-
-    def write(partial: Path) -> None:
-        shutil.copytree(
-            model, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"), dirs_exist_ok=True
-        )
-        (partial / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
-        tensors = read_raw_tensors(model)
-        for name, twin in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
-            if name not in tensors:
-                tensors[name] = tensors[twin]
-        write_raw_tensors(partial / "model.safetensors", tensors)
-
-    write_folder(target, write, remedy="make room, or set engine.weights_dir to a place on another disk")
-    return target

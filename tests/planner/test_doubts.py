@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from rollover.devices import workload
-from rollover.devices.costs.records import TrainingPart
 from rollover.devices.model_shape import parse
 from rollover.planner.alternatives import ALMOST, launchable, leaner, unlimited
 from rollover.planner.launch import launch_files
-from rollover.planner.launchable import obstacles
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
-from rollover.planner.report import key_numbers, render_plan
+from rollover.planner.report import render_page, report
 from rollover.planner.search import make_plan
-from rollover.planner.summary import sentences
 from rollover.run.loading import load
 from rollover.settings import toml
 from tests.planner.test_plan import QWEN_7B, fleet
@@ -56,16 +52,15 @@ def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> Non
     other = made.launchable
     assert other is not None and other.steps_per_s == pytest.approx(plan.solution.steps_per_s)
     tokens = f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-    said = sentences(made)[0]
-    stages = plan.solution.plan.num_devices
-    assert said.startswith(f"rollover launch cannot run this plan: it trains pipeline parallel {stages} on h100-sxm")
+    said = report(made).sentences[0]
+    assert said.startswith("rollover launch cannot run this plan: on h100-sxm, the trainer supports only data")
     assert f"Planned with --for-launch, this fleet reaches {tokens} tokens/s by the formula" in said
-    assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in key_numbers(made)]
-    assert f"reaches {tokens} tokens/s" in render_plan(made)
+    assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in report(made).numbers]
+    assert f"reaches {tokens} tokens/s" in render_page(made)
     files = launch_files(made, model="m", server="vllm")
     assert said in files["README.md"]
     assert "# rollover launch cannot run this plan" in files["trainer.toml"]
-    assert "No plan was found that it can run with qwen-1.5b" in sentences(replace(made, launchable=None))[0]
+    assert "No plan was found that it can run with qwen-1.5b" in report(replace(made, launchable=None)).sentences[0]
 
 
 def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: Plan) -> None:
@@ -74,31 +69,30 @@ def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: P
     (part,) = made.solution.plan.parts
     assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1
     assert made.obstacles == () and launchable(made) is None
-    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
-    assert "1.00× this plan's" in sentences(made)[0]
+    assert (
+        report(made).sentences[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
+    )
+    assert "1.00× this plan's" in report(made).sentences[0]
     assert TypeAdapter(Plan).validate_json(made.to_json()) == made
 
 
-@pytest.mark.parametrize(
-    ("parts", "replica_nodes", "said"),
-    [
-        ([{"dp": 4}], [1, 1], []),
-        ([{"dp": 1, "sharded": False}], [1], []),
-        ([{"dp": 2, "tp": 2, "pp": 4}], [1], ["tensor parallel 2 and pipeline parallel 4 on a"]),
-        ([{"dp": 2, "sharded": False}], [1], ["the whole optimizer state on each of 2 a"]),
-        (
-            [{"dp": 2}, {"dp": 2, "device": "b"}],
-            [1, 2, 3],
-            ["2 types of device (a and b)", "2 of its replicas span"],
-        ),
-    ],
-)
-def test_what_cannot_be_launched_is_named(
-    parts: list[dict[str, Any]], replica_nodes: list[int], said: list[str]
-) -> None:
-    shape: dict[str, Any] = {"device": "a", "tp": 1, "pp": 1, "sharded": True, "recompute": False, "share": 1.0}
-    found = list(obstacles([TrainingPart(**{**shape, **part}) for part in parts], replica_nodes))
-    assert len(found) == len(said) and all(words in sentence for words, sentence in zip(said, found, strict=True))
+def test_each_part_that_cannot_be_launched_is_named(plan: Plan) -> None:
+    (part,) = plan.solution.plan.parts
+    other = replace(part, device="l4", dp=2, tp=2, pp=1)
+    training = replace(plan.solution.plan, parts=(part, other))
+    first, *rest = plan.placement.replicas
+    apart = replace(first, stages=(replace(first.stages[0], node=0), replace(first.stages[0], node=1)))
+    made = replace(
+        plan,
+        solution=replace(plan.solution, plan=training),
+        placement=replace(plan.placement, replicas=(apart, *rest)),
+    )
+    assert plan.obstacles == ()
+    assert made.obstacles == (
+        "it trains on 2 types of device (h100-sxm and l4), but the trainer supports only one",
+        "on l4, the trainer supports only data parallelism, not tensor parallel 2",
+        "1 of its replicas span several nodes, but a server runs on one",
+    )
 
 
 def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
@@ -111,7 +105,7 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     said = (
         "Idle: 4 × h100-sxm; no plan that uses them was found to be better. Not renting them saves 10.76 USD per hour."
     )
-    assert said in sentences(both)
+    assert said in report(both).sentences
 
 
 def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:
@@ -126,7 +120,7 @@ def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> Non
         training = replace(slow.solution.plan, step_s=step_s, sync_s=sync_s)
         bindings = tuple(b for b in slow.solution.bindings if all_busy or b.row != "replicas")
         made = replace(slow, solution=replace(slow.solution, plan=training, bindings=bindings))
-        return next(s for s in sentences(made) if "bottleneck" in s or "neither waits" in s)
+        return next(s for s in report(made).sentences if "bottleneck" in s or "neither waits" in s)
 
     own = slow.solution.plan
     assert said(own.step_s, own.sync_s) == (
@@ -153,7 +147,7 @@ def test_the_leaner_plan_is_cheaper_and_almost_as_fast(plan: Plan) -> None:
 def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> None:
     def said(steps_per_s: float, num_devices: int, cost: float | None) -> list[str]:
         less = Alternative(name="", steps_per_s=steps_per_s, cost_per_hour=cost, devices={"h100-sxm": num_devices})
-        return [s for s in sentences(replace(plan, leaner=less)) if s.startswith("Of little use")]
+        return [s for s in report(replace(plan, leaner=less)).sentences if s.startswith("Of little use")]
 
     rate, cost = plan.solution.steps_per_s, plan.cost_per_hour
     assert plan.used == {"h100-sxm": 8}

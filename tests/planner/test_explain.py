@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.planner.alternatives import by_number, by_type
-from rollover.planner.explain import in_words, marginal_gains, why_infeasible
+from rollover.planner.alternatives import by_number, by_type, marginal_gains
+from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
-from rollover.planner.records import Fleet, MarginalGain, Node, Problem
+from rollover.planner.records import Fleet, Node, Problem
 from tests.planner.kit import MODEL, device, workload
 
 A, B = device("a"), device("b", flops=100e12, price_per_hour=1.0)
@@ -102,10 +102,7 @@ def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
     more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
     assert more > 0.05, "staleness binds here"
     assert prices["max_staleness"].gain == pytest.approx(more)
-    assert in_words(prices["max_staleness"], here) == f"Staleness binds: 1 more gives {more:.1%} more steps"
     assert prices["budget"].unit == 2.0
-    free = MarginalGain(subject="a", unit=1.0, gain=0.0)
-    assert in_words(free, here) == "a: 1 more has no effect"
 
 
 def fleet() -> Fleet:

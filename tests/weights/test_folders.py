@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollover.errors import ResourceError
+from rollover.hf.raw_tensors import untied
 from rollover.weights import folders
-from rollover.weights.folders import WeightFolders, untied
+from rollover.weights.folders import WeightFolders
 
 EMBEDDING = torch.arange(12, dtype=torch.float32).reshape(4, 3)
 

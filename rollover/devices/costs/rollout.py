@@ -9,6 +9,7 @@ from rollover.devices.costs.links import all_reduce_s, transfer_s, weight_update
 from rollover.devices.costs.passes import forward_flops, longest_tokens, read_parameters
 from rollover.devices.costs.records import ReplicaKind
 from rollover.devices.records import BF16_BYTES, Device, LengthBucket, Link, ModelShape, WorkloadSpec
+from rollover.sim.scenario import ReplicaModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,4 +129,24 @@ def replica_kind(engine: ReplicaCosts, batch_cap: int, sync_link: Link | None = 
             for s, bucket in zip(running_s, buckets, strict=True)
         ),
         updates_s=tuple(load_s + s for s in redone),
+    )
+
+
+def engine_model(replica: ReplicaCosts, *, pause_s: float, max_running: int = 2**31) -> ReplicaModel:
+    """Draw the line through two iteration times of ``replica``: of one sample, and of a batch that fills its KV cache
+    or meets ``max_running``. New weights stop it for ``pause_s``."""
+    workload = replica.workload
+    squares = sum(bucket.share * bucket.tokens**2 for bucket in workload.buckets)
+    context = workload.prompt_tokens + squares / (2 * workload.response_tokens)  # mean over tokens, not over samples
+    kv_tokens = replica.kv_room / replica.kv_bytes_per_token
+    batch = max(2, min(max_running, int(kv_tokens / context)))
+    alone_s, full_s = replica.step_s(1, context), replica.step_s(batch, context)
+    slope_s = (full_s - alone_s) / (batch - 1)
+    return ReplicaModel(
+        c0_s=alone_s - slope_s,
+        b0=(alone_s - slope_s) / slope_s,
+        prefill_tokens_per_s=context / replica.prefill_s(context),
+        kv_tokens=kv_tokens,
+        swap_pause_s=pause_s,
+        max_running=max_running,
     )

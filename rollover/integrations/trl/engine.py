@@ -13,13 +13,14 @@ from typing import Any
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities
 from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
+from rollover.hf.raw_tensors import untied
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
 from rollover.integrations.hosted import HostedConfig, check_capabilities
 from rollover.integrations.record import HostedRun
 from rollover.rollout.events import Event
 from rollover.rollout.scheduler import Source
 from rollover.weights.base import WeightSource
-from rollover.weights.folders import WeightFolders, untied
+from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
 

@@ -19,12 +19,12 @@ from typing import Protocol, runtime_checkable
 from rollover.clock import Clock, SystemClock
 from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.hf.raw_tensors import untied
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.wire.messages import Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.weights.base import ReadsBack, WeightSource
-from rollover.weights.folders import untied
 from rollover.weights.sources import FolderWeights
 
 _KEPT = 2

@@ -14,7 +14,7 @@ Guesses: two tokens ahead, half of them right if those before were, at a fifth o
 assumption, below what grouped drafts are said to reach (Seer, arXiv 2511.14617). The cost follows from the roofline: a
 guess adds arithmetic, and no cache to read; for a 1.5B model of 16-bit weights with contexts of 4k tokens on an H100 at
 half of its peak, an iteration's arithmetic takes as long as its weights at some 150 rows, its caches at 30. Others are
-told with ``--acceptance`` and ``--guess-cost``: 0.33 and 1 are those of this project's engine on a CPU (``drafts.py``).
+told with ``--acceptance`` and ``--guess-cost``: 0.33 and 1 are those of this project's engine on a CPU (``LOG.md``).
 
 Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Of strategies that train
 several batches from one collection (`windowed`, `sorted`, `rollover`), whole rounds are measured.

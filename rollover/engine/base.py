@@ -146,10 +146,6 @@ class EngineStats:
     cached_tokens: int = 0
     """Tokens that calls found in the prefix cache when they started, and that were not prefilled for them."""
     decode_iterations: int = 0
-    drafted_tokens: int = 0
-    """Draft tokens that were verified (speculative decoding)."""
-    accepted_tokens: int = 0
-    """Draft tokens that were accepted: decoded in the iteration of the token before them."""
     busy_s: float = 0.0
     """Time spent in prefill and decode."""
     kv_bytes: int = 0

@@ -37,20 +37,6 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftTokens:
-    """Draft tokens of the engine and the number accepted, including evaluations.
-
-    Example: 1,000 tokens decoded, of which 200 were among 400 draft tokens, give
-    ``accepted_fraction=0.5, tokens_per_iteration=1.25``.
-    """
-
-    accepted_fraction: float
-    """Share of the draft tokens."""
-    tokens_per_iteration: float
-    """Tokens of a sample per iteration that decoded it, mean; 1 where no draft token is accepted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """One run in numbers.
 
@@ -80,7 +66,6 @@ class RunSummary:
     trained_tokens_per_s: float | None
     """Both speeds as defined in ``throughput``."""
     lag: LagSummary | None
-    draft_tokens: DraftTokens | None
     """``None`` if the engine makes none."""
     resumes_per_sample: float | None
     """Mean over trained samples."""
@@ -136,7 +121,6 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
         lag=measures.lag(timeline.steps),
-        draft_tokens=_draft_tokens(rows),
         resumes_per_sample=sum(s.num_resumes for s in timeline.steps) / samples if samples else None,
         generated=generated,
         trained=trained_lengths,
@@ -161,15 +145,6 @@ def _first_and_last(rows: Sequence[MetricRow], name: str) -> tuple[Accuracy | No
         if r.kind == "eval" and name in r.values
     ]
     return (found[0] if found else None, found[-1] if len(found) > 1 else None)
-
-
-def _draft_tokens(rows: Sequence[MetricRow]) -> DraftTokens | None:
-    decoded, drafted, accepted = (
-        sum(_values(rows, f"engine/{name}_tokens")) for name in ("decoded", "drafted", "accepted")
-    )
-    if not drafted:
-        return None
-    return DraftTokens(accepted_fraction=accepted / drafted, tokens_per_iteration=decoded / (decoded - accepted))
 
 
 def _phases(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, float]:
@@ -201,7 +176,6 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ("wasted by the rollout", waste_text(s, s.wasted_by_rollout)),
         ("without a gradient", waste_text(s, s.without_gradient)),
         ("re-prefilled tokens", f"{s.reprefilled_tokens:,}"),
-        *((("draft tokens", draft_tokens_text(s.draft_tokens)),) if s.draft_tokens else ()),
         ("resumes per sample", number(s.resumes_per_sample, ".2f")),
         ("generated lengths", lengths_text(s.generated)),
         ("trained lengths", lengths_text(s.trained)),
@@ -247,10 +221,6 @@ def lengths_text(found: LengthSummary | None) -> str:
     if found is None:
         return "–"
     return f"mean {found.mean:.1f}, median {found.median}, p95 {found.p95}, max {found.max} tokens"
-
-
-def draft_tokens_text(found: DraftTokens) -> str:
-    return f"{found.accepted_fraction:.0%} accepted; {found.tokens_per_iteration:.2f} tokens per sample and iteration"
 
 
 def waste_text(s: RunSummary, tokens: Mapping[WasteCause, int]) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
-from rollover.engine.base import EngineStats
 from rollover.rollout.ledger import Ledger
 from rollover.types import Batch, Drift, FinishReason
 
@@ -107,15 +106,6 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
         "rollout/starvation_age": ledger.next_step - min(starts, default=ledger.next_step),
         **{f"rollout/wasted_tokens/{cause}": count for cause, count in sorted(tokens.wasted.items())},
     }
-
-
-def draft_metrics(now: EngineStats, before: EngineStats) -> dict[str, float]:
-    """Return the draft tokens between two statistics of an engine, evaluations included; nothing while there are
-    none."""
-    if not now.drafted_tokens:
-        return {}
-    names = ("decoded_tokens", "drafted_tokens", "accepted_tokens")
-    return {f"engine/{name}": getattr(now, name) - getattr(before, name) for name in names}
 
 
 def drift_metrics(drift: Mapping[str, Drift]) -> dict[str, float]:

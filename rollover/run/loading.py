@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.old_config import without_removed
 from rollover.errors import ConfigError, nearest
 from rollover.rollout.old_config import upgraded
 from rollover.run.config import RunConfig
@@ -170,8 +171,13 @@ def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ())
 
 
 def _upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
-    rollout = stored.get("rollout")
-    return {**stored, "rollout": upgraded(rollout)} if isinstance(rollout, Mapping) else dict(stored)
+    rollout, engine = stored.get("rollout"), stored.get("engine")
+    changed = dict(stored)
+    if isinstance(rollout, Mapping):
+        changed["rollout"] = upgraded(rollout)
+    if isinstance(engine, Mapping):
+        changed["engine"] = without_removed(engine)
+    return changed
 
 
 def find(config: str | Path) -> Path:

@@ -14,7 +14,7 @@ from rollover.engine.base import Engine, EngineStats, ReportsMetrics
 from rollover.environments.scorer import RewardScorer
 from rollover.report import throughput
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, draft_metrics, drift_metrics, ledger_metrics
+from rollover.rollout.metrics import batch_metrics, drift_metrics, ledger_metrics
 from rollover.run.observers import StepEnded
 from rollover.types import Batch, TrainedStep, WasteCause
 
@@ -70,7 +70,6 @@ class StepMeter:
             **trained.metrics,
             **({} if WasteCause.SKIPPED in trained.untrained else batch_metrics(batch)),
             **ledger_metrics(self._ledger),
-            **draft_metrics(counters.engine, before.engine),
             **drift_metrics(trained.drift),
             **(self._engine.take_metrics() if isinstance(self._engine, ReportsMetrics) else {}),
             **self._timings,

@@ -76,17 +76,6 @@ def test_trained_tokens_are_those_that_had_a_gradient() -> None:
     assert rows["without a gradient"] == "7 of 46 tokens (15.2%): masked_stale 4, zero_advantage 3"
 
 
-def test_draft_tokens_are_shown_where_the_engine_made_some() -> None:
-    counts = ({"decoded": 50, "drafted": 20, "accepted": 8}, {"decoded": 30, "drafted": 20, "accepted": 12})
-    rows = [_step(i, 8.0, **{f"engine/{k}_tokens": v for k, v in c.items()}) for i, c in enumerate(counts)]
-    s = summarize(rows, Timeline.of(()))
-    assert s.draft_tokens is not None
-    assert (s.draft_tokens.accepted_fraction, s.draft_tokens.tokens_per_iteration) == (0.5, 80 / 60)
-    assert dict(summary_rows(s))["draft tokens"] == "50% accepted; 1.33 tokens per sample and iteration"
-    plain = summarize(ROWS, Timeline.of(()))
-    assert plain.draft_tokens is None and "draft tokens" not in dict(summary_rows(plain))
-
-
 def test_a_run_that_measured_nothing_shows_dashes() -> None:
     s = summarize((), Timeline.of(()))
     assert s.accuracy_before is None and s.lag is None and s.trained_tokens_per_s is None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from rollover.engine.base import EngineStats
 from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, draft_metrics, ledger_metrics, weighted_quantile
+from rollover.rollout.metrics import batch_metrics, ledger_metrics, weighted_quantile
 from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
@@ -77,16 +74,6 @@ def test_the_account_of_a_ledger_is_its_own() -> None:
     ledger.next_step = 3  # three batches went by, and the group that was begun under version 0 was in none
     assert ledger_metrics(ledger)["rollout/starvation_age"] == 3
     assert ledger_metrics(Ledger())["rollout/starvation_age"] == 0, "nothing has begun"
-
-
-def test_draft_tokens_are_counted_between_two_looks_and_only_where_there_are_any() -> None:
-    before = EngineStats(num_running=0, num_waiting=0, policy_version=0, decoded_tokens=10)
-    assert draft_metrics(replace(before, decoded_tokens=30), before) == {}
-    one = replace(before, decoded_tokens=30, drafted_tokens=8, accepted_tokens=5)
-    two = replace(one, decoded_tokens=37)
-    names = ("engine/decoded_tokens", "engine/drafted_tokens", "engine/accepted_tokens")
-    assert draft_metrics(one, before) == dict(zip(names, (20, 8, 5), strict=True))
-    assert draft_metrics(two, one) == dict(zip(names, (7, 0, 0), strict=True))
 
 
 def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:

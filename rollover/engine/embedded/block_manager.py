@@ -201,18 +201,6 @@ class BlockManager:
         self._evict_first.clear()
         self._evictable.clear()
 
-    def holds_something(self, index: int) -> bool:
-        return bool(self.blocks[index].ref_count or self.blocks[index].key)
-
-    def swap(self, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Exchange the two blocks of each pair, and give the new number of each. Block tables must be renamed."""
-        new = dict(pairs) | {b: a for a, b in pairs}
-        for a, b in pairs:
-            self.blocks[a], self.blocks[b] = self.blocks[b], self.blocks[a]
-            self.blocks[a].index, self.blocks[b].index = a, b
-        self._empty = sorted(new.get(index, index) for index in self._empty)
-        return new
-
     def _longest_match(self, parent: Key, token_ids: tuple[int, ...]) -> tuple[Block | None, int]:
         """Return the block after ``parent`` that begins with most of ``token_ids``, and with how many. It is next to
         where they would stand in the sorted list."""

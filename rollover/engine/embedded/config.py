@@ -34,12 +34,6 @@ class EmbeddedConfig(EngineConfig):
     """Memory for the key-value cache of running samples, parked samples and prompts. It is never exceeded: blocks of
     finished responses are evicted first, then the least recently used blocks of parked samples and prompts, and finally
     the youngest running sample is preempted. Evicted blocks are recomputed when they are needed."""
-    draft_rows: Inexact[int] = 0
-    """Rows of a decode iteration that draft tokens may fill (speculative decoding): while B samples decode, and B is
-    below this number, the likeliest ``draft_rows - B`` draft tokens are verified along with them. Choose the number of
-    rows at which an iteration takes twice as long as with almost none: tokens are drafted only where that pays. The
-    sampled tokens stay the same; the last, longest samples finish sooner when responses repeat each other. 0 disables
-    it."""
     block_size_tokens: Inexact[int] = 32
     """Tokens per block of the key-value cache, the unit in which it is shared and evicted. Smaller blocks waste less at
     the end of each sample; larger ones cost less per step."""
@@ -48,7 +42,7 @@ class EmbeddedConfig(EngineConfig):
     a long prompt can delay the running samples."""
     cpu_kernels: Inexact[Literal["auto", "compiled", "torch"]] = "auto"
     """Kernels used on a CPU: ``compiled`` builds them with the machine's C compiler (a few seconds at startup),
-    ``torch`` uses PyTorch's operations, at a third of the speed, and ``auto`` compiles if it can. The compiled kernels
+    ``torch`` uses PyTorch's operations, several times slower, and ``auto`` compiles if it can. The compiled kernels
     compute and cache in float32, whatever the type of the weights. This setting has no effect on a GPU."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """Treatment of cached tokens in a weight update. ``recompute`` drops them, so that every token is sampled from
@@ -114,11 +108,6 @@ class EmbeddedConfig(EngineConfig):
         for key, most in _MOST.items():
             if getattr(self, key) > most:
                 raise ValueError(f"{key} must be at most {most}, got {getattr(self, key)}")
-        if not 0 <= self.draft_rows <= self.max_running:
-            raise ValueError(
-                f"draft_rows must be from 0 to max_running = {self.max_running}, the most rows of an iteration, "
-                f"got {self.draft_rows}"
-            )
         if self.max_context_tokens is not None and self.max_context_tokens < 2:
             raise ValueError(f"max_context_tokens must be at least 2, got {self.max_context_tokens}")
         for key, allowed in (

@@ -1,8 +1,6 @@
 """The synchronous engine: requests in, chunks out, one iteration per ``step``.
 
-An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready, or several
-where few are left and draft tokens are at hand (``drafts``). A draft token is computed as if it followed; the token
-drawn before it decides whether it is accepted. So drafts change when tokens are drawn, not which.
+An iteration admits what fits, prefills one chunk, then decodes one token of every sequence that is ready.
 All that an iteration or a command produces is returned as ``Output`` records; the core never calls out.
 
 Invariants: each chunk has one policy version (a weight load flushes what was sampled before it); a finished, aborted or
@@ -23,7 +21,7 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice, zip_longest
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +33,6 @@ from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, Engine
 from rollover.engine.embedded import sizing
 from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.embedded.drafts import Draft, NgramDrafter
 from rollover.engine.embedded.kv_cache import Ints
 from rollover.engine.embedded.loaded import LoadedWeights
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
@@ -108,8 +105,7 @@ class EngineCore:
         self._used_ids = UsedIds(self._open)
         self._arrivals = count()
         self._stop_strings: StopStrings | None = None
-        self._drafter = NgramDrafter() if config.draft_rows else None
-        self._decoded_tokens = self._decode_iterations = self._drafted_tokens = self._accepted_tokens = 0
+        self._decoded_tokens = self._decode_iterations = 0
         self._busy_s = 0.0
 
     @property
@@ -154,8 +150,6 @@ class EngineCore:
         sequence = Sequence(request, arrival=next(self._arrivals))
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
-        if self._drafter:
-            self._drafter.start(sequence)
         return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
@@ -172,9 +166,6 @@ class EngineCore:
     def reset(self) -> list[str]:
         """Forget all calls and caches after a failed step, and give the ids of the calls that were open."""
         ids = list(self._open)
-        if self._drafter:
-            for sequence in self._open.values():
-                self._drafter.end(sequence)
         self._open.clear()
         self.scheduler.reset()
         self._model_runner.kv.zero_()
@@ -268,8 +259,6 @@ class EngineCore:
             reprefilled_tokens=scheduler.reprefilled_tokens,
             cached_tokens=scheduler.cached_tokens,
             decode_iterations=self._decode_iterations,
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
             busy_s=self._busy_s,
             kv_bytes=scheduler.blocks.num_used * self._block_bytes,
         )
@@ -285,10 +274,8 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            if self._model_runner.scans_pool:
-                self._copy(self.scheduler.compact())
-            drafts = self._propose_drafts(sequences)
-            outputs = self._account(sequences, drafts, *self._decode(sequences, drafts))
+            for sequence, token, logprob in zip(sequences, *self._decode(sequences), strict=True):
+                self._take(sequence, token, logprob, outputs)
             self._decode_iterations += 1
         self._busy_s += time.perf_counter() - start_s
         return outputs
@@ -319,8 +306,6 @@ class EngineCore:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> Output:
         self.scheduler.remove(sequence, park=reason is FinishReason.ABORT)
         del self._open[sequence.request.request_id]
-        if self._drafter:
-            self._drafter.end(sequence)
         return Output(sequence.request.request_id, sequence.flush(self.policy_version, reason))
 
     def _copy(self, copies: list[BlockCopy]) -> None:
@@ -334,31 +319,13 @@ class EngineCore:
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._model_runner.prefill(InputBatch(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _propose_drafts(self, sequences: list[Sequence]) -> list[Draft]:
-        if self._drafter is None or len(sequences) >= self._config.draft_rows:
-            return [Draft()] * len(sequences)
-        rooms = [min(self.scheduler.room(s), s.max_tokens - s.num_tokens - 1) for s in sequences]
-        return self._drafter.propose(sequences, rooms, self._config.draft_rows)
-
-    def _decode(self, sequences: list[Sequence], drafts: list[Draft]) -> tuple[list[int], list[float]]:
-        """Draw token ids and log-probs: those after the last token of each sequence, then those after each draft
-        token."""
-        drafted = [
-            (s, i, token)
-            for s, draft in zip(sequences, drafts, strict=True)
-            if draft.token_ids
-            for i, token in enumerate(draft.token_ids, 1)
-        ]
-        rows = [*sequences, *(s for s, _, _ in drafted)]
-        ids = [s.token_ids[-1] for s in sequences] + [token for _, _, token in drafted]
-        lengths_R = np.array(
-            [s.num_cached_tokens for s in sequences] + [s.num_cached_tokens + i for s, i, _ in drafted]
-        )
-        positions = [s.num_tokens - s.num_prompt for s in sequences]
-        positions += [s.num_tokens - s.num_prompt + i for s, i, _ in drafted]
-        noise_R = uniforms([s.request.seed for s in rows], positions)
-        tokens = InputBatch(np.array(ids), self._tables(rows, lengths_R + 1), lengths_R, np.ones_like(lengths_R))
-        return self._model_runner.decode(tokens, [s.request.params for s in rows], noise_R)
+    def _decode(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+        """Draw the token ids and log-probs that follow the last token of each sequence."""
+        lengths_B = np.array([s.num_cached_tokens for s in sequences])
+        noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
+        last_B = np.array([s.token_ids[-1] for s in sequences])
+        tokens = InputBatch(last_B, self._tables(sequences, lengths_B + 1), lengths_B, np.ones_like(lengths_B))
+        return self._model_runner.decode(tokens, [s.request.params for s in sequences], noise_B)
 
     def _tables(self, sequences: AbstractSequence[Sequence], lengths_B: Ints) -> Ints:
         """Give ``[B, N]``: the blocks of each sequence, padded with the null block to those of the longest."""
@@ -369,34 +336,8 @@ class EngineCore:
             row[: len(table)] = table
         return tables_BN
 
-    def _account(
-        self, sequences: list[Sequence], drafts: list[Draft], tokens: list[int], logprobs: list[float]
-    ) -> list[Output]:
-        outputs: list[Output] = []
-        drawn = zip(tokens, logprobs, strict=True)
-        firsts = list(islice(drawn, len(sequences)))
-        for sequence, draft, first in zip(sequences, drafts, firsts, strict=True):
-            if draft.token_ids:
-                self._verify(sequence, draft, [first, *islice(drawn, len(draft.token_ids))], outputs)
-            else:
-                self._take(sequence, *first, outputs)
-        return outputs
-
-    def _verify(self, sequence: Sequence, draft: Draft, rows: list[tuple[int, float]], outputs: list[Output]) -> None:
-        """Take what was drawn up to the first token that was not the draft token, or ends the call."""
-        assert self._drafter is not None
-        num_taken, ended = 0, False
-        for (token, logprob), expected in zip_longest(rows, draft.token_ids):  # the last one follows all draft tokens
-            ended = self._take(sequence, token, logprob, outputs)
-            num_taken += 1
-            if ended or token != expected:
-                break
-        self._drafted_tokens += len(draft.token_ids)
-        self._accepted_tokens += num_taken - 1
-        self._drafter.acceptance.observe(draft.match, num_taken - 1, rejected=not ended and num_taken < len(rows))
-
-    def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> bool:
-        """Append a token; true when it ends the call."""
+    def _take(self, sequence: Sequence, token: int, logprob: float, outputs: list[Output]) -> None:
+        """Append a token; it may end the call."""
         if not math.isfinite(logprob):
             raise EngineError(
                 f"the model of version {self.policy_version} gave logits that are not finite for request "
@@ -406,10 +347,8 @@ class EngineCore:
         self._decoded_tokens += 1
         if (reason := self._finish_reason(sequence)) is not None:
             outputs.append(self._finish(sequence, reason))
-            return True
-        if sequence.num_pending >= self._config.stream_interval_tokens:
+        elif sequence.num_pending >= self._config.stream_interval_tokens:
             outputs.append(Output(sequence.request.request_id, sequence.flush(self.policy_version)))
-        return False
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         if sequence.token_ids[-1] in sequence.stop_token_ids:

@@ -35,8 +35,6 @@ class GraphModelRunner(TorchModelRunner):
     """Implements ``ModelRunner`` for GPUs: prefill as it is, decoding as recorded. The last block of its cache is the
     spare one."""
 
-    scans_pool = False
-
     def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(arch, replace(sizes, num_blocks=sizes.num_blocks + 1), dtype, device)
         self._device, self._most = device, sizes.max_decoded

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollover.engine.embedded.decode import DecodeAttention
 from rollover.engine.embedded.kv_cache import Ints, KVCache
 from rollover.engine.embedded.model import Decoder, Slot, Weights
 from rollover.engine.embedded.ops import TorchLayout
@@ -77,11 +76,6 @@ class ModelRunner(Protocol):
     @property
     def kv(self) -> KVCache: ...
 
-    @property
-    def scans_pool(self) -> bool:
-        """Return True when decoding reads over gaps between the blocks in use."""
-        ...
-
     def prefill(self, tokens: InputBatch) -> None:
         """Compute tokens whose keys and values alone are wanted, and write these to the cache."""
         ...
@@ -90,8 +84,7 @@ class ModelRunner(Protocol):
         self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
         """Write the tokens' keys and values to the cache, and draw one token of each sequence, with its log-prob, from
-        the logits of its only new one. Rows may be tokens of one sequence that follow each other, over the same blocks:
-        within a layer all keys and values are written before any query reads them."""
+        the logits of its only new one."""
         ...
 
 
@@ -101,8 +94,6 @@ MakeModelRunner = Callable[[Architecture, RunnerSizes, torch.dtype, torch.device
 
 class TorchModelRunner:
     """Implements ``ModelRunner`` in PyTorch's operations, on any device that PyTorch knows."""
-
-    scans_pool = True
 
     def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
         weights = Weights(arch, device, TorchLayout(dtype, device))
@@ -118,7 +109,7 @@ class TorchModelRunner:
     def decode(
         self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
     ) -> tuple[list[int], list[float]]:
-        attention = DecodeAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B)
+        attention = PrefillAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
         logits_BV = self._decoder.logits(self.kv.to_device(tokens.token_ids_T), attention)
         tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B)
         ids, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()  # waits for the device, once

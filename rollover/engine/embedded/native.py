@@ -201,7 +201,6 @@ class NativeModelRunner:
 
     dtype = torch.float32
     """The type of the cache."""
-    scans_pool = False
 
     def __init__(
         self, kernels: Kernels, arch: Architecture, sizes: RunnerSizes, weight_dtype: torch.dtype, cpu: torch.device

@@ -22,8 +22,6 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-import numpy as np
-
 from rollover.engine.embedded.block_manager import BlockCopy, BlockManager, CachedPrefix, Key, block_key, root_key
 from rollover.engine.embedded.sequence import Chain, Sequence
 
@@ -46,7 +44,6 @@ class SequenceScheduler:
     """Admits, prefills, decodes and preempts sequences.
 
     Args:
-        max_gaps: the number of blocks that decoding may read over in vain before those in use are brought together.
         isolate_prompts: let samples of the same prompt alone share cache, and only what prompts and parked samples
             left: what is found for a prompt then does not depend on which other prompts came before.
     """
@@ -57,11 +54,10 @@ class SequenceScheduler:
         *,
         max_running: int,
         prefill_chunk_tokens: int,
-        max_gaps: int = 16,
         isolate_prompts: bool = False,
     ) -> None:
         self.blocks = blocks
-        self.max_running, self.prefill_chunk_tokens, self.max_gaps = max_running, prefill_chunk_tokens, max_gaps
+        self.max_running, self.prefill_chunk_tokens = max_running, prefill_chunk_tokens
         self.isolate_prompts = isolate_prompts
         self.waiting: list[Sequence] = []  # in order of arrival
         self.running: list[Sequence] = []
@@ -71,7 +67,6 @@ class SequenceScheduler:
         """The number of weight updates so far, including those that did not change the version."""
         self._left_chains: dict[str, Chain] = {}
         """The chains of samples that were parked or preempted, by sample key, the latest last."""
-        self._drifted = False
         self.num_preempted = 0
         self.prefilled_tokens = 0
         self.reprefilled_tokens = 0
@@ -133,33 +128,10 @@ class SequenceScheduler:
             while sequence.block_table and len(sequence.block_table) * size < sequence.num_tokens:
                 if new := self.blocks.allocate(1):
                     sequence.block_table += new
-                    self._drifted = True
                 else:
                     self._back_to_waiting(max(self.running, key=lambda s: s.arrival))
                     self.num_preempted += 1
         return [s for s in self.running if len(s.token_ids) == s.num_cached_tokens + 1]
-
-    def room(self, sequence: Sequence) -> int:
-        """Count the tokens that fit after its last one into its last block, which is its own when it can decode."""
-        return len(sequence.block_table) * self.blocks.block_size - sequence.num_tokens
-
-    def compact(self) -> list[BlockCopy]:
-        """Bring the blocks that one running sequence alone holds to the front of the pool when they have drifted
-        apart, since decoding reads the pool up to the last of them, and give what must be copied first."""
-        if not self._drifted or not self.running:
-            return []
-        self._drifted = False
-        num_users = np.bincount(np.concatenate([s.block_table_array for s in self.running]))
-        own = np.flatnonzero(num_users == 1)
-        if not len(own) or own[-1] <= len(own) + max(self.max_gaps, len(own) // 8):
-            return []
-        front = np.arange(1, len(own) + 1)
-        pairs = list(zip(own[own > len(own)].tolist(), np.setdiff1d(front, own).tolist(), strict=True))
-        held = [target for _, target in pairs if self.blocks.holds_something(target)]
-        new = self.blocks.swap(pairs)
-        for sequence in self.running:
-            sequence.rename_blocks(new)
-        return [*pairs, *((target, new[target]) for target in held)]
 
     def remove(self, sequence: Sequence, *, park: bool) -> None:
         """Take it out, waiting or running. Its cache can be found until the room is needed; that of a finished
@@ -244,7 +216,6 @@ class SequenceScheduler:
         sequence.start(prefix, block_table)
         self.cached_tokens += prefix.num_tokens
         self._left_chains.pop(sequence.request.sample_key, None)
-        self._drifted = True
         return True
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:
@@ -266,7 +237,6 @@ class SequenceScheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         """Let others find all that it has computed; its blocks are the caller's to release."""
         self.running.remove(sequence)
-        self._drifted = True
         self._cache_full_blocks(sequence)
         self._cache_tail(sequence)
         sequence.forget_cache()

@@ -8,7 +8,6 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -102,10 +101,6 @@ class Sequence:
         self.token_ids.append(token_id)
         self._pending_ids.append(token_id)
         self._pending_logprobs.append(logprob)
-
-    def rename_blocks(self, new: Mapping[int, int]) -> None:
-        """Rename blocks that have been swapped; those not in ``new`` stayed."""
-        self.block_table, self._table = [new.get(block, block) for block in self.block_table], self._table[:0]
 
     def forget_cache(self) -> None:
         self.block_table, self._table, self.num_cached_tokens, self.num_cached_blocks = [], self._table[:0], 0, 0

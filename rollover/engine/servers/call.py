@@ -37,10 +37,6 @@ class Delta:
     """Tokens of the call's input that the server had in its cache."""
     num_prefilled_tokens: int | None = None
     """Response tokens that it computed again to start the call, where it says so; in the first delta only."""
-    num_drafted_tokens: int = 0
-    """Draft tokens that the server has verified since it last said so, of whichever calls."""
-    num_accepted_tokens: int = 0
-    """Number of them that it has accepted."""
 
 
 class GenerationCall:

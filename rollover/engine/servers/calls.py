@@ -100,7 +100,6 @@ class OpenCalls:
         self._check_of_weights: asyncio.Task[None] | None = None
         self._last_token_s = 0.0
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
-        self._drafted_tokens = self._accepted_tokens = 0
 
     @property
     def sent(self) -> list[GenerationCall]:
@@ -161,13 +160,10 @@ class OpenCalls:
             decoded_tokens=self._decoded_tokens,
             prefilled_tokens=self._prefilled_tokens,
             reprefilled_tokens=self._reprefilled_tokens,
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
         )
 
     def count_from_zero(self) -> None:
         self._decoded_tokens = self._prefilled_tokens = self._reprefilled_tokens = 0
-        self._drafted_tokens = self._accepted_tokens = 0
 
     def count_lost_kv(self) -> None:
         """Count the loss of the caches of all running calls, which the server computes again."""
@@ -208,8 +204,6 @@ class OpenCalls:
             async with aclosing(self._dialect.decode(call)) as deltas:
                 async for delta in deltas:
                     self._count_cached(call, delta.num_cached_tokens)
-                    self._drafted_tokens += delta.num_drafted_tokens
-                    self._accepted_tokens += delta.num_accepted_tokens
                     if not call.ended.is_set():
                         self._take(call, delta)
             if not call.ended.is_set():

@@ -88,7 +88,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def next_evicted(self, n: int, held: list[int]) -> list[int]:
         """What must go so that ``n`` blocks are empty."""
-        num_empty = sum(not self.blocks.holds_something(index) for index in range(1, self.blocks.num_blocks))
+        num_empty = sum(not (block.ref_count or block.key) for block in self.blocks.blocks[1:])
         order = [index for index in (*self.finished, *self.recent) if index not in held]
         return order[: max(0, n - num_empty)]
 
@@ -148,15 +148,6 @@ class BlocksMachine(RuleBasedStateMachine):
         for index in reversed(holder.table):
             self.enter_queue(index, self.finished if finished else self.recent)
         del self.finished[: max(0, len(self.finished) - self.most_used)]
-
-    @rule(pairs=st.permutations(range(1, 13)).map(lambda p: [(p[0], p[1]), (p[2], p[3])]))
-    def swap(self, pairs: list[tuple[int, int]]) -> None:
-        new = self.blocks.swap(pairs)
-        for holder in self.tables:
-            holder.table = [new.get(index, index) for index in holder.table]
-        self.written = {new.get(index, index): held for index, held in self.written.items()}
-        self.finished = [new.get(index, index) for index in self.finished]
-        self.recent = [new.get(index, index) for index in self.recent]
 
     @rule()
     def forget_all(self) -> None:

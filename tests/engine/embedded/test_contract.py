@@ -70,13 +70,5 @@ class TestLockstepEngineKeepsTheContract(Embedded):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 
 
-class TestDraftingEngineKeepsTheContract(Embedded):
-    config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, draft_rows=4)
-
-
-class TestDraftingLockstepEngineKeepsTheContract(TestDraftingEngineKeepsTheContract):
-    lockstep = True
-
-
 class TestEngineThatKeepsItsCacheKeepsTheContract(Embedded):
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8, kv_on_update="keep")

@@ -86,11 +86,6 @@ def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
     }
 
 
-def test_lockstep_with_drafts_gives_the_same_interleaving_twice(folder: Path) -> None:
-    first = lockstep_log(folder, draft_rows=16)
-    assert first == lockstep_log(folder, draft_rows=16) != lockstep_log(folder)
-
-
 def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(folder, lockstep=True)

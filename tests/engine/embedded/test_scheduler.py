@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self, num_blocks: int, max_running: int, chunk: int) -> None:
         self.scheduler = SequenceScheduler(
-            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk, max_gaps=2
+            BlockManager(num_blocks, BLOCK), max_running=max_running, prefill_chunk_tokens=chunk
         )
         self.content: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
         self.open: dict[str, Sequence] = {}
@@ -87,8 +87,6 @@ class Machine:
         scheduler.prefilled(slices)
         self.copy(scheduler.admit())
         ready = scheduler.next_decode()
-        self.copy(scheduler.compact())
-        self.is_dense()
         for sequence in ready:
             self.write(sequence, sequence.num_cached_tokens)
             self.read(sequence, sequence.num_tokens)
@@ -105,12 +103,6 @@ class Machine:
                 return
             self.step()
         raise AssertionError("some call never finished")
-
-    def is_dense(self) -> None:
-        """Decoding reads the pool up to the last block that one running sequence alone holds."""
-        tables = [index for s in self.scheduler.running for index in s.block_table]
-        own = [index for index in tables if tables.count(index) == 1]
-        assert max(own, default=0) <= len(own) + max(self.scheduler.max_gaps, len(own) // 8)
 
     def end(self, sequence: Sequence, *, park: bool) -> None:
         del self.open[sequence.request.request_id]

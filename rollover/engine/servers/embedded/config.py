@@ -13,7 +13,7 @@ from rollover.settings.changes import Changeable
 KEY_VARIABLE = "ROLLOVER_API_KEY"
 """The environment variable from which a server takes its API key, unless it is told to use another."""
 
-_OF_STARTED = ("dtype", "max_context_tokens", "kv_cache_bytes", "draft_rows", "stream_interval_tokens")
+_OF_STARTED = ("dtype", "max_context_tokens", "kv_cache_bytes", "stream_interval_tokens")
 """Settings of the engine in a server that is started; a server that is already running has its own."""
 
 
@@ -33,8 +33,6 @@ class EmbeddedServerConfig(ServerConfig):
     left out."""
     kv_cache_bytes: Changeable[int] = 512 * 2**20
     """With `launch`, each server's memory for the key-value cache of running samples, parked samples and prompts."""
-    draft_rows: Changeable[int] = 0
-    """With `launch`, the rows of a decode iteration that draft tokens may fill, as in the embedded engine."""
     stream_interval_tokens: Changeable[int] = 16
     """With `launch`, the tokens per streamed chunk, which is also the most that is lost per sample when a server
     dies."""

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypedDict
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
@@ -31,11 +30,6 @@ from rollover.types import SamplingParams
 
 _DRAIN_S = 0.02
 """Longest time that tokens sampled before a pause may take to reach us. Labels do not depend on it."""
-
-
-class _NewDrafts(TypedDict):
-    num_drafted_tokens: int
-    num_accepted_tokens: int
 
 
 class EmbeddedServerDialect:
@@ -64,7 +58,6 @@ class EmbeddedServerDialect:
         self._client = client
         self._model = model
         self._prefix = f"{secrets.token_hex(4)}/"
-        self._drafts = _DraftCounts()
 
     async def identify(self) -> None:
         """See ``Dialect.identify``."""
@@ -118,7 +111,6 @@ class EmbeddedServerDialect:
                     label=event.label,
                     kv_label=event.kv_label,
                     num_prefilled_tokens=event.num_prefilled_tokens if is_first else None,
-                    **self._drafts.since(event),
                 )
                 is_first = False
 
@@ -155,16 +147,3 @@ class EmbeddedServerDialect:
             raise
         except EngineError as e:
             raise EngineError(f"{e}; engine.kind 'embedded_server' is for servers started with rollover serve") from e
-
-
-class _DraftCounts:
-    """The server's counts of draft tokens, as they were last. A server that is started again counts from 0."""
-
-    def __init__(self) -> None:
-        self._last = (0, 0)
-
-    def since(self, event: TokensEvent) -> _NewDrafts:
-        """Return how many have come since the event before, which may be of another call."""
-        now = (event.drafted_tokens, event.accepted_tokens)
-        before, self._last = self._last if now[0] >= self._last[0] else (0, 0), now
-        return {"num_drafted_tokens": now[0] - before[0], "num_accepted_tokens": now[1] - before[1]}

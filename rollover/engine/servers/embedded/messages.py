@@ -77,10 +77,6 @@ class TokensEvent(Event):
     finish_reason: FinishReason | None = None
     num_prefilled_tokens: Count = 0
     """Response tokens prefilled to start the call; in its first event only."""
-    drafted_tokens: Count = 0
-    """Draft tokens of all calls that the server has verified since it was started."""
-    accepted_tokens: Count = 0
-    """Number of them that were accepted."""
 
 
 class TensorDigests(Answer):

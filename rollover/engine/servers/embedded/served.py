@@ -184,7 +184,6 @@ class ServedEngine:
         await self._engine.close()
 
     def _event(self, chunk: Chunk) -> TokensEvent:
-        stats = self._engine.stats()
         return TokensEvent(
             token_ids=list(chunk.token_ids),
             logprobs=list(chunk.logprobs),
@@ -192,8 +191,6 @@ class ServedEngine:
             kv_label=self._labels[chunk.kv_version],
             finish_reason=chunk.finish_reason,
             num_prefilled_tokens=chunk.num_prefilled_tokens,
-            drafted_tokens=stats.drafted_tokens,
-            accepted_tokens=stats.accepted_tokens,
         )
 
     async def _change(self, label: str, take: Callable[[int], Awaitable[None]]) -> None:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +22,14 @@ from rollover import cli
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.servers.embedded import served
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.embedded.dialect import _DraftCounts
-from rollover.engine.servers.embedded.messages import GroupAddress, TokensEvent
+from rollover.engine.servers.embedded.messages import GroupAddress
 from rollover.engine.servers.embedded.open import launch_arguments, with_program
 from rollover.errors import EngineError
 from rollover.weights.groups import TorchGroup
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.models import greedy, logprobs, tiny_model
-from tests.engine.servers.embedded.kit import CONTEXT, ENGINE, RUN, model, opened, serving
+from tests.engine.servers.embedded.kit import CONTEXT, RUN, model, opened, serving
 
 DEADLINE_S = 60.0
 CALL = {
@@ -134,26 +132,6 @@ def test_a_call_streams_what_transformers_computes(http: httpx.Client) -> None:
     reported = [p for piece in pieces for p in piece["logprobs"]]
     assert reported == pytest.approx(logprobs(reference, (5, 6, 7), ids), abs=1e-4)
     assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-
-
-def test_draft_tokens_are_counted_also_over_a_restart(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model")
-
-    async def counted(url: str) -> tuple[int, int]:
-        async with opened(url, folder) as engine:
-            await collect(engine, request("a", max_new_tokens=400, temperature=0.0))
-            stats = engine.stats()
-            return stats.drafted_tokens, stats.accepted_tokens
-
-    with serving(folder, replace(ENGINE, draft_rows=4)) as url:
-        drafted, accepted = asyncio.run(counted(url))
-        with httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False) as http:
-            (last,) = events(http, {**CALL, "params": {"max_new_tokens": 1}})
-    assert 0 < accepted <= drafted <= last["drafted_tokens"]
-    counts, restarted = _DraftCounts(), {**last, "drafted_tokens": 3, "accepted_tokens": 2}
-    first, second = (TokensEvent.model_validate_json(json.dumps(event)) for event in (last, restarted))
-    assert counts.since(first)["num_drafted_tokens"] == last["drafted_tokens"]
-    assert counts.since(second) == {"num_drafted_tokens": 3, "num_accepted_tokens": 2}
 
 
 def test_a_call_that_cannot_run_ends_with_an_error_event(http: httpx.Client) -> None:
@@ -348,7 +326,6 @@ def test_what_is_started_gets_the_settings_of_the_run(tmp_path: Path) -> None:
         ({"urls": ("http://h",), "kv_cache_bytes": 1}, "kv_cache_bytes has no effect without launch = true"),
         ({"urls": ("http://h",), "dtype": "float32"}, "dtype has no effect without launch = true"),
         ({"urls": ("http://h",), "transfer_host": "h"}, "transfer_host has no effect with weight_transfer = 'folder'"),
-        ({"launch": True, "draft_rows": 65}, "draft_rows must be from 0 to max_running"),
         ({}, "neither"),
     ],
 )

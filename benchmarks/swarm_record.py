@@ -22,7 +22,7 @@ from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.journal import effective, read_events
 from rollover.rollout.metrics import token_lags
 from rollover.rollout.state import RolloutState
-from rollover.swarm.coordinator.status.weight_log import FILE_NAME, MemberChange, PublishedVersion, read_weight_log
+from rollover.swarm.coordinator.status.weight_log import FILE_NAME
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest
 from rollover.types import Batch
 
@@ -109,33 +109,33 @@ def _idle(segments: Sequence[Any], member: str, room: int, start_s: float, end_s
 
 def _weights(log: Path) -> Record | None:
     """Bytes and seconds of publications and of members' changes, but for the first, which opens the engines."""
-    records = read_weight_log(log)
-    made = [r for r in records if isinstance(r, PublishedVersion)]
-    changes = [r for r in records if isinstance(r, MemberChange)]
+    records: list[Record] = list(map(json.loads, log.read_text().splitlines())) if log.exists() else []
+    made = [r for r in records if r["record"] == "publication"]
+    changes = [r for r in records if r["record"] == "change"]
     if not made:
         return None
-    by_kind: dict[str, list[PublishedVersion]] = defaultdict(list)
+    by_kind: dict[str, list[Record]] = defaultdict(list)
     for publication in made:
-        by_kind[publication.kind].append(publication)
-    later = [c for c in changes if c.version > 0]
+        by_kind[publication["kind"]].append(publication)
+    later = [c for c in changes if c["version"] > 0]
     reached: dict[int, list[float]] = defaultdict(list)
     for change in later:
-        reached[change.version].append(change.after_s)
+        reached[change["version"]].append(change["after_s"])
     return {
-        "full_bytes": made[0].full_bytes,
+        "full_bytes": made[0]["full_bytes"],
         "publications": {
             kind: {
                 "number": len(of_kind),
-                "wire_bytes": statistics.fmean(p.wire_bytes for p in of_kind),
-                "elapsed_s": statistics.fmean(p.elapsed_s for p in of_kind),
+                "wire_bytes": statistics.fmean(p["wire_bytes"] for p in of_kind),
+                "elapsed_s": statistics.fmean(p["elapsed_s"] for p in of_kind),
             }
             for kind, of_kind in by_kind.items()
         },
         "changes": len(later),
-        "wire_bytes": sum(c.wire_bytes for c in changes),
-        "prepare_s": _spread([c.prepare_s for c in later]),
-        "pause_s": _spread([c.pause_s for c in later]),
-        "after_s": _spread([c.after_s for c in later]),
+        "wire_bytes": sum(c["wire_bytes"] for c in changes),
+        "prepare_s": _spread([c["prepare_s"] for c in later]),
+        "pause_s": _spread([c["pause_s"] for c in later]),
+        "after_s": _spread([c["after_s"] for c in later]),
         "convergence_s": _spread([max(times) for times in reached.values()]),
     }
 

@@ -93,31 +93,11 @@ def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Pa
         asyncio.run(scenario())
 
 
-def test_a_file_that_was_replaced_while_it_was_fetched_comes_whole(tmp_path: Path) -> None:
-    """The server had half of another file under this name, and has the blob by now."""
-    (blob,) = store_blobs(tmp_path / "blobs", LARGE)
-
-    def replaced(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        if server.num_asked == 1:
-            return 200, {"Content-Length": str(len(content)), "ETag": '"old"'}, b"x" * 1000
-        assert (start, server.headers[-1].get("if-range")) == (1000, '"old"')
-        return 200, {"Content-Length": str(len(content)), "ETag": '"new"'}, content
-
-    async def scenario() -> None:
-        async with open_downloads(tmp_path / "worker", server.url) as downloads:
-            await downloads.get([blob])
-            assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
-
-    with serving(tmp_path / "blobs", replaced) as server:
-        asyncio.run(scenario())
-    assert server.num_asked == 2
-
-
-def test_what_one_source_began_another_goes_on_with_whatever_it_calls_the_file(tmp_path: Path) -> None:
+def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
 
     def breaks_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        return 200, {"Content-Length": str(len(content)), "ETag": '"a"'}, content[:1000]
+        return 200, {"Content-Length": str(len(content))}, content[:1000]
 
     async def scenario() -> None:
         async with open_downloads(tmp_path / "worker", first.url, second.url) as downloads:
@@ -125,7 +105,7 @@ def test_what_one_source_began_another_goes_on_with_whatever_it_calls_the_file(t
 
     with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
         asyncio.run(scenario())
-    assert [start for _, start in second.asked] == [1000] and "if-range" not in second.headers[0]
+    assert [start for _, start in second.asked] == [1000]
 
 
 def test_sources_are_asked_in_order_and_a_failed_one_again_after_five_minutes(tmp_path: Path) -> None:

@@ -19,13 +19,11 @@ from rollover.swarm.coordinator.status.pages.listener import AdminListener, name
 from rollover.swarm.coordinator.status.pages.prometheus import exposition
 from rollover.swarm.coordinator.status.snapshot import (
     AssignmentStatus,
-    PublicationStatus,
     StatusFile,
     SwarmStatus,
     WorkerStatus,
 )
-from rollover.swarm.publication.publisher import PublishedWeights
-from rollover.swarm.wire.messages import Head
+from rollover.swarm.publication.publications import PublishedWeights
 
 NOW_S = 1.76e9
 
@@ -45,7 +43,9 @@ def status(*workers: WorkerStatus, **changes: Any) -> SwarmStatus:
 
 def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int) -> PublishedWeights:
     return PublishedWeights(
-        head=Head(version=version, manifest="9c1e"),
+        version=version,
+        manifest="9c1e",
+        time_s=NOW_S,
         kind=kind,
         reason=reason,
         wire_bytes=wire_bytes,
@@ -55,7 +55,7 @@ def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int)
 
 
 def a_board(folder: Path) -> StatusBoard:
-    return StatusBoard(StatusFile(folder / "status.json"), run="sums", mode="push_pull", now_s=lambda: NOW_S)
+    return StatusBoard(StatusFile(folder / "status.json"), run="sums", mode="push_pull")
 
 
 @asynccontextmanager
@@ -125,8 +125,9 @@ def test_the_metrics_are_those_of_the_state() -> None:
             convergence_s=5.5,
             counters={"fenced": 2, "repeated_tokens": 9, "late_accepted": 1},
             publications=(
-                PublicationStatus(
+                PublishedWeights(
                     version=8,
+                    manifest="9c1e",
                     kind="delta",
                     reason="",
                     wire_bytes=81,

@@ -123,8 +123,6 @@ class BlobDownloads:
         self._has_said: set[str] = set()
         """Sources of which the user was told that they fail."""
         self._waiting: dict[str, str] = {}
-        self._tags: dict[tuple[str, str], str] = {}
-        """Tag that a source gives to the content of a partly fetched blob."""
         self._away_until_s: dict[str, float] = {}
         """Time before which a source is passed over."""
         self._meters: dict[str, _Meter] = {}
@@ -227,7 +225,6 @@ class BlobDownloads:
         try:
             await self._receive(url, digest, num_bytes, meter, past_cache=past_cache)
             await asyncio.to_thread(self._folder.accept, digest)
-            self._tags.pop((url, digest), None)
             self._has_said.discard(url)
         except httpx.HTTPError as error:
             remedy = _REMEDY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
@@ -253,7 +250,6 @@ class BlobDownloads:
                 partial.unlink(missing_ok=True)
             have = _first_byte(response, have)
             _refuse_size(response, have, num_bytes)
-            self._note_tag(url, digest, response)
             with (
                 space_on(self._folder.root, f"blob {digest}"),
                 open(partial, "r+b" if have else "wb", buffering=0) as file,
@@ -277,18 +273,11 @@ class BlobDownloads:
         headers = {"Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
-            if (tag := self._tags.get((url, digest))) is not None:
-                headers["If-Range"] = tag  # a file that was replaced meanwhile comes whole
         if past_cache:
             headers["Cache-Control"] = "no-cache"
         if (authorization := self._authorization.get(url)) is not None:
             headers["Authorization"] = authorization
         return headers
-
-    def _note_tag(self, url: str, digest: str, response: httpx.Response) -> None:
-        self._tags.pop((url, digest), None)
-        if (tag := response.headers.get("ETag", "")).startswith('"'):  # a weak one promises no equal bytes
-            self._tags[url, digest] = tag
 
 
 def _first_byte(response: httpx.Response, have: int) -> int:

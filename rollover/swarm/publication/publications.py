@@ -6,6 +6,8 @@ epoch of the run and a version) go up from entry to entry.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,37 @@ from rollover.errors import RunError
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.manifest import PublicationError, PublicationManifest
 from rollover.swarm.wire.messages import Head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """One publication as it was made.
+
+    Example: ``PublishedWeights(version=8, manifest="9c1e...", kind="delta", reason="it is made from version 7",
+    wire_bytes=81_264, full_bytes=9_437_184, elapsed_s=0.4)`` changed so little that 81 kB bring version 7 to version 8.
+    """
+
+    version: int
+    manifest: str
+    kind: str
+    """"full", "delta", or "adapter": full, but for tensors that workers have already."""
+    reason: str
+    """The reason for this kind."""
+    wire_bytes: int
+    """Number of bytes fetched by a worker that has the previous version."""
+    full_bytes: int
+    """The size of all tensors, uncompressed."""
+    elapsed_s: float
+    """Time that writing it took."""
+    changed_fraction: float | None = None
+    """Share of all elements that are others than in the version before, as they are served; ``None`` where there is
+    none to compare with."""
+    time_s: float = field(default_factory=time.time)
+    """Seconds since 1970, when it could be fetched."""
+
+    @property
+    def head(self) -> Head:
+        return Head(version=self.version, manifest=self.manifest)
 
 
 class KeptPublication(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,8 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from rollover.hf.companions import read_companions
 from rollover.swarm.publication.blobs import BlobFolder
-from rollover.swarm.publication.changed import changed_fraction
-from rollover.swarm.publication.delta import Bytes, encode
+from rollover.swarm.publication.delta import Bytes, changed_fraction, encode
 from rollover.swarm.publication.frozen import FrozenTensors
 from rollover.swarm.publication.keys import open_key, secret_of
 from rollover.swarm.publication.manifest import (
@@ -47,7 +45,7 @@ from rollover.swarm.publication.manifest import (
     sign,
 )
 from rollover.swarm.publication.materialise import TensorBytes, materialise, model_digest
-from rollover.swarm.publication.publications import KeptPublication, PublicationLog
+from rollover.swarm.publication.publications import KeptPublication, PublicationLog, PublishedWeights
 from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
 from rollover.weights.adapters import AdapterWeights
@@ -66,29 +64,6 @@ R = TypeVar("R")
 _Body = tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]
 """Tensors of a publication and the blobs that hold them."""
 _MAX_THREADS = min(8, os.cpu_count() or 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedWeights:
-    """One publication as it was made.
-
-    Example: ``PublishedWeights(head=Head(version=8, manifest="9c1e..."), kind="delta", reason="...", wire_bytes=81_264,
-    full_bytes=9_437_184, elapsed_s=0.4)`` changed so little that 81 kB bring version 7 to version 8.
-    """
-
-    head: Head
-    kind: str
-    """"full", "delta", or "adapter": full, but for tensors that workers have already."""
-    reason: str
-    """The reason for this kind."""
-    wire_bytes: int
-    """Number of bytes fetched by a worker that has the previous version."""
-    full_bytes: int
-    """The size of all tensors, uncompressed."""
-    elapsed_s: float
-    changed_fraction: float | None = None
-    """Share of all elements that are others than in the version before, as they are served; ``None`` where there is
-    none to compare with."""
 
 
 class SwarmPublisher:
@@ -187,7 +162,8 @@ class SwarmPublisher:
             assert body is not None
         manifest, head = self._commit_manifest(source.manifest.version, *body, base=newest)
         published = PublishedWeights(
-            head=head,
+            version=head.version,
+            manifest=head.manifest,
             kind=manifest.kind,
             reason=reason,
             wire_bytes=manifest.wire_bytes,
@@ -213,7 +189,8 @@ class SwarmPublisher:
             wire_bytes = sum(blob.num_bytes for blob in blobs)
         manifest, head = self._commit_manifest(source.version, *body, base=newest)
         published = PublishedWeights(
-            head=head,
+            version=head.version,
+            manifest=head.manifest,
             kind=kind,
             reason=reason,
             wire_bytes=wire_bytes if kind == "adapter" else manifest.wire_bytes,

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollover.swarm.coordinator.status.snapshot import PublicationStatus, StatusFile, SwarmStatus, WorkerStatus
-from rollover.swarm.publication.publisher import PublishedWeights
+from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.publication.publications import PublishedWeights
 
 MAX_PUBLICATIONS = 20
 MAX_POINTS = 300
@@ -55,13 +55,13 @@ class StatusBoard:
     Example: ``board.step_ended(3, {"staleness/max": 1.0})``, then ``board.write(status)``: the file says both.
     """
 
-    def __init__(self, file: StatusFile, *, run: str, mode: str, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, file: StatusFile, *, run: str, mode: str) -> None:
         self.page = ""
         """The address of the live page, once it is open."""
         self.view: BoardView | None = None
         """The view that was written last."""
-        self._file, self._run, self._mode, self._now_s = file, run, mode, now_s
-        self._publications: deque[PublicationStatus] = deque(maxlen=MAX_PUBLICATIONS)
+        self._file, self._run, self._mode = file, run, mode
+        self._publications: deque[PublishedWeights] = deque(maxlen=MAX_PUBLICATIONS)
         self._step: int | None = None
         self._metrics: Mapping[str, float] = {}
         self._convergence_s: float | None = None
@@ -71,18 +71,7 @@ class StatusBoard:
 
     def published(self, weights: PublishedWeights) -> None:
         """Take note of a publication."""
-        self._publications.append(
-            PublicationStatus(
-                version=weights.head.version,
-                kind=weights.kind,
-                reason=weights.reason,
-                wire_bytes=weights.wire_bytes,
-                full_bytes=weights.full_bytes,
-                elapsed_s=weights.elapsed_s,
-                time_s=self._now_s(),
-                changed_fraction=weights.changed_fraction,
-            )
-        )
+        self._publications.append(weights)
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of a training step; what is no finite number is left out."""

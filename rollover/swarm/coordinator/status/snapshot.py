@@ -5,12 +5,10 @@ The coordinator writes it to a file from time to time; ``rollover workers RUN`` 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +17,7 @@ from rollover.privacy import redacted_text
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.publication.blobs import replace_file
+from rollover.swarm.publication.publications import PublishedWeights
 
 _MAX_NOTE = 500
 _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
@@ -74,27 +73,6 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublicationStatus:
-    """One publication as it was made.
-
-    Example: ``PublicationStatus(version=8, kind="delta", reason="it is made from version 7", wire_bytes=81_264,
-    full_bytes=9_437_184, elapsed_s=0.4, time_s=1.76e9)`` brings 81 kB to each worker that holds version 7.
-    """
-
-    version: int
-    kind: str
-    reason: str
-    wire_bytes: int
-    full_bytes: int
-    elapsed_s: float
-    """Time that writing it took."""
-    time_s: float
-    """Seconds since 1970, when it was there."""
-    changed_fraction: float | None = None
-    """Share of all elements that are others than in the version before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStatus:
     """A swarm as it is now. What has a default is unknown until it is measured.
 
@@ -116,7 +94,7 @@ class SwarmStatus:
     """Time from a publication until the last worker served it, among those of the last step that had any."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Counts of what the protocol absorbed."""
-    publications: tuple[PublicationStatus, ...] = ()
+    publications: tuple[PublishedWeights, ...] = ()
     """The newest last."""
     step: int | None = None
     """The training step that ended last, and its metrics by their names in ``metrics.jsonl``."""
@@ -217,27 +195,11 @@ class StatusFile:
     def read(self) -> SwarmStatus:
         """Read the status of a run's swarm. Raises ``RunError`` when there is none."""
         try:
-            return _read_status(json.loads(self.path.read_text()))
+            return msgspec.json.decode(self.path.read_bytes(), type=SwarmStatus)
         except FileNotFoundError:
             raise RunError(
                 f"{self.path.parents[1]} has no swarm yet: its engine.kind is not 'swarm', or it has not published its"
                 " first weights, which follow a warm-up"
             ) from None
-        except (ValueError, TypeError, KeyError) as e:
+        except msgspec.DecodeError as e:
             raise RunError(f"{self.path} cannot be read: {e}") from None
-
-
-def _read_status(found: dict[str, Any]) -> SwarmStatus:
-    workers = tuple(
-        WorkerStatus(**{**worker, "assignments": _records(AssignmentStatus, worker.get("assignments", ()))})
-        for worker in found.pop("workers")
-    )
-    publications = _records(PublicationStatus, found.pop("publications", ()))
-    return SwarmStatus(**found, workers=workers, publications=publications)
-
-
-_Record = TypeVar("_Record")
-
-
-def _records(kind: type[_Record], found: Iterable[dict[str, Any]]) -> tuple[_Record, ...]:
-    return tuple(kind(**each) for each in found)

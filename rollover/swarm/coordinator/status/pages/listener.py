@@ -25,14 +25,22 @@ from importlib import resources
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
 from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
 from rollover.swarm.wire.address import is_loopback
+
+_GUARDS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
 
 
 class AdminListener:
@@ -85,7 +93,7 @@ class AdminListener:
             self._socket.close()
 
 
-def application(board: StatusBoard) -> ASGIApp:
+def application(board: StatusBoard) -> Starlette:
     """Return the page, its data and metrics as an ASGI application."""
     page = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
     policy = {"content-security-policy": _policy(page)}
@@ -103,7 +111,7 @@ def application(board: StatusBoard) -> ASGIApp:
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     routes = [Route("/", show), Route("/status.json", state), Route("/metrics", metrics)]
-    return _OnlyHere(Starlette(routes=routes))
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_only_here)])
 
 
 def _data(view: BoardView | None) -> bytes:
@@ -111,35 +119,15 @@ def _data(view: BoardView | None) -> bytes:
     return msgspec.json.encode({"status": view and view.status, **parts, "now_s": time.time()})
 
 
-class _OnlyHere:
-    """Refuses what was not sent to this machine by name, and has nothing framed, kept or read by others."""
-
-    def __init__(self, application: ASGIApp) -> None:
-        self._application = application
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope.get("headers", ()))
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not names_this_machine(host):
-            text = (
-                "this page is only for programs on this machine: use the address 127.0.0.1 or"
-                f" localhost, not {host!r}\n"
-            )
-            await PlainTextResponse(text, status_code=421)(scope, receive, send)
-            return
-
-        async def guarded(message: dict[str, object]) -> None:
-            if message["type"] == "http.response.start":
-                extra = [
-                    (b"cache-control", b"no-store"),
-                    (b"x-content-type-options", b"nosniff"),
-                    (b"cross-origin-resource-policy", b"same-origin"),
-                    (b"referrer-policy", b"no-referrer"),
-                ]
-                message["headers"] = [*message.get("headers", ()), *extra]  # type: ignore[misc]
-            await send(message)
-
-        await self._application(scope, receive, guarded)  # type: ignore[arg-type]
+async def _only_here(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Refuse what was not sent to this machine by name, and have nothing kept or read by others."""
+    host = request.headers.get("host", "")
+    if not names_this_machine(host):
+        text = f"this page is only for programs on this machine: use the address 127.0.0.1 or localhost, not {host!r}\n"
+        return PlainTextResponse(text, status_code=421)
+    response = await call_next(request)
+    response.headers.update(_GUARDS)
+    return response
 
 
 def names_this_machine(host: str) -> bool:

@@ -82,6 +82,6 @@ def test_what_was_refused_and_repaired_is_counted_for_people() -> None:
         "refused_frames": 1,
     }
     assert (counters["repairs"], counters["unconfirmed_tokens"], counters["workers_sent_away"]) == (7, 40, 1)
-    shown = exposition(swarm_status(hub, "ws://x"))
+    shown = exposition(swarm_status(hub, "ws://x")).decode()
     for name in ("refused_logins 3", "refused_protocols 2", "refused_frames 1", "workers_sent_away 1", "repairs 7"):
-        assert f"rollover_{name}\n" in shown
+        assert f"rollover_{name.replace(' ', '_total ')}.0\n" in shown

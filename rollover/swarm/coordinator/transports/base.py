@@ -122,11 +122,6 @@ class WorkerConversation:
         self._name, self._sessions, self._connection = name, sessions, connection
         self._lease: int | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Return True once the worker has said hello."""
-        return self._lease is not None
-
     def took(self, frame: bytes) -> None:
         """Hand on what a frame says. Raises ``ProtocolError``: the connection must then be ended."""
         try:

@@ -20,7 +20,6 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.transports import base
 from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions, Transport
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
@@ -318,7 +317,7 @@ class TestTransport:
     def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(base, "MAX_UNSENT_BYTES", 2**20)
+        monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.MAX_UNSENT_BYTES", 2**20)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:

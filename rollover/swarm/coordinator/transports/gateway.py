@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,12 +35,18 @@ from websockets.exceptions import InvalidState
 
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.base import HELLO_TIMEOUT_S, QueuedConnection, Sessions, WorkerConversation
-from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
+from rollover.swarm.coordinator.transports.base import Sessions
+from rollover.swarm.coordinator.transports.ports import QUIET, PortServer, listen_on
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
-from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, ProtocolError
+from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, Goodbye, Hello, ProtocolError, decode_up, encode
 
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+"""Seconds of silence after which a peer that has opened a connection is disconnected."""
+MAX_UNSENT_BYTES = 64 * 2**20
+"""Unread bytes at which a worker is disconnected; it comes back and continues."""
 _KEEP = "public, max-age=31536000, immutable"
 """A blob never changes. Its name, which members alone are told, is what a cache asks of whoever fetches it."""
 
@@ -71,26 +77,21 @@ class Gateway:
         self._sessions = sessions
         self._member_of = member_of
         self._blobs = blobs
-        self._connections: set[QueuedConnection] = set()
-        self._socket: socket.socket | None = None
-        self._port = 0
-        self._server: LibraryServer | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._connections: set[_WorkerSession] = set()
+        self._server: PortServer | None = None
 
     @property
     def url(self) -> str:
         """Return the address that workers are to join, with ``HOST`` where it listens on all of the machine's."""
-        assert self._port, "the address was taken before"
+        assert self._server is not None, "the address was taken before"
         host = self._config.address[0]
         host = "HOST" if host in ("", "0.0.0.0", "::") else host
         scheme = "ws" if self._config.tls_certificate is None else "wss"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate cannot be
         used."""
-        self._socket = listen_on(self._config.address, setting="engine.listen")
-        self._port = self._socket.getsockname()[1]
         routes = [
             WebSocketRoute(SESSION_PATH, self._session),
             WebSocketRoute("/{path:path}", _no_session),  # the framework's answer is 403, as to a refused token
@@ -98,10 +99,7 @@ class Gateway:
         ]
         settings = uvicorn.Config(
             Starlette(routes=routes),
-            log_config=None,
-            log_level="critical",  # what it would say of a worker that is refused, the worker says itself
-            access_log=False,
-            lifespan="off",
+            **QUIET,
             ws=WebSocketsSansIOProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,
@@ -110,33 +108,32 @@ class Gateway:
             ssl_keyfile=self._config.tls_key,
             timeout_graceful_shutdown=2,
         )
+        listener = listen_on(self._config.address, setting="engine.listen")
         try:
             settings.load()
         except OSError as e:  # ssl.SSLError is one
-            self._socket.close()
+            listener.close()
             files = f"{self._config.tls_certificate!r} and engine.tls_key: {self._config.tls_key!r}"
             raise ConfigError(f"engine.tls_certificate: {files} cannot be used: {e}") from e
-        self._server = LibraryServer(settings)
+        self._server = PortServer(settings, listener)
 
     async def serve(self) -> None:
         """Answer from now on; workers that dialled in before have waited."""
-        assert self._server is not None and self._socket is not None, "the address was taken before"
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        assert self._server is not None, "the address was taken before"
+        self._server.begin()
 
     async def close(self) -> None:
         """End all connections after everything that was sent, and stop listening."""
         for connection in list(self._connections):
             connection.close()
-        if self._server is not None and self._serving is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FAREWELL_S):
-                    while any(isinstance(c, WebSocketsSansIOProtocol) for c in self._server.server_state.connections):
-                        await asyncio.sleep(0.01)
-            self._server.should_exit = True
-            with contextlib.suppress(InvalidState):  # of a connection that its peer is closing, which takes a while
-                await self._serving
-        if self._socket is not None:
-            self._socket.close()
+        if self._server is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                while any(isinstance(c, WebSocketsSansIOProtocol) for c in self._server.server_state.connections):
+                    await asyncio.sleep(0.01)
+        with contextlib.suppress(InvalidState):  # of a connection that its peer is closing, which takes a while
+            await self._server.end()
 
     async def _session(self, websocket: WebSocket) -> None:
         name = self._member_of(websocket.headers.get("authorization"))
@@ -151,20 +148,12 @@ class Gateway:
             await websocket.send_denial_response(PlainTextResponse(text, status_code=426))
             return
         await websocket.accept(subprotocol=SUBPROTOCOL)
-        connection = QueuedConnection()
-        self._connections.add(connection)
-        sending = asyncio.create_task(connection.relay(websocket.send_bytes))
-        conversation = WorkerConversation(name, self._sessions, connection)
+        session = _WorkerSession(websocket, name, self._sessions)
+        self._connections.add(session)
         try:
-            await _converse(websocket, conversation, sending)
+            await session.run()
         finally:
-            conversation.ended()
-            self._connections.discard(connection)
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            if websocket.application_state is WebSocketState.CONNECTED:
-                with contextlib.suppress(RuntimeError, WebSocketDisconnect):
-                    await websocket.close()
+            self._connections.discard(session)
 
     async def _blob(self, request: Request) -> Response:
         if self._member_of(request.headers.get("authorization")) is None:
@@ -183,47 +172,107 @@ async def _no_session(websocket: WebSocket) -> None:
     await websocket.send_denial_response(PlainTextResponse(text, status_code=404))
 
 
-async def _converse(websocket: WebSocket, conversation: WorkerConversation, sending: asyncio.Task[None]) -> None:
-    """Hand on the frames of one connection until one side ends it; tell the worker why, if the reason is a frame that
-    it has sent."""
-    receiving = asyncio.create_task(_receive(websocket, conversation))
-    try:
-        await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        receiving.cancel()
-        await asyncio.wait([receiving])
-    if not receiving.cancelled() and (broken := receiving.result()) is not None:
-        conversation.say_why(broken)
-        await asyncio.wait([sending], timeout=_LAST_WORDS_S)
+class _WorkerSession:
+    """The WebSocket of one worker, as a ``Connection``: what it sends goes to ``sessions``, a hello first, and what it
+    is sent waits until it reads, up to ``MAX_UNSENT_BYTES``.
 
+    Example: ``await session.run()`` returns when one side has ended it.
+    """
 
-async def _receive(websocket: WebSocket, conversation: WorkerConversation) -> ProtocolError | None:
-    """Hand on the frames of one connection until there are no more, or one breaks the protocol, which is returned."""
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            frame = await _next_frame(websocket)
-        for number in itertools.count():
-            if frame is None:
-                return None
-            conversation.took(frame)
-            if number % _FRAMES_PER_TURN == 0:
-                await asyncio.sleep(0)
-            frame = await _next_frame(websocket)
-    except ProtocolError as e:
-        return e
-    except TimeoutError:
-        return ProtocolError(f"no hello came within {HELLO_TIMEOUT_S:g} s")
-    return None
+    def __init__(self, websocket: WebSocket, name: str, sessions: Sessions) -> None:
+        self._websocket, self._name, self._sessions = websocket, name, sessions
+        self._lease: int | None = None
+        self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._num_unsent_bytes = 0
+        self._is_closed = False
 
+    def send(self, frame: bytes) -> None:
+        if self._is_closed:
+            return
+        self._num_unsent_bytes += len(frame)
+        if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+            self.close()
+            return
+        self._unsent.put_nowait(frame)
 
-async def _next_frame(websocket: WebSocket) -> bytes | None:
-    """Return the next frame; ``None`` when the peer is gone. Raises ``ProtocolError`` when it has sent text."""
-    try:
-        return await websocket.receive_bytes()
-    except KeyError:
-        raise ProtocolError("it sent a text frame, but all frames are binary") from None
-    except (WebSocketDisconnect, RuntimeError):  # gone while we looked away
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._unsent.put_nowait(None)
+
+    async def run(self) -> None:
+        """Carry frames both ways; tell the worker why the session ends, if the reason is a frame that it has sent."""
+        sending, receiving = asyncio.create_task(self._send()), asyncio.create_task(self._receive())
+        try:
+            await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            if not receiving.cancelled() and (broken := receiving.result()) is not None:
+                # It may come back: perhaps the way was to blame.
+                reason = f"this worker violates the protocol: {broken}"
+                self.send(encode(self._lease or 0, Goodbye(reason=reason, is_final=False)))
+                self.close()
+                await asyncio.wait([sending], timeout=_LAST_WORDS_S)
+        finally:
+            if self._lease is not None:
+                self._sessions.disconnected(self._lease)
+            for task in (receiving, sending):
+                task.cancel()
+            await asyncio.gather(receiving, sending, return_exceptions=True)
+            if self._websocket.application_state is WebSocketState.CONNECTED:
+                with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+                    await self._websocket.close()
+
+    async def _send(self) -> None:
+        while (frame := await self._unsent.get()) is not None:
+            await self._websocket.send_bytes(frame)
+            self._num_unsent_bytes -= len(frame)
+            await asyncio.sleep(0)  # lets the event loop notice that the connection is lost
+
+    async def _receive(self) -> ProtocolError | None:
+        """Hand on frames until there are no more, or one breaks the protocol, which is returned."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame = await self._next_frame()
+            for number in itertools.count():
+                if frame is None:
+                    return None
+                self._take(frame)
+                if number % _FRAMES_PER_TURN == 0:
+                    await asyncio.sleep(0)
+                frame = await self._next_frame()
+        except ProtocolError as e:
+            return e
+        except TimeoutError:
+            return ProtocolError(f"no hello came within {HELLO_TIMEOUT_S:g} s")
         return None
+
+    async def _next_frame(self) -> bytes | None:
+        """Return the next frame; ``None`` when the peer is gone. Raises ``ProtocolError`` when it has sent text."""
+        try:
+            return await self._websocket.receive_bytes()
+        except KeyError:
+            raise ProtocolError("it sent a text frame, but all frames are binary") from None
+        except (WebSocketDisconnect, RuntimeError):  # gone while we looked away
+            return None
+
+    def _take(self, frame: bytes) -> None:
+        """Hand on the message of a frame. Raises ``ProtocolError``: the session must then be ended."""
+        try:
+            envelope = decode_up(frame)
+            if self._lease is not None:
+                if envelope.lease == self._lease:
+                    self._sessions.received(self._lease, envelope.message)
+                else:  # leases are small numbers: nobody may speak for another by naming theirs
+                    self._sessions.fenced(envelope.message)
+            elif isinstance(envelope.message, Hello):
+                self._lease = self._sessions.connected(self._name, envelope.message, self)
+            else:
+                raise ProtocolError("the first message of a connection must be a hello")
+        except ProtocolError as e:
+            self._sessions.refused("frame")
+            logger.warning("%s broke the protocol and was disconnected: %s", self._name, e)
+            raise
 
 
 class _BlobResponse(FileResponse):

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
 from rollover.errors import ConfigError
 
+QUIET: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
+"""Settings of uvicorn inside another program."""
 
-class LibraryServer(uvicorn.Server):
-    """A server that leaves the process's signal handlers to their owner.
 
-    Example: ``asyncio.create_task(LibraryServer(settings).serve(sockets=[bound]))``; ``should_exit = True`` ends it.
+class PortServer(uvicorn.Server):
+    """A server on a port that was taken before. It leaves the process's signal handlers to their owner.
+
+    Example: ``server = PortServer(settings, listen_on(address, setting="engine.admin"))``, then ``server.begin()``.
     """
+
+    def __init__(self, settings: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(settings)
+        self._listener = listener
+        self._serving: asyncio.Task[None] | None = None
+        self.port: int = listener.getsockname()[1]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def begin(self) -> None:
+        """Answer from now on, in the running event loop."""
+        self._serving = asyncio.create_task(self.serve(sockets=[self._listener]))
+
+    async def end(self) -> None:
+        """Stop listening."""
+        self.should_exit = True
+        try:
+            if self._serving is not None:
+                await self._serving
+        finally:
+            self._listener.close()
 
 
 def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024) -> socket.socket:

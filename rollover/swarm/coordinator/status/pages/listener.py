@@ -14,11 +14,9 @@ name is refused, so that no page of the web can have its own name point here and
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import re
-import socket
 import time
 from importlib import resources
 
@@ -32,7 +30,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
-from rollover.swarm.coordinator.transports.ports import LibraryServer, listen_on
+from rollover.swarm.coordinator.transports.ports import QUIET, PortServer, listen_on
 from rollover.swarm.wire.address import is_loopback
 
 _GUARDS = {
@@ -55,42 +53,29 @@ class AdminListener:
     def __init__(self, address: tuple[str, int], board: StatusBoard) -> None:
         assert is_loopback(address[0]), "the config refuses other addresses"
         self._address, self._board = address, board
-        self._socket: socket.socket | None = None
-        self._server: LibraryServer | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: PortServer | None = None
 
     @property
     def url(self) -> str:
         """Return the address of the page."""
-        assert self._socket is not None, "the listener is bound"
-        host, port = self._address[0], self._socket.getsockname()[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        assert self._server is not None, "the listener is bound"
+        host = self._address[0]
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}/"
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had."""
-        self._socket = listen_on(self._address, setting="engine.admin", backlog=64)
+        settings = uvicorn.Config(application(self._board), **QUIET, timeout_graceful_shutdown=1)
+        self._server = PortServer(settings, listen_on(self._address, setting="engine.admin", backlog=64))
 
     async def serve(self) -> None:
         """Answer from now on."""
-        assert self._socket is not None, "the address was taken before"
-        settings = uvicorn.Config(
-            application(self._board),
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-        )
-        self._server = LibraryServer(settings)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        assert self._server is not None, "the address was taken before"
+        self._server.begin()
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-        if self._socket is not None:
-            self._socket.close()
+        if self._server is not None:
+            await self._server.end()
 
 
 def application(board: StatusBoard) -> Starlette:

@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parent / "reference"
 GROUPS = {
     "run": "Runs",
     "rollout": "Scheduling",
-    "sim": "Simulation",
-    "workload": "Response lengths",
     "engine": "Engines",
+    "trainer": "Training",
+    "algorithms": "Algorithms",
     "types": "Records",
     "errors": "Errors",
 }

@@ -119,6 +119,23 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
+def algorithm(name: str, **settings: Any) -> Algorithm:
+    """Create an algorithm for a trainer.
+
+    Args:
+        name: a row of the table of algorithms, such as ``"grpo"`` or ``"dapo"``.
+        settings: overrides of the row's own values, by their names in the section ``[algorithm]`` of a run's config.
+
+    Raises:
+        ValueError: there is no such algorithm, or a value that cannot work or has no effect.
+
+    Examples:
+        >>> algorithm("grpo", clip_high=0.28).clip_high
+        0.28
+    """
+    return resolve(AlgorithmConfig(name=name, **settings))
+
+
 def _check_effect(row: Algorithm, given: frozenset[str]) -> None:
     """Refuse an override that has no effect because of the rest of the row."""
     objective = OBJECTIVES[row.objective]

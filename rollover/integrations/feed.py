@@ -45,7 +45,7 @@ from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import EngineError, EngineTimeout, RunError
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver, Scorer
-from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
+from rollover.rollout.events import BatchTrained, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import ledger_metrics
 from rollover.rollout.scheduler import Source
@@ -329,7 +329,7 @@ class Feed:
                 f"a checkpoint that has seen {step} batches cannot be recorded: only {driver.ledger.next_step} batches"
                 " were handed out"
             )
-        driver.record(CheckpointSaved(time_s=self._open.clock.now_s(), step=step))
+        driver.saved(step)
 
     async def _account(self) -> dict[str, float]:
         return ledger_metrics(self._open.driver.ledger)

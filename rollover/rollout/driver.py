@@ -74,6 +74,7 @@ class RolloutDriver:
             batch = await driver.next_batch()              # Batch(step=0, groups=(...))
             ...                                            # train; samples may continue decoding meanwhile
             await driver.update_weights(step + 1, load)    # ``load`` puts the new weights into the engine
+            driver.saved(step + 1)                         # after your checkpoint: older batches are let go
         await driver.stop()
 
     Args:
@@ -106,6 +107,8 @@ class RolloutDriver:
         lockstep: bool = False,
         placement: CallPlacement | None = None,
     ) -> None:
+        if journal is not None:
+            journal.check_taken_over()
         self._limits = limits = limits or Limits()
         self._clock = clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
@@ -243,6 +246,11 @@ class RolloutDriver:
                 await asyncio.wait(pending, timeout=self._limits.abort_timeout_s)
             self.flush()
 
+    def saved(self, step: int) -> None:
+        """See ``Scheduler.saved``. The event is in the journal when this returns."""
+        self._scheduler.saved(step, self._clock.now_s())
+        self.flush()
+
     def run_ended(self) -> None:
         """Release the members of the engine, since the run is over."""
         if self._placement is not None:
@@ -258,7 +266,7 @@ class RolloutDriver:
                 self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
 
     def record(self, event: Event) -> None:
-        """Record an event of the loop (a saved checkpoint) and write it to the journal."""
+        """Record an event of the loop (what became of a batch) and write it to the journal."""
         self._scheduler.record(event)
         self.flush()
 

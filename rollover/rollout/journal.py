@@ -97,7 +97,8 @@ class Journal:
         (1, 1.5)
 
     Raises:
-        RunError: the file is not a journal, or of another format version.
+        RunError: the file is not a journal, or of another format version; or ``append`` is called although the file
+            holds the events of an earlier process that ``restart`` has not taken over.
         ResourceError: the disk is full; nothing of that call was written.
     """
 
@@ -120,14 +121,25 @@ class Journal:
                 " (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, blob BLOB NOT NULL)"
             )
             _check_format(self._db, path, create=True)
+            self._is_known = self.last_seq == 0
+            """True if no event of an earlier process was left unread."""
         except (sqlite3.OperationalError, OSError) as e:
             raise ResourceError(f"cannot open {path}: {e}; is its folder there, writable and not full?") from e
         except sqlite3.DatabaseError as e:
             raise RunError(f"{path} is not a journal ({e}); move it away or use another run directory") from e
 
+    def check_taken_over(self) -> None:
+        """Raise ``RunError`` if the file holds events that nobody has read: a state that begins anew does not fit."""
+        if not self._is_known:
+            raise RunError(
+                f"{self.path} holds {self.last_seq:,} events of an earlier process, which a fresh RolloutState() would"
+                " not continue: take the state from restart(journal, step=N, redo_round=False), or use a new file"
+            )
+
     def append(self, events: Sequence[Event]) -> None:
         """Write all of ``events``, or none. They survive the death of the process and, after ``sync``, even a power
         cut."""
+        self.check_taken_over()
         rows = [_encode(event) for event in events]
         try:
             self._db.execute("BEGIN")
@@ -172,10 +184,12 @@ class Journal:
         return 0.0 if row is None else float(json.loads(row[0])["time_s"])
 
     def read(self) -> Iterator[tuple[int, Event]]:
+        """Yield (sequence number, event) from the first event to the newest."""
         try:
             yield from _select(self._db, self.path)
         except sqlite3.DatabaseError as e:
             raise RunError(f"{self.path} is not a journal: {e}") from e
+        self._is_known = True
 
     def close(self) -> None:
         self._db.close()

@@ -20,6 +20,7 @@ from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
     BatchConsumed,
+    CheckpointSaved,
     Event,
     GroupDropped,
     GroupOpened,
@@ -32,7 +33,7 @@ from rollover.rollout.events import (
 from rollover.rollout.records import FAILED, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, WasteCause
+from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, Trajectory, WasteCause
 
 
 class Source(Protocol):
@@ -121,6 +122,9 @@ class Scheduler:
         >>> batch.step, batch.num_tokens
         (0, 4)
         >>> scheduler.published(1, 2.0, pause_s=0.5)  # the batch is trained, and the engine has the new weights
+        >>> scheduler.trajectory(started[0].sample_id).token_ids
+        (5, 7)
+        >>> scheduler.saved(1, 3.0)  # a checkpoint is on disk, so batch 0 is never handed out again
 
     Args:
         state: the ledger and the statistics; nothing else may apply events to them while the scheduler works.
@@ -289,6 +293,10 @@ class Scheduler:
         self.record(SampleStarted(now_s, sample_id, version))
         return start
 
+    def trajectory(self, sample_id: SampleId) -> Trajectory:
+        """Return a sample as it is now: its prompt, and the tokens that a call which starts it continues after."""
+        return self.ledger.sample(sample_id).trajectory
+
     # -- what happened ---------------------------------------------------------------------------------------
 
     def segment_ended(self, sample_id: SampleId, segment: Segment, now_s: float) -> None:
@@ -322,6 +330,10 @@ class Scheduler:
 
     def published(self, version: int, now_s: float, *, pause_s: float) -> None:
         self.record(VersionPublished(time_s=now_s, policy_version=version, pause_s=pause_s))
+
+    def saved(self, step: int, now_s: float) -> None:
+        """Let go of the batches before ``step``: a checkpoint of that step is on disk, and none older is resumed."""
+        self.record(CheckpointSaved(time_s=now_s, step=step))
 
     def _settle(self, sample_id: SampleId, now_s: float) -> None:
         """Decide, once all siblings are scored or failed, whether the group is worth training.

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollover.clock import Clock
 from rollover.errors import RunError
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import Journal
 from rollover.run.directory import RunDir
 from rollover.trainer.config import CheckpointConfig
@@ -38,7 +36,6 @@ class Checkpointer:
     trainer: Trainer
     driver: RolloutDriver
     journal: Journal
-    clock: Clock
     _saved_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +57,7 @@ class Checkpointer:
             self.journal.sync()  # otherwise a power cut could leave a checkpoint that is newer than its journal
             self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
             self._saved_version = version
-            self.driver.record(CheckpointSaved(time_s=self.clock.now_s(), step=self._oldest_kept()))
+            self.driver.saved(self._oldest_kept())
         prune_checkpoints(self.folder, self.config.keep_last)  # an earlier process may have died before it did so
 
     def _oldest_kept(self) -> int:

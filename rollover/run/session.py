@@ -144,7 +144,7 @@ async def open_session(
                 on_progress=progress.evaluating,
                 done_version=trainer.version if trainer.version in evaluated else None,
             ),
-            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal, clock),
+            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal),
             meter=meter,
             observe=observe,
             clock=clock,

@@ -18,7 +18,7 @@ from rollover.errors import ConfigError, RunError
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import CheckpointSaved, Event
+from rollover.rollout.events import Event
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState, View
 from rollover.rollout.strategy import OnFull, Strategy
@@ -237,7 +237,7 @@ class _Run:
             replica.stall(replica.model.swap_pause_s)
         pause_s = max(r.swap_pause_s for r in self._scenario.replicas)
         scheduler.published(version, self._now_s, pause_s=pause_s)
-        scheduler.record(CheckpointSaved(time_s=self._now_s, step=version))
+        scheduler.saved(version, self._now_s)
         self._lengths = {i: lengths for i, lengths in self._lengths.items() if i in ledger.groups}
         scheduler.begin_round()
         self._decide()

@@ -117,7 +117,10 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig(StepConfig):
-    """The policy-gradient trainer."""
+    """The policy-gradient trainer.
+
+    Example: ``TrainerConfig(learning_rate=1e-5, mini_batches=2)`` takes two optimizer steps per batch.
+    """
 
     mini_batches: int = 1
     """Optimizer steps per batch. Each takes its share of the groups; proximal log-probs are those at the start of the

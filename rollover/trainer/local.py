@@ -52,9 +52,13 @@ from rollover.weights.sending import Lease, OwnWeights
 class LocalTrainer:
     """Implements ``Trainer`` on one device of this process.
 
+    Example: after ``trainer.step(batch)`` with the first batch, ``trainer.version`` is 1, and
+    ``trainer.weight_source()`` returns the weights that an engine loads as version 1.
+
+    ``TrainingSetup`` describes the arguments that are not listed here.
+
     Args:
         model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
-        temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
         resume_from: a checkpoint to continue from, exactly where ``save`` left off.
         world: other ranks with which it trains one model. All are given the same batches, each trains its own rows of
             them, and each writes its share of a checkpoint; the process that leads them has checked the one to continue

@@ -146,11 +146,29 @@ def test_opening_again_goes_on_behind_the_last_event(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     for n in (1, 2):
         journal = Journal(path)
+        list(journal.read())
         journal.append(some_events(n))
         journal.close()
     journal = Journal(path)
     assert journal.last_seq == 3 and journal.last_time_s == 1.0
     journal.close()
+
+
+def test_a_used_journal_refuses_a_state_that_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = Journal(path)
+    first.append(some_events(2))
+    first.close()
+    used = Journal(path)
+    with pytest.raises(RunError, match=r"2 events of an earlier process.*restart\(journal, step=N"):
+        used.append(some_events(1))
+    with pytest.raises(RunError, match="2 events of an earlier process"):
+        make_rig("april", journal=used)
+    assert used.last_seq == 2
+    restart(used, step=0, redo_round=False)
+    used.append(some_events(1))
+    assert used.last_seq == 4
+    used.close()
 
 
 def test_what_is_appended_together_is_there_together_or_not_at_all(tmp_path: Path) -> None:

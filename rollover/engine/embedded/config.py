@@ -16,7 +16,10 @@ _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig(EngineConfig):
-    """Settings of the embedded engine. Sampling parameters come with each request."""
+    """Settings of the embedded engine. Sampling parameters come with each request.
+
+    Example: ``EmbeddedConfig(device="cuda", kv_cache_bytes=8_000_000_000, max_context_tokens=4096)``
+    """
 
     kind: Literal["embedded"] = "embedded"
     """``"embedded"`` selects this engine; it is the default."""

@@ -37,6 +37,9 @@ class EmbeddedEngine:
     lives until ``close``. ``load`` does not insist on a pause: weights change between two iterations
     anyway.
 
+    Example: ``EmbeddedEngine.from_folder(Path("qwen3-0.6b"), EmbeddedConfig())`` serves the model in that folder as
+    version 0.
+
     Args:
         lockstep: decode on the event loop, in step with the consumers (``core_loop.LockstepLoop``): slower, and the
             same run twice is the same run. Prompts then share no cache with other prompts, which a resumed run may not

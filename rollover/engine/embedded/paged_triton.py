@@ -65,9 +65,11 @@ def _place(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     qkv, keys, values, tables, lengths, sums, peaks, totals, row_stride, table_stride, num_kv, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split)."""
+    """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split).
+
+    ``input_precision`` concerns float32 alone; "ieee" is the only one that all GPUs know.
+    """
     b, k, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b) + 1
     num_blocks = tl.cdiv(length, S)
@@ -80,13 +82,13 @@ def _attend(  # type: ignore[no-untyped-def]
     out = tl.zeros([ROWS, D], tl.float32)
     for j in range(split * share, tl.minimum(split * share + share, num_blocks)):
         cell = (tl.load(tables + b * table_stride + j) * num_kv + k) * D * S
-        scores = tl.dot(q, tl.load(keys + cell + d[:, None] * S + s[None, :]), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.load(keys + cell + d[:, None] * S + s[None, :]), input_precision="ieee") * scale
         scores = tl.where(j * S + s[None, :] < length, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         block = tl.load(values + cell + s[:, None] * D + d[None, :])
-        out = out * shrink[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
+        out = out * shrink[:, None] + tl.dot(weights.to(block.dtype), block, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         peak = higher
     row = ((b * num_kv + k) * GROUP + g) * SPLITS + split
@@ -139,7 +141,6 @@ class TritonAttention:
             *(qkv_BF, *stored, sums, peaks, totals, *strides, num_kv, rotary.scale),
             **{"GROUP": group, "ROWS": max(_LEAST_ROWS, triton.next_power_of_2(group)), "D": size},
             **{"S": kv.block_size, "SPLITS": splits},
-            PRECISION="ieee" if qkv_BF.dtype == torch.float32 else "tf32",
         )
         out_BF = qkv_BF.new_empty(num_seqs, num_heads * size)
         _combine[(num_seqs * num_heads,)](sums, peaks, totals, out_BF, D=size, SPLITS=splits)

@@ -1,0 +1,64 @@
+"""Compiles every Triton kernel ahead of time, for GPUs that need not be there: ``python -m
+tests.engine.embedded.compile_kernels sm_90 bf16``. Prints a line for each kernel and variant."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rollover.engine.embedded import paged_triton
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+SIZES = {"D": 128, "S": 32}
+
+
+def variants(number: str) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Return the kernels with the types of their arguments and their constants, as ``TritonAttention`` launches them
+    for tensors of this number format."""
+    tensors = {name: f"*{number}" for name in ("qkv", "keys", "values")}
+    placed = {"tables": "*i64", "lengths": "*i64", "row_stride": "i32", "table_stride": "i32"}
+    parts = {name: "*fp32" for name in ("sums", "peaks", "totals")}
+    heads = {"eps": "fp32", "num_heads": "i32", "num_kv": "i32"}
+    norms = {name: f"*{number}" for name in ("q_norm", "k_norm")}
+    angles = {name: f"*{number}" for name in ("cosines", "sines")}
+    return [
+        (paged_triton._place, {**tensors, **norms, **angles, **placed, **heads}, {"NORM": True, **SIZES}),
+        (
+            paged_triton._place,
+            {**tensors, **angles, **placed, **heads},
+            {"NORM": False, "q_norm": None, "k_norm": None, **SIZES},
+        ),
+        *(
+            (
+                paged_triton._attend,
+                {**tensors, **placed, **parts, "num_kv": "i32", "scale": "fp32"},
+                {"GROUP": group, "ROWS": max(16, group), "SPLITS": splits, **SIZES},
+            )
+            for group, splits in ((4, 1), (4, 16))
+        ),
+        (paged_triton._combine, {**parts, "out": f"*{number}"}, {"D": SIZES["D"], "SPLITS": 16}),
+    ]
+
+
+def compile_all(target: str, number: str) -> None:
+    for kernel, types, constants in variants(number):
+        # Every argument has a type or a constant, in the order of the kernel's own signature.
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        assert {*types, *constants} == {*kernel.arg_names}
+        made = triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target])
+        print(f"{kernel.__name__} {target} {number}: {len(made.asm)} stages", flush=True)
+
+
+if __name__ == "__main__":
+    compile_all(*sys.argv[1:])

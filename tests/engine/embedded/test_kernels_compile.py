@@ -1,0 +1,28 @@
+"""Every Triton kernel compiles for every GPU that the embedded engine is meant for, in every number format."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
+FORMATS = ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("number", FORMATS)
+def test_kernels_compile_ahead_of_time(target: str, number: str) -> None:
+    """In a process of its own: here the kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.embedded.compile_kernels", target, number]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("stages") == 5

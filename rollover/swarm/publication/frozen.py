@@ -17,7 +17,6 @@ from rollover.swarm.publication.manifest import BlobRef, PublishedAdapter, Publi
 from rollover.swarm.publication.materialise import TensorBytes
 from rollover.swarm.publication.stream import StreamWriter
 from rollover.weights.adapters import LowRank
-from rollover.weights.base import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,29 +33,13 @@ class FrozenTensors:
 
     tensors: tuple[PublishedTensor, ...]
     """The tensors without adapters."""
-    contents: TensorBytes
     blobs: tuple[BlobRef, ...]
-    num_bytes: int
+    contents: TensorBytes
 
-    @classmethod
-    def write(cls, specs: Sequence[TensorSpec], contents: TensorBytes, folder: BlobFolder) -> FrozenTensors:
-        """Write all tensors into blobs. Raises ``ResourceError`` when the disk is full."""
-        stream, tensors = StreamWriter(folder), []
-        for spec in specs:
-            start, content = stream.num_bytes, contents[spec.name]
-            stream.append(content.data)
-            tensors.append(
-                PublishedTensor(
-                    name=spec.name,
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                    digest=digest_of(content.data),
-                    start=start,
-                    num_bytes=content.nbytes,
-                    encoding="raw",
-                )
-            )
-        return cls(tensors=tuple(tensors), contents=contents, blobs=stream.finish(), num_bytes=stream.num_bytes)
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors, uncompressed."""
+        return sum(blob.raw_bytes for blob in self.blobs)
 
     def are_first_in(self, blobs: Sequence[BlobRef]) -> bool:
         """Return whether a publication of ``blobs`` holds these tensors already."""

@@ -161,23 +161,16 @@ class SwarmPublisher:
             body = self._write(specs, new)
             assert body is not None
         manifest, head = self._commit_manifest(source.manifest.version, *body, base=newest)
-        published = PublishedWeights(
-            version=head.version,
-            manifest=head.manifest,
-            kind=manifest.kind,
-            reason=reason,
-            wire_bytes=manifest.wire_bytes,
-            full_bytes=sum(content.nbytes for content in new.values()),
-            elapsed_s=time.perf_counter() - started_s,
-            changed_fraction=self._changed_fraction(specs, new),
-        )
-        return published, new
+        return self._published(head, manifest.kind, reason, manifest.wire_bytes, specs, new, started_s), new
 
     def _commit_adapters(self, source: AdapterWeights, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
         """Publish a delta of the sums or, where that is larger than the adapters, the adapters after the base, whose
         blobs are the same each time."""
         if self._frozen is None:
-            self._frozen = FrozenTensors.write(*self._served(dict(source.weights.base)), self.blobs)
+            specs, contents = self._served(dict(source.weights.base))
+            written = self._write(specs, contents)
+            assert written is not None
+            self._frozen = FrozenTensors(tensors=written[0], blobs=written[1], contents=contents)
         frozen, adapters = self._frozen, source.weights.adapters
         is_known = bool(self._log.kept) and frozen.are_first_in(self._manifest(self._log.chain[0]).blobs)
         new = frozen.merged_with(adapters)
@@ -188,17 +181,33 @@ class SwarmPublisher:
             body, kind = (tensors, (*frozen.blobs, *blobs)), "adapter" if is_known else "full"
             wire_bytes = sum(blob.num_bytes for blob in blobs)
         manifest, head = self._commit_manifest(source.version, *body, base=newest)
-        published = PublishedWeights(
+        wire_bytes = wire_bytes if kind == "adapter" else manifest.wire_bytes
+        return self._published(head, kind, reason, wire_bytes, frozen.tensors, new, started_s), new
+
+    def _published(
+        self,
+        head: Head,
+        kind: str,
+        reason: str,
+        wire_bytes: int,
+        specs: Sequence[TensorSpec | PublishedTensor],
+        new: TensorBytes,
+        started_s: float,
+    ) -> PublishedWeights:
+        elapsed_s = time.perf_counter() - started_s
+        fraction = None
+        if self._base is not None:
+            fraction = changed_fraction(self._base, new, {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs})
+        return PublishedWeights(
             version=head.version,
             manifest=head.manifest,
             kind=kind,
             reason=reason,
-            wire_bytes=wire_bytes if kind == "adapter" else manifest.wire_bytes,
-            full_bytes=frozen.num_bytes,
-            elapsed_s=time.perf_counter() - started_s,
-            changed_fraction=self._changed_fraction(frozen.tensors, new),
+            wire_bytes=wire_bytes,
+            full_bytes=sum(content.nbytes for content in new.values()),
+            elapsed_s=elapsed_s,
+            changed_fraction=fraction,
         )
-        return published, new
 
     def _delta(
         self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes, *, below: Callable[[], int]
@@ -210,11 +219,6 @@ class SwarmPublisher:
         if body is None:
             return None, None, reason if base is None else "a delta would not have been smaller"
         return body, self._log.kept[-1], reason
-
-    def _changed_fraction(self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes) -> float | None:
-        if self._base is None:
-            return None
-        return changed_fraction(self._base, new, {spec.name: DTYPE_BYTES[spec.dtype] for spec in specs})
 
     def _served(self, weights: dict[str, Tensor]) -> tuple[list[TensorSpec], dict[str, Bytes]]:
         """Return the tensors in the number formats in which they are served."""

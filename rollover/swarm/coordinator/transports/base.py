@@ -1,4 +1,4 @@
-"""What a coordinator asks of a transport, and a transport of it.
+"""The seam between a coordinator and the transport through which workers reach it.
 
 ::
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 SECTION = README[README.index("## Your model, your data") : README.index("## Before you rent a GPU")]
 (TOML,) = re.findall(r"```toml\n(.*?)```", SECTION, re.DOTALL)
 COMMANDS = re.findall(r"^\$ rollover (.*?)(?:  +#.*)?$", SECTION, re.MULTILINE)
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 RUN = "runs/run-20261121-101500"
 
 QWEN3_600M = {
@@ -87,3 +90,20 @@ def test_the_config_of_the_readme_fits_the_model_that_it_names(tmp_path: Path) -
     assert config.model.path == "Qwen/Qwen3-0.6B"
     assert config.engine.kind == "embedded"
     check_model(config.engine, lambda: shape, longest_tokens(config))
+
+
+def test_the_python_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"Qwen/Qwen3-0.6B": "tiny", "steps = 20": "steps = 2", "max_new_tokens = 64": "max_new_tokens = 32"}
+    program = PROGRAM
+    for given, instead in small.items():
+        assert program.count(given) == 1
+        program = program.replace(given, instead)
+    modules = {node.names[0].name for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Import)}
+    assert modules - {*sys.stdlib_module_names} == {"rollover"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    runs.save_model(Path("tiny"), max_position_embeddings=8192)
+    exec(program, {})
+    (made,) = Path("runs").iterdir()
+    assert (made / "report.html").is_file()
+    assert [path.name for path in (made / "checkpoints").iterdir()] == ["step_2"]

@@ -1,32 +1,29 @@
-"""Alternatives to a plan: fleets of one type for the same money, splits of this fleet by rules of thumb, the best
-plan that this version can run, and the cheapest plan that is almost as fast.
+"""Alternatives to a plan: fleets of one type for the same money, the best plan that this version can run, and the
+cheapest plan that is almost as fast.
 
 All are solved like the plan itself: same lengths, routing, tail and staleness bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rollover.devices.records import Device
 from rollover.errors import PlanError
 from rollover.planner.optimum import GAP, solve
 from rollover.planner.plan import Alternative, Plan, devices_used
-from rollover.planner.problem import PlanSpec, fleet_problem, routed, stock_problem
+from rollover.planner.problem import PlanSpec, routed, stock_problem
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
 from rollover.planner.search import make_plan
 
 ALMOST = 0.01
 """Fraction of the rate that the leaner plan may give up."""
-ROLLOUT_PART = 0.75
-"""Fraction of the devices that generate rollouts in the split by number."""
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """List the feasible alternatives, fastest first."""
-    found = [*_of_one_type(plan), *_of_other_splits(plan)]
-    return tuple(sorted(found, key=lambda a: (-a.steps_per_s, a.name)))
+    return tuple(sorted(_of_one_type(plan), key=lambda a: (-a.steps_per_s, a.name)))
 
 
 def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
@@ -104,17 +101,6 @@ def _of_one_type(plan: Plan) -> Iterator[Alternative]:
             yield _alternative(name, *found)
 
 
-def _of_other_splits(plan: Plan) -> Iterator[Alternative]:
-    problem = routed(fleet_problem(plan.fleet, _spec(plan)), plan.routing)
-    for name, split in (
-        ("the split 75:25 by number", by_number(problem, plan.fleet)),
-        ("the split by type", by_type(problem, plan.fleet)),
-    ):
-        solution = solve(split, simplify=False)
-        if solution is not None:
-            yield _alternative(name, split, solution)
-
-
 def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
     used = devices_used(problem, solution)
     return Alternative(
@@ -123,35 +109,6 @@ def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative
         cost_per_hour=solution.cost_per_hour,
         devices={s.device: used[s.device] for s in problem.supplies if s.device in used},
     )
-
-
-def by_number(problem: Problem, fleet: Fleet) -> Problem:
-    """Let three quarters of the devices roll out, as in AReaL (arXiv 2505.24298): those with most FLOP/s train."""
-    total = sum(supply.count for supply in problem.supplies)
-    left = total - int(ROLLOUT_PART * total)
-    training = {}
-    for supply in sorted(problem.supplies, key=lambda s: -fleet.by_name[s.device].flops):
-        training[supply.device] = min(supply.count, left)
-        left -= training[supply.device]
-    return _split(problem, training)
-
-
-def by_type(problem: Problem, fleet: Fleet) -> Problem:
-    """Let the type with most FLOP/s per memory bandwidth train and the others roll out; of one type alone a half
-    each."""
-    first = max(problem.supplies, key=lambda s: fleet.by_name[s.device].flops / fleet.by_name[s.device].hbm_bytes_per_s)
-    training = {s.device: s.count if s is first else 0 for s in problem.supplies}
-    if len(problem.supplies) == 1:
-        training[first.device] = max(1, first.count // 2)
-    return _split(problem, training)
-
-
-def _split(problem: Problem, training: Mapping[str, int]) -> Problem:
-    """Let at most ``training`` devices of each type train, and only the others roll out."""
-    supplies = tuple(
-        replace(s, max_training=training[s.device], max_rollout=s.count - training[s.device]) for s in problem.supplies
-    )
-    return replace(problem, supplies=supplies, target_steps_per_s=None)
 
 
 def marginal_gains(problem: Problem, solution: Solution) -> tuple[MarginalGain, ...]:

@@ -240,10 +240,6 @@ class Program:
             extra = at["extra"][g : g + 1]
             where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
             self.rows.add(where, values, high=supply.count)
-            if supply.max_rollout is not None:
-                self.rows.add(at["y"], rolling, high=supply.max_rollout)
-            if supply.max_training is not None:
-                self.rows.add(at["z"], training, high=supply.max_training)
         if problem.budget_per_hour is not None:
             self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
         self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)

@@ -121,8 +121,7 @@ class RateLoad:
     def can_train(self, training: Floats, busy: Floats, *, any_stock: bool = False) -> Mask:
         """Return (P,): whether plans with these devices (P, G) that are ``busy`` for these parts of the time (P,) are
         able."""
-        most = [np.inf if s.max_training is None else s.max_training for s in self.problem.supplies]
-        fits = (training <= np.minimum(np.inf if any_stock else self.stock, most)).all(axis=1)
+        fits = (training <= (np.inf if any_stock else self.stock)).all(axis=1)
         if self.problem.budget_per_hour is not None:
             fits &= training @ self.prices <= self.problem.budget_per_hour
         return (busy <= 1 + _ROUNDING) & fits

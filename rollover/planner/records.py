@@ -60,16 +60,12 @@ class Fleet:
 class Supply:
     """The devices of a type that may be used.
 
-    Example: ``Supply(device="h20", count=32, price_per_hour=1.85, max_training=0)`` offers 32 H20 for rollouts alone.
+    Example: ``Supply(device="h20", count=32, price_per_hour=1.85)`` offers 32 H20.
     """
 
     device: str
     count: int
     price_per_hour: float | None
-    max_rollout: int | None = None
-    """Maximum number of them that may generate rollouts; ``None`` means all."""
-    max_training: int | None = None
-    """Maximum number of them that may train; ``None`` means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ _FLEET = (
     " the same role and shape; grey ones are idle and need not be rented."
 )
 _ALTERNATIVES = (
-    "The same model, workload and staleness bound on other fleets or splits. All figures, including this plan's, come"
+    "The same model, workload and staleness bound on other fleets. All figures, including this plan's, come"
     " from the formula; the cost counts devices in use."
 )
 

@@ -112,8 +112,7 @@ class PriceBounds:
 
     def _has(self, training: Floats, busy: Floats) -> Floats:
         load = self.load
-        most = [np.inf if s.max_rollout is None else s.max_rollout for s in load.problem.supplies]
-        left = np.minimum(load.stock - training, most) / load.stock
+        left = (load.stock - training) / load.stock
         has = np.column_stack([left, 1 - training @ self._spent, 1 - busy / self._bound])
         return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.planner.alternatives import by_number, by_type, marginal_gains
+from rollover.planner.alternatives import marginal_gains
 from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
-from rollover.planner.records import Fleet, Node, Problem
+from rollover.planner.records import Problem
 from tests.planner.kit import MODEL, device, workload
 
 A, B = device("a"), device("b", flops=100e12, price_per_hour=1.0)
@@ -103,17 +103,3 @@ def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
     assert more > 0.05, "staleness binds here"
     assert prices["max_staleness"].gain == pytest.approx(more)
     assert prices["budget"].unit == 2.0
-
-
-def fleet() -> Fleet:
-    nodes = (Node(name="x", device=A, num_devices=4), Node(name="y", device=B, num_devices=4))
-    return Fleet(name="f", nodes=nodes, links=(), currency="USD", budget_per_hour=None)
-
-
-def test_splits_by_rule_are_plans_of_the_same_fleet_and_never_better() -> None:
-    best = fastest(problem()) * (1 + 3e-3)
-    rule = by_number(problem(), fleet())
-    assert {s.device: (s.max_training, s.max_rollout) for s in rule.supplies} == {"a": (2, 2), "b": (0, 4)}
-    for split in (rule, by_type(problem(), fleet())):
-        solution = solve(split, simplify=False)
-        assert solution is None or 0 < solution.steps_per_s <= best

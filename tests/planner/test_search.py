@@ -67,7 +67,7 @@ def changed(fleet: Fleet, **factors: float) -> Fleet:
     return replace(fleet, nodes=tuple(map(better, fleet.nodes)))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(fleets(), BOUNDS)
 def test_another_node_never_hurts(fleet: Fleet, max_staleness: int) -> None:
     best = rate(fleet, max_staleness)
@@ -77,7 +77,7 @@ def test_another_node_never_hurts(fleet: Fleet, max_staleness: int) -> None:
             assert best >= rate(fewer, max_staleness) * (1 - GAPS)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(fleets(), BOUNDS)
 def test_more_bandwidth_never_hurts(fleet: Fleet, max_staleness: int) -> None:
     before = rate(fleet, max_staleness) * (1 - GAPS)
@@ -85,7 +85,7 @@ def test_more_bandwidth_never_hurts(fleet: Fleet, max_staleness: int) -> None:
     assert rate(changed(fleet, hbm_bytes_per_s=1.5), max_staleness) >= before
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(fleets(), BOUNDS)
 def test_more_memory_or_compute_or_staleness_never_hurts(fleet: Fleet, max_staleness: int) -> None:
     before = rate(fleet, max_staleness) * (1 - GAPS)
@@ -94,7 +94,7 @@ def test_more_memory_or_compute_or_staleness_never_hurts(fleet: Fleet, max_stale
     assert rate(fleet, max_staleness + 1) >= before
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(fleets(), BOUNDS, st.sampled_from([2.0, 5.0, 10.0]))
 def test_lower_prices_and_a_larger_budget_never_hurt(fleet: Fleet, max_staleness: int, budget: float) -> None:
     tight = replace(fleet, budget_per_hour=budget)

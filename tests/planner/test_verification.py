@@ -31,8 +31,6 @@ def test_a_device_too_many_and_a_budget_passed_are_found(solution: Solution) -> 
     more = tuple(y + 1 if i in solution.active[:1] else y for i, y in enumerate(solution.replicas))
     assert "devices of a, 4 allowed" in broken(PROBLEM, replace(solution, replicas=more))
     assert "costs 8.0 an hour, budget 7.99" in broken(replace(PROBLEM, budget_per_hour=7.99), solution)
-    limited = tuple(replace(s, max_rollout=0) for s in PROBLEM.supplies)
-    assert "devices for rollout of a, 0 allowed" in broken(replace(PROBLEM, supplies=limited), solution)
 
 
 def test_a_rate_that_is_not_reached_is_found(solution: Solution) -> None:

@@ -41,13 +41,8 @@ def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
             if c.device == supply.device
         )
         training = solution.plan.count(supply.device)
-        for used, most, what in (
-            (rolling + training, supply.count, "devices"),
-            (rolling, supply.max_rollout, "devices for rollout"),
-            (training, supply.max_training, "devices for training"),
-        ):
-            if most is not None and used > most:
-                yield f"{used} {what} of {supply.device}, {most} allowed"
+        if rolling + training > supply.count:
+            yield f"{rolling + training} devices of {supply.device}, {supply.count} allowed"
         if supply.price_per_hour is not None:
             cost += (rolling + training) * Fraction(supply.price_per_hour)
     if problem.budget_per_hour is not None and cost > Fraction(problem.budget_per_hour) * Fraction(1 + ROUNDING):

@@ -37,7 +37,7 @@ from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialR
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 HERE = Path(__file__).parent
 N, G, B0, PREFILL = 32, 8, 256.0, 1600.0

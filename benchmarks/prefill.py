@@ -23,7 +23,7 @@ from frontier import B0, config, ours
 
 from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
 from rollover.sim.scenario import ReplicaModel, Scenario
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 HERE = Path(__file__).parent
 ENGINES = (17.0, 150.0, 1600.0)

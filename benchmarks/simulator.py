@@ -30,7 +30,7 @@ from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import Generator
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 LAW = PRESETS["r1-16k"]
 SMALL: dict[str, dict[str, Any]] = {

@@ -33,6 +33,6 @@ def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> No
     rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
     """
     require("scipy", purpose="rollover workload fit")
-    from rollover.workload.job import fit_workload
+    from rollover.workload.report import fit_workload
 
     fit_workload(source, cap_tokens=cap, page=page, out=out)

@@ -26,7 +26,7 @@ from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import FinishReason, SampleId
-from rollover.workload.runs import read_run
+from rollover.workload.source import read_run
 from rollover.workload.trace import Trace
 
 _MIN_STEPS = 4

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from html import escape
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
-from rollover.report.page import Page, header, table, tiles
+from rollover.report.page import Page, header, table, tiles, write_page
 from rollover.report.plot import Figure, axis, figure, line
 from rollover.settings import toml
-from rollover.workload.fit import Fit
+from rollover.workload.fit import Fit, fit
 from rollover.workload.law import Floats, LengthLaw
+from rollover.workload.source import read_trace
 from rollover.workload.trace import Trace
 
 _LABELS = {
@@ -168,3 +171,25 @@ def _tail(trace: Trace, law: LengthLaw) -> Figure:
     x_axis = axis("response tokens", type="log", showgrid=False, tickformat=",d")
     y_axis = axis("share of responses longer than that", type="log", tickformat=".1~%", dtick="D2")
     return figure(data, height=330, xaxis=x_axis, yaxis=y_axis)
+
+
+def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out: Path | None) -> None:
+    """Fit the length law to the run or file ``source``; the workload file goes to ``out``, or to the terminal.
+
+    Raises:
+        DataError: the lengths are unusable or too few.
+        RunError: ``source`` is a directory, but not that of a run.
+    """
+    trace = read_trace(source, cap_tokens=cap_tokens)
+    found = fit(trace)
+    console = Console(highlight=False)
+    console.print(fit_table(trace, found))
+    console.print(f"{verdict(found)}.")
+    text = law_toml(found.law, (f"Fitted to {trace.name}: {described(trace)}.", f"{verdict(found)}."))
+    if out is None:
+        console.print(f"\n{text}", end="", markup=False, soft_wrap=True)
+    else:
+        out.write_text(text, encoding="utf-8")
+        console.print(f"workload: {out}")
+    if page is not None:
+        console.print(f"page: {write_page(page, render_fit(trace, found))}")

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rollover.errors import ConfigError, DataError, nearest
+from rollover.errors import ConfigError, DataError, RunError, nearest
+from rollover.report.record import JOURNAL, read_config, read_timeline
+from rollover.report.timeline import SampleTrace
 from rollover.settings import schema, toml
 from rollover.workload.files import FORMATS, read_file
 from rollover.workload.law import MAX_TOKENS, LengthLaw
-from rollover.workload.presets import ALIASES, PRESETS
-from rollover.workload.runs import is_run, read_run
-from rollover.workload.trace import Trace
+from rollover.workload.trace import Trace, TracePrompt
+
+PRESETS: dict[str, LengthLaw] = {
+    # Reasoning models distilled from R1, 1.5B, on competition mathematics.
+    "r1-16k": LengthLaw(
+        median_tokens=4500, sigma=0.85, icc=0.5, loop_probability=0.03, cap_tokens=16384, min_tokens=64
+    ),
+    # Qwen3-4B thinking.
+    "qwen3-16k": LengthLaw(
+        median_tokens=7000, sigma=0.60, icc=0.6, loop_probability=0.02, cap_tokens=16384, min_tokens=64
+    ),
+    # A tail as heavy as a 32k budget lets it be.
+    "heavy-32k": LengthLaw(
+        median_tokens=4000, sigma=1.10, icc=0.5, loop_probability=0.02, cap_tokens=32768, min_tokens=64
+    ),
+    # Short answers that seldom hit the cap.
+    "light-8k": LengthLaw(
+        median_tokens=1200, sigma=0.60, icc=0.5, loop_probability=0.003, cap_tokens=8192, min_tokens=64
+    ),
+}
+ALIASES = {"math-16k": "r1-16k"}
+"""Names of purposes, each with the preset that it stands for."""
+
 
 Lengths = LengthLaw | Trace
 """Either makes a ``Workload`` from a seed, and can be sent to another process."""
@@ -90,3 +113,45 @@ def capped(lengths: Lengths, cap_tokens: int | None) -> Lengths:
 def _check_cap(cap_tokens: int | None) -> None:
     if cap_tokens is not None and cap_tokens > MAX_TOKENS:
         raise ConfigError(f"a cap of {cap_tokens} tokens is above the maximum of {MAX_TOKENS} tokens")
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def read_run(path: Path) -> Trace:
+    """Return the trace of the run in ``path``, capped at its ``max_new_tokens``.
+
+    Raises:
+        RunError: it is not a run directory, or its journal cannot be read.
+        DataError: nothing has been decoded in it yet.
+    """
+    config = read_config(path)
+    if not (path / JOURNAL).is_file():
+        variants = [str(path / name) for name in config.get("variants") or () if (path / name / JOURNAL).is_file()]
+        if variants:
+            raise RunError(f"{path} is a comparison; give one of its runs: {', '.join(variants)}")
+        raise DataError(f"{path}: the trace is empty; the run has not decoded anything yet")
+    try:
+        cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))
+    except (KeyError, TypeError, ValueError):
+        raise RunError(f"{path / 'config.json'} lacks rollout.max_new_tokens: is it the config of a run?") from None
+    return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt(read_timeline(path).samples))
+
+
+def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:
+    """Return the prompts in the order of their first group; samples that decoded nothing say nothing and are left
+    out."""
+    prompts: dict[str, list[SampleTrace]] = {}
+    for sample in samples:
+        if sample.num_tokens:
+            prompts.setdefault(sample.prompt.prompt_id, []).append(sample)
+    return tuple(
+        TracePrompt(
+            prompt_id=prompt_id,
+            prompt_tokens=len(decoded[0].prompt.token_ids),
+            lengths=tuple(sample.num_tokens for sample in decoded),
+            unfinished=frozenset(i for i, sample in enumerate(decoded) if not sample.finished),
+        )
+        for prompt_id, decoded in prompts.items()
+    )

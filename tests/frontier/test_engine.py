@@ -9,7 +9,7 @@ import pytest
 from rollover.errors import ConfigError, DataError, ModelError
 from rollover.frontier.engine import in_units_of_c0, of_benchmark, of_device
 from rollover.rollout.config import RolloutConfig
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 QWEN3_4B = {
     "model_type": "qwen3",

@@ -189,7 +189,7 @@ def test_siblings_share_a_prompt_and_are_consumed_one_by_one() -> None:
 def test_rollover_reaches_the_lag_it_is_told(target: float) -> None:
     from rollover.sim.run import simulate
     from rollover.workload.law import Generator
-    from rollover.workload.presets import PRESETS
+    from rollover.workload.source import PRESETS
     from tests.sim.kit import one_replica, strategy_of
 
     law = PRESETS["light-8k"]

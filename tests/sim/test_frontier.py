@@ -21,7 +21,7 @@ from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 from tests.rollout.kit import strategy_of
 from tests.sim.test_theory import PRESET_NAMES, G, N, step_model
 

@@ -13,7 +13,7 @@ from rollover.rollout.state import View
 from rollover.rollout.strategies.rollover import Rollover
 from rollover.sim.result import Window
 from rollover.sim.run import simulate
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 from rollover.workload.trace import Trace, TracePrompt
 from tests.sim.kit import one_replica, strategy_of
 

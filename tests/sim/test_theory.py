@@ -13,7 +13,7 @@ from scipy.special import ndtr
 
 from rollover.sim.theory import StepModel, expected_longest
 from rollover.workload.law import LengthLaw
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 PRESET_NAMES = ("r1-16k", "qwen3-16k", "heavy-32k")
 N, G = 32, 8

@@ -10,8 +10,8 @@ from scipy.integrate import quad
 from rollover.errors import DataError
 from rollover.workload.fit import _Data, _log_likelihood, _Shape, fit, ks_distance
 from rollover.workload.law import NORMAL, LengthLaw
-from rollover.workload.presets import PRESETS
 from rollover.workload.report import law_toml, render_fit
+from rollover.workload.source import PRESETS
 from rollover.workload.trace import Trace, TracePrompt
 from tests.workload.kit import LAW, drawn
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.workload.law import LengthLaw
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 from tests.workload.kit import LAW, lengths_of, standard_error
 
 SIMULATED = {

@@ -9,7 +9,7 @@ from rollover.errors import DataError, RunError
 from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded
 from rollover.rollout.journal import Journal
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
-from rollover.workload.runs import read_run
+from rollover.workload.source import read_run
 from rollover.workload.trace import TracePrompt
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from rollover import cli
 from rollover.errors import ConfigError, DataError, RunError
-from rollover.workload.presets import PRESETS
 from rollover.workload.report import law_toml
-from rollover.workload.source import read_lengths, read_trace
+from rollover.workload.source import PRESETS, read_lengths, read_trace
 from rollover.workload.trace import Trace
 from tests.workload.kit import LAW, drawn
 

@@ -4,7 +4,7 @@
 
 For each shape and each way to train, a process of its own takes a step of GRPO over two full rows: with the second
 one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and
-moments are there by then), is set against the estimate of activations, logits and gathered weights. Of several devices,
+moments are there by then), is set against the estimate of activations and gathered weights. Of several devices,
 it is that of the rank that takes most. Memory that is freed goes back to the system at once
 (``MALLOC_MMAP_THRESHOLD_``), since the estimate leaves out what an allocator keeps. Printed is measured over estimated.
 """
@@ -144,7 +144,7 @@ def compare(shape: str, way: str) -> dict[str, float | str]:
             check=True,
         )
     measured = int(done.stdout) / 2**20
-    expected = (estimated.activations + estimated.logits + estimated.gathered) / 2**20
+    expected = (estimated.activations + estimated.gathered) / 2**20
     return {"shape": shape, "way": way, "measured_mib": measured, "estimated_mib": expected}
 
 

@@ -21,7 +21,7 @@ from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.sim.theory import StepModel
-from rollover.workload.presets import PRESETS
+from rollover.workload.source import PRESETS
 
 IMAGES = Path(__file__).with_name("images")
 B0, PREFILL, BATCH, GROUP = 256.0, 1600.0, 32, 8

@@ -6,7 +6,7 @@ Each kind of engine has a config of its own, which decides this for itself: a ru
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -102,6 +102,17 @@ class EngineConfig(ABC):
     def mismatch_remedy(self, number_format: str) -> str:
         """Say what a user can do about an engine whose log-probs are not the trainer's. The engine reports that it
         computes in ``number_format``."""
+
+    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
+        """Return the bytes, by purpose, that one engine takes of a device; ``None`` if the settings do not determine
+        them.
+
+        Args:
+            num_parameters: of the model.
+            capacity: the bytes of a GPU; ``None`` if they are not known, and on a CPU.
+        """
+        del num_parameters, on_gpu, capacity
+        return None
 
     def weights_root(self, default: Path, name: str) -> Path | None:
         """Return the folder through which weights reach the engine, ``None`` where it takes them from memory.

@@ -6,26 +6,27 @@ Importing this module needs no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.config import ServerConfig
 from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
 from rollover.run.engine import check_engine
-from rollover.run.engine_memory import all_parts, engine_memory, is_unseen, numbered, uncounted
-from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.run.server_devices import UNSEEN, numbered, server_devices
+from rollover.trainer.config import LoraConfig
 
 if TYPE_CHECKING:
     import torch
 
-_CACHE_STEP_BYTES = 64 * 2**20
 _KEPT = ("weights", "reference policy", "optimizer")
 """The parts that the trainer keeps from step to step, while it releases the others."""
+_ON_CLUSTER = " on the cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +61,17 @@ class DeviceMemory:
 
 def memory_lines(config: RunConfig) -> list[str]:
     """Describe how much memory trainer and engines take on each device, which engines this leaves out, and which
-    setting to change if it is too much. Activations are those of the largest pass that responses of the greatest length
-    cause.
+    settings to change if it is too much. Activations are those of the largest pass that responses of the greatest
+    length cause.
 
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.
     """
     needed = device_memory(config)
-    left_out = uncounted(config)
-    lines = [*map(str, needed), *([] if left_out is None else [left_out]), *_left_to_servers(config, needed)]
+    lines = [*map(str, needed), *_uncounted(config), *_left_to_servers(config, needed)]
     if too_small := [memory.device for memory in needed if not memory.fits]:
-        advice = next((said for said, changed in _remedies(config) if _all_fit(changed)), None)
-        lines.append(
-            f"warning: {' and '.join(too_small)} will run out of memory: "
-            + (advice or "take a smaller model, or a device with more memory")
-        )
+        fitting = (said for said, changed in _remedies(config) if all(m.fits for m in device_memory(changed)))
+        advice = next(fitting, "take a smaller model, or a device with more memory")
+        lines.append(f"warning: {' and '.join(too_small)} will run out of memory: {advice}")
     return lines
 
 
@@ -82,14 +80,13 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
     from rollover.trainer.memory import training_memory
 
     model, base_dtype = _model(config)
-    r = config.rollout
     training = training_memory(
         config.trainer,
         model,
         max_prompt_tokens=config.tasks.max_prompt_tokens,
-        max_response_tokens=r.max_new_tokens,
-        batch_samples=r.rollout_batch_size * r.group_size,
-        temperature=r.temperature,
+        max_response_tokens=config.rollout.max_new_tokens,
+        batch_samples=config.rollout.rollout_batch_size * config.rollout.group_size,
+        temperature=config.rollout.temperature,
         needs_ref=resolve(config.algorithm).needs_ref,
         base_dtype=base_dtype,
     )
@@ -99,111 +96,132 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         "gradients": training.gradients,
         "optimizer": training.optimizer,
         "activations": training.activations,
-        "logits": training.logits,
         "gathered weights": training.gathered,
     }
-    parts: dict[str, dict[str, int]] = {}
-    elsewhere = []
+    trainers, engines = Counter(_trainer_devices(config)), _engines(config, training.num_parameters)
+    found = []
+    for device in dict.fromkeys([*trainers, *engines]):
+        # All ranks on a CPU share one memory; on the cluster, each rank and server is described.
+        parts = (
+            {name: num_bytes * trainers[device] for name, num_bytes in of_trainer.items()} if trainers[device] else {}
+        )
+        of_engines, turn = engines.get(device, {}), ""
+        if parts and config.engine.declared.is_colocated and of_engines:
+            kept = {name: parts.pop(name) for name in _KEPT}
+            trains = sum(parts.values()) >= sum(of_engines.values())
+            turn = "while it trains" if trains else "while it generates"
+            parts, of_engines = {**kept, **(parts if trains else of_engines)}, {}
+        found.append(DeviceMemory(device=device, capacity=_capacity(device), parts={**parts, **of_engines}, turn=turn))
+    return found
+
+
+def _trainer_devices(config: RunConfig) -> list[str]:
+    """Return the device of each rank."""
+    from rollover.trainer.devices import rank_devices
+    from rollover.trainer.models import pick_device
+
+    trainer = config.trainer
     if config.cluster is not None:
-        who = "each rank" if config.trainer.num_devices > 1 else "the trainer"
-        elsewhere.append(DeviceMemory(device=f"{who} on the cluster", capacity=None, parts=of_trainer))
-    for device in () if elsewhere else _trainer_devices(config.trainer):  # on the CPU all ranks share one memory
-        held = parts.setdefault(device, dict.fromkeys(of_trainer, 0))
-        held.update({name: held[name] + num_bytes for name, num_bytes in of_trainer.items()})
-    turns: dict[str, str] = {}
-    engines = engine_memory(config, training.num_parameters, _capacity)
-    for device, of_engines in all_parts([*engines]).items():
-        held = parts.setdefault(device, {})
-        if config.engine.declared.is_colocated and held:
-            parts[device], turns[device] = _larger_turn(held, of_engines)
-        else:
-            held.update(of_engines)
-    here = [DeviceMemory(device=d, capacity=_capacity(d), parts=p, turn=turns.get(d, "")) for d, p in parts.items()]
-    return [*elsewhere, *here]
+        return [("each rank" if trainer.num_devices > 1 else "the trainer") + _ON_CLUSTER]
+    return [numbered(pick_device(trainer.device))] if trainer.num_devices == 1 else [*rank_devices(trainer)]
 
 
-def _larger_turn(of_trainer: Mapping[str, int], of_engine: Mapping[str, int]) -> tuple[dict[str, int], str]:
-    """Return the larger use of memory when trainer and engine take turns, and whose turn that is. The parts that the
-    trainer keeps from step to step count in both."""
-    kept = {name: of_trainer[name] for name in _KEPT}
-    in_step = {name: num_bytes for name, num_bytes in of_trainer.items() if name not in _KEPT}
-    if sum(in_step.values()) >= sum(of_engine.values()):
-        return {**kept, **in_step}, "while it trains"
-    return {**kept, **of_engine}, "while it generates"
+def _engine_devices(config: RunConfig) -> list[str]:
+    """Return the devices of each engine that the run starts."""
+    from rollover.engine.embedded.sizing import device_of
+
+    engine = config.engine
+    if isinstance(engine, EmbeddedConfig):
+        return [numbered(device_of(engine.device))]
+    if not isinstance(engine, ServerConfig) or not engine.launch:
+        return []
+    if config.cluster is not None and config.cluster.num_engines:
+        return ["each engine server" + _ON_CLUSTER]
+    return [device for number in range(engine.num_servers) for device in server_devices(engine, number)]
 
 
-def _left_to_servers(config: RunConfig, needed: Sequence[DeviceMemory]) -> Iterator[str]:
+def _engines(config: RunConfig, num_parameters: int) -> dict[str, dict[str, int]]:
+    """Return the memory that the engines of each device take together, by purpose, as far as their settings determine
+    it.
+
+    Example: ``{"cuda:0": {"engines' weights": 2 * 2**30, "engines' cache": 2**34}}``
+    """
+    found: dict[str, Counter[str]] = {}
+    for device in _engine_devices(config):
+        capacity = None if device == "cpu" else _capacity(device)
+        parts = config.engine.memory(num_parameters, on_gpu=device != "cpu", capacity=capacity)
+        if parts is not None:
+            found.setdefault(device, Counter()).update({f"engines' {name}": size for name, size in parts.items()})
+    return {device: dict(parts) for device, parts in found.items()}
+
+
+def _uncounted(config: RunConfig) -> Iterator[str]:
+    """Yield which engines are left out."""
+    engine, devices = config.engine, _engine_devices(config)
+    if not isinstance(engine, ServerConfig) or (devices and _engines(config, 1).keys() >= {*devices}):
+        return
+    said = f"memory: servers of engine.kind {engine.kind!r} are not included"
+    if any(device.startswith("cuda") for device in devices):
+        said += f": name their share of a GPU in engine.launch_args, as in {engine.memory_share_argument} 0.6"
+    yield said
+
+
+def _left_to_servers(config: RunConfig, needed: list[DeviceMemory]) -> Iterator[str]:
     """Yield which share of a device is left to servers that take turns with the trainer."""
     argument = config.engine.memory_share_argument
     if argument is None or not config.engine.declared.is_colocated:
         return
     for memory in needed:
-        if memory.capacity is None or not memory.parts.keys() >= {*_KEPT}:
-            continue
-        kept = sum(memory.parts[name] for name in _KEPT)
-        share = max(0.0, 1 - kept / memory.capacity)
-        yield (
-            f"memory of {memory.device} while servers generate: the trainer keeps {_size(kept)}; servers there may take"
-            f" at most {share:.2f} of the device ({argument})"
-        )
-
-
-def _trainer_devices(trainer: TrainerConfig) -> list[str]:
-    """Return the device of each rank."""
-    from rollover.trainer.devices import rank_devices
-    from rollover.trainer.models import pick_device
-
-    return [numbered(pick_device(trainer.device))] if trainer.num_devices == 1 else [*rank_devices(trainer)]
+        if memory.capacity is not None and memory.parts.keys() >= {*_KEPT}:
+            kept = sum(memory.parts[name] for name in _KEPT)
+            yield (
+                f"memory of {memory.device} while servers generate: the trainer keeps {_size(kept)}; servers there may"
+                f" take at most {max(0.0, 1 - kept / memory.capacity):.2f} of the device ({argument})"
+            )
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield changes of settings, the cheapest first, each on top of those before."""
-    if (smaller := _smaller_cache(config, least_share=0.5)) is not None:
-        yield smaller
-    trainer, said = config.trainer, ""
-    if not trainer.gradient_checkpointing:
-        trainer, said = replace(trainer, gradient_checkpointing=True), "set trainer.gradient_checkpointing = true"
-        yield said, replace(config, trainer=trainer)
-    before = said and f"{said} and "
+    """Yield changes of settings: half the cache; then others, each on top of those before and with the words for all of
+    them; then adapters, alone and on top."""
+    said: dict[str, str] = {}
+    changed = config
+
+    def step(words: str, key: str, value: Any) -> tuple[str, RunConfig]:
+        nonlocal changed
+        changed, said[key] = _with(changed, key, value), words
+        return " and ".join(said.values()), changed
+
+    cache = getattr(config.engine, "kv_cache_bytes", 0) // 2
+    if cache and _holds_longest(config, cache):
+        yield f"lower engine.kv_cache_bytes to {cache}", _with(config, "engine.kv_cache_bytes", cache)
+    if not config.trainer.gradient_checkpointing:
+        key = "trainer.gradient_checkpointing"
+        yield step(f"set {key} = true", key, True)
     longest = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
-    while trainer.micro_batch_tokens > longest:
-        trainer = replace(trainer, micro_batch_tokens=max(longest, trainer.micro_batch_tokens // 2))
-        said = f"{before}lower trainer.micro_batch_tokens to {trainer.micro_batch_tokens}"
-        yield said, replace(config, trainer=trainer)
-    if (smaller := _smaller_cache(replace(config, trainer=trainer))) is not None:
-        advice, changed = smaller
-        yield ", and ".join(filter(None, (said, advice))), changed
-    if trainer.lora is None:
-        yield "train adapters, [trainer.lora]", replace(config, trainer=replace(config.trainer, lora=LoraConfig()))
-        adapters = replace(trainer, lora=LoraConfig())
-        yield ", and ".join(filter(None, ("train adapters, [trainer.lora]", said))), replace(config, trainer=adapters)
+    while (tokens := changed.trainer.micro_batch_tokens) > longest:
+        key, tokens = "trainer.micro_batch_tokens", max(longest, tokens // 2)
+        yield step(f"lower {key} to {tokens}", key, tokens)
+    while (size := getattr(changed.engine, "kv_cache_bytes", 0) // 2) and _holds_longest(changed, size):
+        key = "engine.kv_cache_bytes"
+        yield step(f"lower {key} to {size}", key, size)
+    if config.trainer.lora is None:
+        words = "train adapters, [trainer.lora]"
+        yield words, _with(config, "trainer.lora", LoraConfig())
+        yield step(words, "trainer.lora", LoraConfig())
 
 
-def _smaller_cache(config: RunConfig, least_share: float = 0.0) -> tuple[str, RunConfig] | None:
-    """Return the largest cache of embedded engines with which everything fits; ``None`` if none does that holds the
-    longest sample and ``least_share`` of the configured cache."""
-    engine = config.engine
-    if not isinstance(engine, EmbeddedConfig | EmbeddedServerConfig):
-        return None
-    excess = 0
-    for memory in device_memory(config):
-        caches = sum(num_bytes for name, num_bytes in memory.parts.items() if "cache" in name)
-        if not memory.fits and memory.capacity is not None and caches:
-            num_engines = max(1, caches // engine.kv_cache_bytes)
-            excess = max(excess, -(-(memory.total - memory.capacity) // num_engines))
-    smaller = (engine.kv_cache_bytes - excess) // _CACHE_STEP_BYTES * _CACHE_STEP_BYTES
-    if not 0 < smaller < engine.kv_cache_bytes or smaller < least_share * engine.kv_cache_bytes:
-        return None
-    changed = replace(config, engine=replace(engine, kv_cache_bytes=smaller))
+def _with(config: RunConfig, key: str, value: Any) -> RunConfig:
+    section, _, name = key.partition(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def _holds_longest(config: RunConfig, kv_cache_bytes: int) -> bool:
+    """Return whether the longest sample fits into an engine's cache of this size."""
     try:
-        check_engine(changed)
-    except ConfigError:  # the longest sample would not fit
-        return None
-    return f"lower engine.kv_cache_bytes to {smaller}", changed
-
-
-def _all_fit(config: RunConfig) -> bool:
-    return all(memory.fits for memory in device_memory(config))
+        check_engine(_with(config, "engine.kv_cache_bytes", kv_cache_bytes))
+    except ConfigError:
+        return False
+    return True
 
 
 def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
@@ -229,7 +247,7 @@ def _capacity(device: str) -> int | None:
     """Return the memory of a GPU, or of the machine; ``None`` for a device that this process does not see."""
     import torch
 
-    if is_unseen(device):
+    if device.endswith(_ON_CLUSTER) or device.startswith(UNSEEN):
         return None
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import ConfigError, EngineError
 from rollover.run.config import RunConfig
-from rollover.run.engine_memory import numbered, server_devices
+from rollover.run.server_devices import numbered, server_devices
 
 
 def check_transfer(config: RunConfig) -> None:

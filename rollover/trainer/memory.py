@@ -8,8 +8,8 @@ and deeper ones extrapolated. Caches of the allocator, workspaces of libraries a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from rollover.trainer.attention import PACKED_ATTENTION
 from rollover.trainer.config import TrainerConfig
-from rollover.trainer.logprobs import response_hidden, response_logprobs
+from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
 from rollover.trainer.models import recompute_layers
-from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
+from rollover.trainer.packing import PackedRow, TrainingSample, pack
 
 _TRACED_LAYERS = (2, 3)
 _FLOAT32_BYTES = 4
@@ -48,17 +48,15 @@ class TrainingMemory:
     gradients: int
     optimizer: int
     activations: int
-    """Bytes that the layers need for the largest row, or for this device's share of it: everything the forward pass
-    keeps for the backward pass, plus its peak."""
-    logits: int
-    """Additional bytes for log-probs over the vocabulary."""
+    """Bytes of a pass over the largest row, or over this device's share of it, log-probs over the vocabulary included:
+    everything the forward pass keeps for the backward pass, plus its peak."""
     gathered: int
     """Weights and gradients that are briefly whole, if each device keeps only its part of them."""
 
     @property
     def total(self) -> int:
         kept = self.weights + self.reference + self.gradients + self.optimizer
-        return kept + self.activations + self.logits + self.gathered
+        return kept + self.activations + self.gathered
 
 
 def training_memory(
@@ -85,38 +83,32 @@ def training_memory(
     Example: Qwen3-0.6B in float32 with rows of 4,096 tokens takes 9.5 GB for weights, gradients and optimizer, and
     15.5 GB for activations, or 1.2 GB with ``gradient_checkpointing``.
     """
-    row = _largest_row(config.micro_batch_tokens, max_prompt_tokens, max_response_tokens, batch_samples)
-    if config.context_parallel > 1:
-        row = _largest_share(row, config.context_parallel)
+    share = config.context_parallel  # devices that share a row divide its positions evenly
+    tokens = [-(-count // share) for count in (config.micro_batch_tokens, max_prompt_tokens, max_response_tokens)]
     shallow, deeper = (
-        _trace(config, {**model, "num_hidden_layers": depth}, row, temperature, base_dtype) for depth in _TRACED_LAYERS
+        _trace(config, {**model, "num_hidden_layers": depth}, (*tokens, batch_samples), temperature, base_dtype)
+        for depth in _TRACED_LAYERS
     )
-    num_layers, size = int(model["num_hidden_layers"]), config.num_devices
-    of_depth = shallow.at(num_layers, deeper)
-    keeps_copy = needs_ref and config.lora is None
+    size, whole = config.num_devices, shallow.at(int(model["num_hidden_layers"]), deeper)
     return TrainingMemory(
-        num_parameters=of_depth.num_parameters,
-        weights=of_depth.weights // size,
-        reference=of_depth.weights // size if keeps_copy else 0,
-        gradients=of_depth.gradients // size,
-        optimizer=_MOMENT_BYTES * of_depth.trained // size,
-        activations=of_depth.layers,
-        logits=max(0, of_depth.whole - of_depth.layers),
+        num_parameters=whole.num_parameters,
+        weights=whole.weights // size,
+        reference=whole.weights // size if needs_ref and config.lora is None else 0,
+        gradients=_FLOAT32_BYTES * whole.num_trained // size,
+        optimizer=_MOMENT_BYTES * whole.num_trained // size,
+        activations=whole.peak,
         gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if size > 1 else 0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """Measurements of a model of some depth; ``layers`` is the peak of a pass without log-probs, ``whole`` of one with
-    them."""
+    """Measurements of a model of some depth; ``peak`` is the height of a pass."""
 
     num_parameters: int
     weights: int
-    trained: int
-    gradients: int
-    layers: int
-    whole: int
+    num_trained: int
+    peak: int
 
     def at(self, num_layers: int, deeper: _Trace) -> _Trace:
         """Extrapolate linearly from this trace and the next deeper one to ``num_layers``."""
@@ -126,47 +118,53 @@ class _Trace:
 
 
 def _trace(
-    config: TrainerConfig, model: Mapping[str, Any], row: PackedRow, temperature: float, base_dtype: torch.dtype
+    config: TrainerConfig,
+    model: Mapping[str, Any],
+    row_of: tuple[int, ...],
+    temperature: float,
+    base_dtype: torch.dtype,
 ) -> _Trace:
-    autocast = config.dtype == "bfloat16" and not _gathers_halves(config)
-    with FakeTensorMode() as fake:
+    with FakeTensorMode():
+        row = _largest_row(*row_of)
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
         trained = [p for p in parameters if p.requires_grad]
         for parameter in trained:  # gradients exist from the first row of a mini-batch on
             parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in trained if p.grad is not None]
+        autocast = config.dtype == "bfloat16" and not _gathers_halves(config)
+        with _Allocations(known=(*parameters, *gradients)) as allocations:
+            response_logprobs(network, row, temperature, autocast=autocast).sum().backward()
         num_trained = sum(p.numel() for p in trained)
-        fake_row = _converted(row, fake.from_tensor)
-
-        def layers_alone() -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                return response_hidden(network, fake_row)
-
-        def height(forward: Callable[[], Tensor]) -> int:
-            with _Allocations(known=(*parameters, *gradients)) as allocations:
-                forward().sum().backward()
-            return allocations.peak
-
+        frozen = [p for p in parameters if not p.requires_grad]
         return _Trace(
-            num_parameters=sum(p.numel() for p in parameters if config.lora is None or not p.requires_grad),
-            weights=_FLOAT32_BYTES * num_trained + _num_bytes(p for p in parameters if not p.requires_grad),
-            trained=num_trained,
-            gradients=_FLOAT32_BYTES * num_trained,
-            layers=height(layers_alone),
-            whole=height(lambda: response_logprobs(network, fake_row, temperature, autocast=autocast)),
+            num_parameters=sum(p.numel() for p in (parameters if config.lora is None else frozen)),
+            weights=_FLOAT32_BYTES * num_trained + sum(p.numel() * p.element_size() for p in frozen),
+            num_trained=num_trained,
+            peak=allocations.peak,
         )
+
+
+def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples: int) -> PackedRow:
+    """Return a row of ``budget`` positions, nearly all of which predict, or of one sample that is longer."""
+    if max_prompt + max_response > budget:
+        samples = [TrainingSample(prompt_ids=(0,) * max_prompt, response_ids=(0,) * max_response)]
+    else:
+        count = max(1, min(budget // max_response, batch_samples))
+        samples = [TrainingSample(prompt_ids=(0,), response_ids=(0,) * max_response)] * count
+    (row,) = pack(samples, max(budget, max_prompt + max_response))
+    return row
 
 
 def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype: torch.dtype) -> Any:
     """Build the model as training does, with tensors of the present fake mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = AutoConfig.for_model(**{**model, "layer_types": None})
     dtype = torch.float32 if config.lora is None else base_dtype
     if _gathers_halves(config):
         dtype = torch.bfloat16
     with unset_fake_temporarily(), torch.device("meta"):
+        shape = AutoConfig.for_model(**{**model, "layer_types": None})
         network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
             with_adapters(network, adapter_settings(network, config.lora, base=Path()), seed=0)
@@ -204,13 +202,13 @@ def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:
     width = 2 if _gathers_halves(config) else _FLOAT32_BYTES
 
     def weights(trace: _Trace) -> int:
-        return trace.weights - (_FLOAT32_BYTES - width) * trace.trained
+        return trace.weights - (_FLOAT32_BYTES - width) * trace.num_trained
 
-    layer, num_trained = weights(one) - weights(rest), one.trained - rest.trained
+    layer, num_trained = weights(one) - weights(rest), one.num_trained - rest.num_trained
     computed, summed = width * num_trained, _FLOAT32_BYTES * num_trained
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     of_layers = 2 * layer + max(computed, summed) if on_cpu else 3 * layer + computed + summed
-    return weights(rest) + width * rest.trained + of_layers
+    return weights(rest) + width * rest.num_trained + of_layers
 
 
 class _Allocations(TorchDispatchMode):
@@ -243,50 +241,3 @@ class _Allocations(TorchDispatchMode):
     def _release(self, key: int, num_bytes: int) -> None:
         self._seen.discard(key)
         self.now -= num_bytes
-
-
-def _largest_row(budget: int, max_prompt: int, max_response: int, batch_samples: int) -> PackedRow:
-    """Return a row of ``budget`` positions, nearly all of which predict, or of one sample that is longer."""
-    if max_prompt + max_response > budget:
-        samples = [TrainingSample(prompt_ids=(0,) * max_prompt, response_ids=(0,) * max_response)]
-    else:
-        count = max(1, min(budget // max_response, batch_samples))
-        samples = [TrainingSample(prompt_ids=(0,), response_ids=(0,) * max_response)] * count
-    (row,) = pack(samples, max(budget, max_prompt + max_response))
-    return row
-
-
-@dataclass(frozen=True, slots=True)
-class _Neighbours:
-    """Stands in for the ranks that share a row: the tensors that they send have shapes but no values. Implements
-    ``Context``.
-
-    Example: ``_Neighbours(2, 0).gather(x)`` returns a tensor twice the size of ``x``.
-    """
-
-    size: int
-    place: int
-
-    def exchange(self, parts_C: Tensor) -> Tensor:
-        return torch.empty_like(parts_C.contiguous())
-
-    def gather(self, values: Tensor) -> Tensor:
-        return torch.stack([torch.empty_like(values) for _ in range(self.size)])
-
-
-def _largest_share(row: PackedRow, size: int) -> PackedRow:
-    """Return the row with the share of the device that predicts the most targets."""
-    shares = [shared(row, _Neighbours(size, place)) for place in range(size)]
-    return max(shares, key=lambda share: 0 if share.share is None else len(share.share.target_T))
-
-
-def _converted(row: PackedRow, convert: Callable[[Tensor], Tensor]) -> PackedRow:
-    def all_in(record: Any) -> dict[str, Any]:
-        return {f.name: convert(v) for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)}
-
-    share = None if row.share is None else replace(row.share, **all_in(row.share))
-    return replace(row, buckets=tuple(map(convert, row.buckets)), share=share, **all_in(row))
-
-
-def _num_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

@@ -90,7 +90,7 @@ def test_adapters_make_the_same_passes_on_several_devices_and_a_frozen_base_is_g
 ) -> None:
     config = replace(CONFIG, dtype=dtype, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
     one, two = (estimate(replace(config, num_devices=n), base_dtype=base) for n in (1, 2))
-    assert (two.activations, two.logits) == (one.activations, one.logits)
+    assert two.activations == one.activations
     assert (2 * two.weights, 2 * two.optimizer) == (one.weights, one.optimizer)
     layer = count(layers=2) - count(layers=1)
     adapters = one.gradients // (4 * WIDE["num_hidden_layers"])
@@ -132,16 +132,12 @@ def test_activations_grow_with_the_row_and_recomputing_them_keeps_one_vector_per
 
 def test_a_sample_longer_than_the_budget_has_a_row_of_its_own_and_a_small_batch_fills_none() -> None:
     longest = estimate(CONFIG, max_prompt_tokens=1000, max_response_tokens=2000)
-    assert longest.activations > 1.8 * estimate(CONFIG).activations
+    assert longest.activations > 1.6 * estimate(CONFIG).activations
     assert estimate(CONFIG, batch_samples=1).activations < 0.2 * estimate(CONFIG).activations
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-def test_devices_that_share_a_row_divide_what_it_takes_and_nothing_else(size: int, changes: dict[str, Any]) -> None:
-    whole = replace(CONFIG, num_devices=size, **changes)
-    one, part = estimate(whole), estimate(replace(whole, context_parallel=size))
-    assert one.activations / size < part.activations < 1.25 * one.activations / size
-    assert part.logits < 1.1 * one.logits / size
-    parts = replace(part, activations=one.activations, logits=one.logits)
-    assert parts == one
+def test_devices_that_share_a_row_divide_what_it_takes_and_nothing_else() -> None:
+    whole = replace(CONFIG, num_devices=4)
+    one, part = estimate(whole), estimate(replace(whole, context_parallel=4))
+    assert part.activations == pytest.approx(one.activations / 4, rel=0.02)
+    assert replace(part, activations=one.activations) == one

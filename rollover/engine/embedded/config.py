@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -73,6 +73,11 @@ class EmbeddedConfig(EngineConfig):
             is_colocated=self.colocated,
             in_process=True,
         )
+
+    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int]:
+        del capacity
+        is_half = self.dtype == "bfloat16" or (self.dtype == "auto" and on_gpu)
+        return {"weights": num_parameters * (2 if is_half else 4), "cache": self.kv_cache_bytes}
 
     def mismatch_remedy(self, number_format: str) -> str:
         finer = "" if number_format == "float32" else "set engine.dtype = 'float32', or "

@@ -11,6 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
+from rollover.engine.servers.arguments import argument
 from rollover.settings.changes import Changeable
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
@@ -137,6 +138,16 @@ class ServerConfig(EngineConfig):
     @property
     def start_timeout_s(self) -> float:
         return self.launch_timeout_s if self.launch else 0.0
+
+    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
+        del num_parameters
+        share = argument(self.launch_args, self.memory_share_argument or "")
+        if not (self.launch and on_gpu and capacity and share):
+            return None
+        try:
+            return {"share": int(float(share) * capacity)}
+        except ValueError:
+            return None
 
     def mismatch_remedy(self, number_format: str) -> str:
         return (

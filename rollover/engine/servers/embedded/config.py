@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from rollover.engine.config import DeclaredCapabilities, check_colocated
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.arguments import argument
 from rollover.engine.servers.config import ServerConfig
+from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
 
 KEY_VARIABLE = "ROLLOVER_API_KEY"
@@ -55,6 +58,23 @@ class EmbeddedServerConfig(ServerConfig):
         Example: ``EmbeddedServerConfig(launch=True, max_running=8).embedded().max_running == 8``.
         """
         return EmbeddedConfig(max_running=self.running(), **{key: getattr(self, key) for key in _OF_STARTED})
+
+    def started(self) -> EmbeddedConfig:
+        """Return the settings of the engine in each server, including those that ``launch_args`` override."""
+        args, settings = self.launch_args, self.embedded()
+        device, dtype = argument(args, "--device"), argument(args, "--dtype")
+        try:
+            return replace(
+                settings,
+                device=device or settings.device,
+                dtype=cast(Any, dtype or settings.dtype),
+                kv_cache_bytes=int(argument(args, "--kv-cache-bytes") or settings.kv_cache_bytes),
+            )
+        except ValueError as error:
+            raise ConfigError(f"engine.launch_args: {error}") from None
+
+    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
+        return self.started().memory(num_parameters, on_gpu=on_gpu, capacity=capacity) if self.launch else None
 
     @property
     def declared(self) -> DeclaredCapabilities:

@@ -1,6 +1,6 @@
 """Statistics of a policy loss about its batch, as sums and maxima that merge exactly.
 
-Merging the metrics of all micro-batches (and ranks) gives those of the whole batch, whatever the split.
+Merging the metrics of all micro-batches (and ranks) gives the metrics of the whole batch, whatever the split.
 Everything stays on the device until ``finalize``, which synchronises once.
 """
 
@@ -34,9 +34,9 @@ class LossMetrics:
     """
 
     token_sums_L: dict[str, Tensor]
-    """Quantities summed over the unmasked tokens, per lag bin; ``trained`` counts those that have a gradient."""
+    """Quantities summed over the unmasked tokens, per lag bin; ``trained`` counts tokens with a gradient."""
     sample_sums_2: Tensor
-    """Samples with a trained token; those of them in which every trained token is rejected."""
+    """Samples with a trained token, and how many of these have every trained token rejected."""
     maxima_3: Tensor
     """Ratio, importance weight, staleness."""
     log_weight_sums_2: Tensor

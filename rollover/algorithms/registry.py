@@ -27,7 +27,7 @@ class AdvantageRow:
     """
 
     compares: Literal["siblings", "batch", "history"]
-    """The rewards that a reward is compared with: those of its group, of the whole batch, or earlier ones."""
+    """The rewards that a reward is compared with: the rewards of its group, of the whole batch, or earlier ones."""
     divides: bool
     """True if it is divided by a deviation, so that ``advantage_eps`` and ``advantage_ddof`` have an effect."""
 

@@ -23,7 +23,7 @@ Progress is a token or a reward. An abort that the driver has not requested is a
 the sample keeps its tokens and is tried again, as described in ``rollover.rollout.retries``. The life of one call is in
 ``rollover.rollout.generation``.
 
-What it keeps true: every change of state is an event, journaled in the order in which the ledger applied it; a
+Invariants: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
 
 With ``lockstep`` each finished sample is scored and acted upon before the engine continues decoding (an engine that
@@ -129,7 +129,7 @@ class RolloutDriver:
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
         self._name = secrets.token_hex(4)
-        """Distinguishes request ids from those that another driver, or this run before a crash, sent to the engine."""
+        """Distinguishes request ids from the ids that another driver, or this run before a crash, has sent."""
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._calls: dict[SampleId, SampleCall] = {}
         self._open_call = partial(
@@ -158,7 +158,7 @@ class RolloutDriver:
         self._broken: Exception | None = None
         self._unwritten: list[Event] = []
         self._unwritten_tokens: dict[SampleId, int] = {}
-        """Number of tokens of each sample, including those of its unwritten segments."""
+        """Number of tokens of each sample, including its unwritten segments."""
         self._distrusted: list[str] = []
         """Members whose tokens have yet to be dropped."""
         self._placement = placement

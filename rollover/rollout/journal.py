@@ -1,6 +1,6 @@
 """The journal: every event of a run, append-only, in one SQLite file.
 
-What it keeps true: after a crash at any moment the file holds a prefix of the events that happened, so the
+Invariants: after a crash at any moment the file holds a prefix of the events that happened, so the
 fold of the file is a state that the run really was in. Events appended in one call are there together or not at all.
 Log-probabilities and token ids are restored bit for bit.
 """
@@ -247,7 +247,7 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
 
 
 def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """Return the events that count, without those that a later restart declared void. Facts about the batch that was
+    """Return the events that count, without the events that a restart declared void. Facts about the batch that was
     consumed before the void ones remain: decoding the next round again does not train that batch again."""
     kept: list[tuple[int, Event]] = []
     for seq, event in events:
@@ -279,7 +279,7 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
 
     Raises:
         RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is not
-            among those that are handed out again.
+            among the steps whose batches are handed out again.
     """
     events = effective(journal.read())
     consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]

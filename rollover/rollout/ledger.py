@@ -7,7 +7,7 @@ Conservation, proved by ``Ledger.check``:
 * A group is ``open`` until each sample is scored or failed, then ``ready``, then ``consumed`` by a batch or
   ``dropped`` with a cause. There is no other way out.
 * ``decoded tokens = trained + wasted (by cause) + live``. The tokens of a batch count as trained when it is consumed;
-once its step is done, those that had no gradient are moved to the waste.
+once its step is done, the tokens without a gradient are moved to the waste.
 
 The ledger contains facts. A strategy decides what to do about them; the driver does it.
 """
@@ -138,7 +138,7 @@ class Ledger:
         return len(self.waiting) + len(self.running) + len(self.parked)
 
     def startable(self) -> Iterator[SampleId]:
-        """Yield waiting and parked samples, those of the oldest group first. The first few are cheap, however many
+        """Yield waiting and parked samples, the oldest group first. The first few are cheap, however many
         wait."""
         for group_id in self._startable:
             for sample in self.groups[group_id].samples:

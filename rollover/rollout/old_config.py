@@ -2,7 +2,7 @@
 user's file is read as it is.
 
 Before version 1 the options of all strategies stood next to the strategy's name: ``{"strategy": "april",
-"over_sampling_batch_size": 64, "num_running": None, ...}``; those of other strategies were unset.
+"over_sampling_batch_size": 64, "num_running": None, ...}``; the options of other strategies were unset.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ consumed does depend on it: the longer the response, the more and the longer of 
 known when the sample was opened do not, in whatever order samples finish. Rewards of earlier passes over the same row
 count according to their number, and the others of its source for the rest.
 
-Rewards are those that the algorithm compares, including its shaping (a punishment for length, say): a baseline of
+Rewards are what the algorithm compares, including its shaping (a punishment for length, say): a baseline of
 unshaped rewards would lie above or below all of them. The history is worth as many siblings as it has rewards, and
 never more than an ordinary group has: ``rollover.algorithms.advantages`` describes how the advantage uses that.
 """
@@ -21,7 +21,7 @@ from rollover.types import MAX_REWARD, Baseline, Prompt
 _MEMORY = 256
 """Number of rewards after which one counts e times less, as the policy changes."""
 _PRIOR = 4.0
-"""Number of rewards of its own row that weigh as much as those of its whole source."""
+"""Number of rewards of its own row that weigh as much as the rewards of its whole source."""
 _MAX_SIBLINGS = 7
 """Number of siblings of a sample in a group of eight, the most common size."""
 

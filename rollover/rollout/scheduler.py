@@ -3,7 +3,7 @@
 Two shells use it: the driver (asyncio, real engines) and the simulator (virtual time, models of engines). A shell
 reports what happened and carries out the answer, so both make the same decisions.
 
-What it keeps true: every change of state is an event, emitted in the order in which the ledger applied it; no batch
+Invariants: every change of state is an event, emitted in the order in which the ledger applied it; no batch
 is handed out against the staleness bound; a sample is started only if the strategy asked for it.
 """
 
@@ -386,7 +386,7 @@ class Scheduler:
         self.record(BatchConsumed(time_s=now_s, step=step, group_ids=group_ids))
         if not is_replay:
             for group_id in strategy.surplus(self._view):
-                # The prompt returns if those of other late groups do.
+                # The prompt returns if the prompts of other late groups do.
                 self._drop(group_id, WasteCause.SURPLUS_GROUP, now_s, prompt_returned=discards)
         self._phase = _OVERLAPPING if self._keeps_running and not is_replay else _IDLE
         return batch

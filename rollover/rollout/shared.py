@@ -35,7 +35,7 @@ class SharedConfig:
     """Token budget of a whole response, across all resumes."""
     temperature: float = 1.0
     top_p: float = 1.0
-    """Below 1, log-probs are those of the truncated distribution, and importance ratios are no longer exact."""
+    """Below 1, log-probs belong to the truncated distribution, and importance ratios are no longer exact."""
     top_k: int = 0
     """0 disables it; otherwise the remark about `top_p` applies here too."""
     stop_strings: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from rollover.rollout.reward_history import RewardHistory
 from rollover.types import Baseline
 
 _NUM_LENGTHS = 8192
-"""Number of responses that are remembered: those of several rounds, since the last batches of a round have its
+"""Number of responses that are remembered: several rounds of them, since the last batches of a round have its
 shortest."""
 _LAG_KEPT = 1 - 1 / 64
 """Share of their weight that earlier batches keep when another one is added."""
@@ -74,7 +74,7 @@ class RecentLag:
 class Statistics:
     """Lengths, lag and reward baselines of a run; only ``apply`` changes them.
 
-    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third one that is then opened gets a
+    Example: two single samples of one prompt were scored with 1.0 and 0.0. A third sample, opened then, gets a
     baseline with a mean of 0.498, a standard deviation of 0.5 and the worth of 1.996 siblings, which no longer changes.
     """
 

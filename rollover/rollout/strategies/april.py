@@ -38,7 +38,7 @@ class April(Oversample):
     """Unfinished rollouts are aborted as soon as the batch is full (``Scheduler.decide``) and resumed first."""
 
     def preference(self, group: GroupRecord) -> int:
-        """Prefer the oldest group, or with ``drop_surplus`` the one that became ready first."""
+        """Prefer the oldest group, or with ``drop_surplus`` the group that became ready first."""
         return 0 if self.drop_surplus else group.group_id
 
     def surplus(self, view: View) -> tuple[int, ...]:

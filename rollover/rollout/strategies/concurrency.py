@@ -1,6 +1,6 @@
 """Concurrency-controlled partial rollout, after CoPRIS (arXiv 2511.05589).
 
-Keep a fixed number of samples in flight: each one that finishes makes room for the next, parked ones before new ones.
+Keep a fixed number of samples in flight: each finished sample makes room for the next, a parked one before a new one.
 Stop when the batch is full and park the rest. Simplified: groups are admitted whole, so that up to ``group_size - 1``
 samples may wait for a place.
 """

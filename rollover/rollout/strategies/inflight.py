@@ -1,6 +1,6 @@
 """Weights that change in flight, after PipelineRL (arXiv 2509.19128).
 
-The number of running samples is constant: one that finishes immediately makes room for the next, nothing is ever
+The number of running samples is constant: a finished sample immediately makes room for the next, nothing is ever
 stopped, and new weights are loaded under the running samples, which keep their cache. The trainer takes groups in the
 order in which they are completed. Simplified: groups, not samples, are taken. The paper does not limit the lag; here
 ``max_staleness`` does.

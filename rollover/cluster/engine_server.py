@@ -6,7 +6,7 @@
       ▲                                                                                           few seconds
       └──────────── gone: the keeper does not answer in time, or says that the server has exited ◀──────┘
 
-What it keeps true: every call to the cluster has a deadline; a place on a node is taken by a keeper alone, which gives
+Invariants: every call to the cluster has a deadline; a place on a node is taken by a keeper alone, which gives
 it back when its lease ends, even if this process dies first; a place is given back before another is asked for; the API
 key travels to the node in a call of Ray and to the server in its environment, never in a command line, name or log.
 """

@@ -45,7 +45,7 @@ class AssignedRows:
         return len(self.rows) + self.num_padding
 
     def cost(self, samples: Sequence[TrainingSample], quadratic: float) -> float:
-        """Return the total cost of its passes, including those of padding; see ``family_cost``."""
+        """Return the total cost of its passes, including the cost of padding; see ``family_cost``."""
         own = sum(_row_cost(samples, row, quadratic) for row in self.rows)
         return own + self.num_padding * _row_cost(samples, self.padding, quadratic)
 

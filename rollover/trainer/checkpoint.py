@@ -96,7 +96,7 @@ class DamagedCheckpoint(ModelError):
 
 
 def _doing_without(folder: Path) -> str:
-    """Return what the user can do about a damaged checkpoint: use the newest other one that is intact."""
+    """Return what the user can do about a damaged checkpoint: use the newest other checkpoint that is intact."""
     others = [path for path in reversed(list_checkpoints(folder.parent)) if path != folder]
     if not others:
         return "no other is left: restore it, or start a new run"

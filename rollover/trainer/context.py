@@ -112,7 +112,7 @@ class RowShare:
     own_T: Tensor
     """Indices of the t targets among the row's T."""
     found_T: Tensor
-    """Place of each of the row's T targets among those of all ranks, when each rank pads its own to ``width``."""
+    """Place of each of the row's T targets among the targets of all ranks, when each rank pads its own to ``width``."""
     width: int
     """The largest number of targets on a rank."""
     num_padding: int

@@ -3,7 +3,7 @@
 Ranks are processes of their own (``rank``), on this machine (``ranks``) or wherever a ``RankLauncher`` starts them
 (``leading``), which shard the model with FSDP2; a rank alone has all of it. When one is lost, all are ended and
 restarted from the last checkpoint, and are given the same batches since then once more. So nothing is decoded twice,
-and engines meanwhile continue with weights that remain those of their version.
+and engines meanwhile continue with the weights of their version.
 """
 
 from __future__ import annotations

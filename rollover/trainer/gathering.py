@@ -1,4 +1,4 @@
-"""Combines the results of the ranks for a batch: losses add up, and metrics merge as those of micro-batches do."""
+"""Combines the results of the ranks for a batch: losses add up, and metrics merge as between micro-batches."""
 
 from __future__ import annotations
 

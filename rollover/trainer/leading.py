@@ -1,6 +1,6 @@
 """The process of the run leads the ranks of a sharded trainer, wherever they run: it commands, watches and ends them.
 
-What it keeps true: every wait has a deadline; of several failures the first is named, and by then no rank is left
+Invariants: every wait has a deadline; of several failures the first is named, and by then no rank is left
 running. The deadline applies to progress: ranks count what they do, and are ended when none of them has done anything
 for that long, however long a whole command takes.
 

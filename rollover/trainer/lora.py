@@ -49,7 +49,7 @@ class LoraPolicy:
         checkpoint: a checkpoint with whose adapters training continues.
         seed: determines the first values of ``A``.
 
-    Example: before the first step ``weights()`` are those of ``base``, since every ``B`` is 0.
+    Example: before the first step ``weights()`` equal ``base``, since every ``B`` is 0.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def read_adapters(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def base_format(folder: Path) -> torch.dtype:
-    """Return the number format in which the weights beside the adapters are held: that of their folder."""
+    """Return the number format in which the weights beside the adapters are held: the format of their folder."""
     found = getattr(torch, number_format(folder))
     assert isinstance(found, torch.dtype)
     return found

@@ -44,7 +44,7 @@ class TrainingMemory:
     """Number of parameters of the model itself, without adapters."""
     weights: int
     reference: int
-    """A frozen copy, if the algorithm needs one that is not the model with its adapters off."""
+    """A frozen copy, if the algorithm needs a copy beside the model with its adapters off."""
     gradients: int
     optimizer: int
     activations: int

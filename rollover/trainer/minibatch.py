@@ -1,6 +1,6 @@
 """A batch of trajectories as tensors, split into the mini-batches of its optimizer steps.
 
-What it keeps true: samples and tokens have one order (that of the shuffled groups) in every tensor of a batch, rows
+Invariants: samples and tokens have one order (that of the shuffled groups) in every tensor of a batch, rows
 refer to it by index, and denominators count the whole mini-batch whatever its split into rows.
 """
 

@@ -1,6 +1,6 @@
 """Decides which sequences share a forward pass, and the position of each token in it.
 
-What it keeps true: every response token of every sample is predicted in exactly one row, rows have no padding, a sample
+Invariants: every response token of every sample is predicted in exactly one row, rows have no padding, a sample
 is never split, and siblings in a row share the positions of their prompt. Positions are computed on the host; the rows
 are tensors on the model's device.
 """

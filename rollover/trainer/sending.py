@@ -42,7 +42,7 @@ class RankSender:
     """One rank's part in sending the weights of one version.
 
     Args:
-        weights: those that engines serve, by Hugging Face name, sharded over the ranks of ``world``.
+        weights: the weights that engines serve, by Hugging Face name, sharded over the ranks of ``world``.
         device: the rank's own, by PyTorch's name.
 
     Example: on all ranks ``open(plan)``, ``send(bucket)`` for each bucket, ``finish()`` and ``close()``.

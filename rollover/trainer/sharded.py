@@ -139,7 +139,7 @@ def load_sharded(
 
     Args:
         dtype: the number format in which weights are held.
-        precision: that of the passes, if it differs.
+        precision: the precision of the passes, if it differs.
         adapt: puts adapters beside the model's matrices, before there is memory for any, and returns their first
             values by name.
 

@@ -1,7 +1,7 @@
 """Low-rank adapters beside a frozen base, both sharded over ranks by FSDP2.
 
 The base is on the ranks in the number format of its folder, usually 2 bytes per parameter, and is gathered in it; only
-adapters have gradients and moments. The passes are those of one process, with autocast where it uses autocast.
+adapters have gradients and moments. The passes equal the passes of one process, with autocast where it uses autocast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ShardedLoraPolicy:
     Args:
         base: the model that the run began with.
         checkpoint: a checkpoint with whose adapters training continues.
-        seed: determines the first values of ``A``, which are those that one process would draw.
+        seed: determines the first values of ``A``, which are the values that one process would draw.
 
     Example: with a base of 70 B parameters in bfloat16 on 8 ranks, each holds 17.5 GB.
     """

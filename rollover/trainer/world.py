@@ -1,8 +1,8 @@
 """The world of a rank: the processes that train one model together, each with a part of it on a device of its own.
 
-A step needs only a few collectives from the others; each has a deadline, that of the process group, and names the ranks
-that it waited for. The progress of each rank is written where all can read it, so that one that hangs can be told from
-those that wait for it.
+A step needs only a few collectives from the others; each has the deadline of the process group, and names the ranks
+that it waited for. The progress of each rank is written where all can read it, so that a rank that hangs can be told
+from the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class World:
         return self._neighbours[size]
 
     def together(self, what: str, collective: Callable[[], Any], *, among: Sequence[int] | None = None) -> None:
-        """Run an operation that involves other ranks: all of them, or those of ``among``.
+        """Run an operation that involves other ranks: all of them, or the ranks in ``among``.
 
         Raises ``PeerLost``, naming the ranks that this one has waited for, when it fails.
         """

@@ -1,6 +1,6 @@
 """Weights are sent into a process group by the process that holds them, or by the first of several.
 
-What it keeps true: a sender holds two buckets at most, the one that is on its way and the next one; every wait has a
+Invariants: a sender holds two buckets at most, the one that is on its way and the next one; every wait has a
 deadline, that of the whole transfer; a call that hangs is left to a thread of its own, for which nothing waits.
 """
 

@@ -21,7 +21,7 @@ _CACHE: tuple[Part, ...] = ("cache",)
 class MemoryHeld(EngineError):
     """A server did not give its memory back and may hold it still.
 
-    Example: one that hangs. One that cannot be reached at all is gone, and its memory with it.
+    Example: a server that hangs. A server that cannot be reached at all has ended, and its memory is free.
     """
 
 

@@ -40,17 +40,17 @@ class ServedWeights:
         return self._ownership.label(self.version)
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """Return the version of the weights that sampled tokens of a call; those in force where the server says
-        nothing.
+        """Return the version of the weights that sampled tokens of a call; the present version if the server names
+        none.
 
-        Raises ``EngineError`` when they are none of ours.
+        Raises ``EngineError`` for weights that this run did not load.
         """
         if label is None:
             return self.version
         if (version := self._ownership.version(label)) is None:
             raise EngineError(
-                f"{request_id}: its tokens were sampled by weights {self._client.reader.shown(label)!r}, which are none"
-                " of ours: another program changes the server's weights, or the server was restarted"
+                f"{request_id}: its tokens were sampled by weights {self._client.reader.shown(label)!r}, which this"
+                " run did not load: another program changes the server's weights, or the server was restarted"
             )
         return version
 

@@ -125,8 +125,8 @@ class PoolUpdates:
         self._members.take_out(failed)
 
     async def _have_sent(self, members: list[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
-        """Have weights sent to members, and to those that wait for them to come back. Returns which of the former
-        failed; where one of the latter did not, the others are no reason to stop and are taken out."""
+        """Have weights sent to members, and to late members that wait for a return. Returns the failures of members;
+        if a late member took the weights, the failed members are no reason to stop and are taken out."""
         late = dict(self._late)
         failed = await self._group.load([*members, *late], version, source)
         for member, answer in late.items():

@@ -4,7 +4,7 @@
 
     listen_on ──▶ engine opened ──▶ announce(url) ──▶ requests answered ──▶ stop: calls end as aborted ──▶ closed
 
-What it keeps true: an address that is taken is said before a weight is read; who is told that it serves can call it.
+Invariants: an address in use is reported before any weight is read. Once the server announces its URL, calls succeed.
 """
 
 from __future__ import annotations

@@ -72,18 +72,11 @@ class AskedSteps:
         assert self._underway is not None, "a step has begun"
         self._underway.published_s = time.perf_counter()
 
-    def handed_out(
-        self,
-        batch: Batch,
-        untrained: Mapping[WasteCause, int] | None = None,
-        *,
-        waited_s: float | None = None,
-    ) -> dict[str, float]:
+    def handed_out(self, batch: Batch, untrained: Mapping[WasteCause, int] | None = None) -> dict[str, float]:
         """Record that the host has its batch. Returns the measurements of the batch that are known by then.
 
         Args:
             untrained: tokens of the batch that get no gradient, by cause; ``measured`` may add them later.
-            waited_s: how long the host has waited for it; when left out, the whole time since ``published``.
         """
         underway = self._underway
         assert underway is not None and underway.published_s is not None, "a step has begun"
@@ -96,7 +89,7 @@ class AskedSteps:
             **of_batch,
             **self._feed.account(),
             "time/publish_s": underway.published_s - underway.began_s,
-            "time/rollout_s": now_s - underway.published_s if waited_s is None else waited_s,
+            "time/rollout_s": now_s - underway.published_s,
         }
         metrics = {**underway.metrics}
         self.measured({}, untrained or {})

@@ -80,10 +80,8 @@ def test_what_cannot_work_is_refused(asked: object, message: str) -> None:
 
 @pytest.mark.parametrize("asked", ["sync", {"rollout": {"strategy": {"kind": "sync"}}}])
 def test_a_bound_of_the_host_that_the_strategy_cannot_use_has_the_name_of_the_host(asked: object) -> None:
-    given = {**GIVEN, "rollout.max_staleness": Given(4, "AsyncGRPOConfig.max_staleness")}
-    with pytest.raises(
-        ConfigError, match=r"^rollover=: strategy 'sync' .*, but AsyncGRPOConfig.max_staleness is 4: choose"
-    ):
+    given = {**GIVEN, "rollout.max_staleness": Given(4, "--max-weight-staleness")}
+    with pytest.raises(ConfigError, match=r"^rollover=: strategy 'sync' .*, but --max-weight-staleness is 4: choose"):
         hosted_config(asked, given, source="rollover=")  # type: ignore[arg-type]
     none = {**GIVEN, "rollout.max_staleness": Given(0, "--max-weight-staleness")}
     assert hosted_config(asked, none, source="rollover=").rollout.staleness_bound == 0  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ Each message names the setting, why it does not work, and what to do. Torch-free
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rollover.errors import ConfigError, MissingExtra, require
@@ -80,6 +80,23 @@ def check_trainer(args: Any, *, num_processes: int, is_sharded: bool) -> None:
         ConfigError: with one line for each thing that is in the way.
     """
     _refuse(_in_the_way(args, num_processes, is_sharded))
+
+
+def check_dropout(names: Collection[str]) -> None:
+    """Check the parts of the model that drop activations while it trains.
+
+    Args:
+        names: of these parts.
+
+    Raises:
+        ConfigError: there is one. TRL computes log-probs in training mode, so no engine could have the same.
+    """
+    if names:
+        raise ConfigError(
+            f"the model drops activations while it trains, in {len(names)} places (first {next(iter(names))!r}), so"
+            " TRL's log-probs would never be those that tokens were sampled with: set GRPOConfig.disable_dropout to"
+            " True, and attention_dropout in the model's config to 0"
+        )
 
 
 def check_correction(args: Any, *, is_on_policy: bool) -> None:

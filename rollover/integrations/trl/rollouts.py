@@ -1,15 +1,18 @@
 """The rollouts of one training run of TRL: weights published and compared, batches handed out and measured.
 
 What it keeps true: a batch is handed out under the weights that train it; an engine that does not sample from the
-trainer's weights is found before its tokens are trained; a batch counts as trained once the trainer is done with it.
+trainer's weights is found before its tokens are trained; a batch counts as trained once the trainer is done with it; an
+engine that loads weights from folders finds each version in one, written while samples decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities, Engine
 from rollover.engine.logprob_check import (
     CheckedMembers,
@@ -19,19 +22,22 @@ from rollover.engine.logprob_check import (
     default_tolerance,
     some_prompts,
 )
-from rollover.engine.open import TrainedEngine
+from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineMismatch
-from rollover.integrations.feed import Feed
-from rollover.integrations.hosted import HostedConfig
+from rollover.hf.raw_tensors import untied
+from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
+from rollover.integrations.hosted import HostedConfig, check_capabilities
 from rollover.integrations.record import HostedRun
 from rollover.integrations.steps import AskedSteps
-from rollover.integrations.trl.engine import HostedEngine
 from rollover.integrations.trl.weights import next_logits, policy_source
 from rollover.rollout.events import Event
 from rollover.rollout.scheduler import Source
 from rollover.run.drift_windows import DriftWindows
 from rollover.run.meter import peak_memory_bytes
 from rollover.types import Batch, Drift, WasteCause
+from rollover.weights.folders import WeightFolders
+from rollover.weights.publisher import Publisher
+from rollover.weights.sources import MemoryWeights
 
 _NUM_REFERENCES = 2
 _REMEDY = (
@@ -58,6 +64,9 @@ class HostedRollouts:
         number_format: the one in which the trainer computes log-probs, by torch's name.
         step: how many batches the trainer's checkpoint includes.
         observer: called on the feed's thread after each event.
+
+    Raises:
+        RolloverError: the engine cannot be opened; the message says what to do.
     """
 
     def __init__(
@@ -73,23 +82,33 @@ class HostedRollouts:
         step: int,
         observer: Callable[[Event], None] = lambda event: None,
     ) -> None:
+        self._config = config
         self._run = run
+        self._folder = folder
+        self._make_source = make_source
+        self._stop_token_ids = stop_token_ids
         self._num_tokens = num_tokens
         self._references: dict[int, Reference] = {}
         """The newest references by version: a server may be checked under an older one while a newer one is loaded."""
         self._has_checked = False
         self._batch: Batch | None = None
         """The trainer's present batch."""
-        self._hosted = HostedEngine(
-            config,
-            run,
-            folder=folder,
-            make_source=make_source,
-            stop_token_ids=stop_token_ids,
+        self._folders: WeightFolders | None = None
+        timeout_s = config.engine.publication_timeout_s
+        self.feed = Feed(
+            self._open_parts,
+            config.rollout,
+            journal=run.journal,
             step=step,
-            prepare=self._check_members,
+            seed=config.seed,
+            # The publisher's own deadline comes first, and names the server.
+            deadlines=Deadlines(update_timeout_s=2 * timeout_s),
             observer=observer,
         )
+        opened: Any = self.feed.parts.engine
+        self._engine: TrainedEngine = opened
+        self._publisher = Publisher([self._engine], folders=self._folders, timeout_s=timeout_s)
+        """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(
             self.feed, run, knows_rewards=False, overlaps_training=config.rollout.strategy.overlaps_training
         )
@@ -97,10 +116,6 @@ class HostedRollouts:
             self._engine.capabilities.number_format, number_format
         )
         self._windows = DriftWindows(self._tolerance)
-
-    @property
-    def feed(self) -> Feed:
-        return self._hosted.feed
 
     def take(self, version: int, model: Any) -> Batch:
         """Publish ``model`` as ``version`` and return the batch that it trains. Raises like ``Feed``, and raises
@@ -158,10 +173,6 @@ class HostedRollouts:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    @property
-    def _engine(self) -> TrainedEngine:
-        return self._hosted.engine
-
     def _publish(self, version: int, model: Any) -> None:
         if isinstance(self._engine, CheckedMembers) or not self._has_checked:
             capabilities = self._engine.capabilities
@@ -170,18 +181,20 @@ class HostedRollouts:
             reference = Reference(version=version, prompts=prompts, logits_PV=next_logits(model, prompts))
             self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
-        async def check() -> None:
+        source = policy_source(model, version)
+        if self._folders is not None:  # while samples may still be decoding, since it can take a while
+            tensors = dict(source.tensors())
+            source = MemoryWeights(version, tensors, folder=self._folders.write(version, tensors))
+
+        async def load() -> None:
+            await self._publisher.publish_to_all(source)
             if isinstance(self._engine, CheckedMembers):
                 await self._engine.check_logprobs(strict=True)
             elif not self._has_checked:
                 await self._check(self._engine, version)
             self._has_checked = True
 
-        self._hosted.publish(version, policy_source(model, version), check)
-
-    def _check_members(self, engine: TrainedEngine) -> None:
-        if isinstance(engine, CheckedMembers):
-            engine.check_logprobs_with(self._check)
+        self.feed.publish(version, load)
 
     async def _check(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
         if version not in self._references:
@@ -193,3 +206,27 @@ class HostedRollouts:
             remedy=_REMEDY,
             first=some_prompts(version) if is_known else (),
         )
+
+    # -- the engine ------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _open_parts(self) -> AsyncIterator[FeedParts]:
+        config, folder = self._config.engine, self._folder
+        if (root := config.weights_root(self._run.path / "weights", self._run.identity)) is not None:
+            if config.unties_first:
+                folder = untied(folder, root / "initial")
+            self._folders = WeightFolders(root, like=folder)
+        setup = EngineSetup(folder=folder, run=self._run.identity, logs=self._run.path / "logs", clock=SystemClock())
+        engine = await open_engine(config, setup)
+        try:
+            check_capabilities(self._config, engine.capabilities)
+            if isinstance(engine, CheckedMembers):
+                engine.check_logprobs_with(self._check)
+            yield FeedParts(
+                engine=engine,
+                source=self._make_source(engine.capabilities),
+                scorer=ScoredByHost(),
+                stop_token_ids=self._stop_token_ids,
+            )
+        finally:
+            await engine.close()

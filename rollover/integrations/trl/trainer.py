@@ -30,10 +30,11 @@ from rollover.engine.base import Capabilities
 from rollover.errors import ConfigError, RunError
 from rollover.integrations.hosted import Asked, HostedConfig, hosted_config
 from rollover.integrations.record import HostedRun
-from rollover.integrations.trl.answers import Answers
+from rollover.integrations.trl.answers import Answers, Measured, measure
 from rollover.integrations.trl.checks import (
     check_before,
     check_correction,
+    check_dropout,
     check_steps,
     check_trainer,
     check_version,
@@ -41,10 +42,9 @@ from rollover.integrations.trl.checks import (
     steps_per_batch,
     trl_version,
 )
-from rollover.integrations.trl.measures import Measured, measure
 from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerprint
 from rollover.integrations.trl.rollouts import HostedRollouts
-from rollover.integrations.trl.weights import model_folder, number_format
+from rollover.integrations.trl.weights import dropouts, model_folder, number_format
 from rollover.rollout.events import Event
 from rollover.types import Batch
 
@@ -94,6 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().__init__(*args, **kwargs)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         check_trainer(self.args, num_processes=self.accelerator.num_processes, is_sharded=is_sharded)
+        check_dropout(dropouts(self.model))
         if self._is_vlm:
             raise ConfigError("the model reads images, which no engine of Rollover supports: use a text model")
         self.rollover_config: HostedConfig = hosted_config(

@@ -85,6 +85,15 @@ def next_logits(model: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.floa
     return stacked
 
 
+def dropouts(model: Any) -> list[str]:
+    """Return the names of the modules that drop activations while ``model`` trains."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0.0)
+    ]
+
+
 def number_format(model: Any, args: Any) -> str:
     """Return the number format in which TRL computes log-probs, by torch's name."""
     if args.bf16 or args.fp16:

@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
+from peft import LoraConfig
 
 from rollover.errors import ConfigError, DataError
 from rollover.integrations.trl.checks import check_trainer, check_version
@@ -128,6 +129,15 @@ def test_arguments_of_the_trainer_that_are_in_the_way(
                 **argument,
             }
         )
+
+
+def test_dropout_is_refused_until_it_is_off(tiny_model: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"in 2 places .*q_proj\.lora_dropout.* set GRPOConfig\.disable_dropout"):
+        trainer(tiny_model, tmp_path, peft_config=lora)
+    trainer(tiny_model, tmp_path, peft_config=lora, disable_dropout=True)
+    with pytest.raises(ConfigError, match=r"in 2 places .*self_attn.* attention_dropout in the model's config to 0"):
+        trainer(tiny_model, tmp_path, model_init_kwargs={"attention_dropout": 0.1})
 
 
 def test_vllm_is_refused_before_it_is_opened(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollover.errors import EngineMismatch, RunError
-from rollover.integrations.trl import engine
+from rollover.integrations.trl import rollouts
 from rollover.integrations.trl.answers import Answers
 from rollover.report.record import read_run
 from rollover.report.run_report import render_report
@@ -255,7 +255,7 @@ def test_sync_is_trls_own_trainer_on_the_same_samples(tiny_model: Path, tmp_path
 def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_the_baseline(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opens = engine.open_engine
+    opens = rollouts.open_engine
 
     async def flawed(*args: Any, **kwargs: Any) -> Any:
         return Flawed(await opens(*args, **kwargs), "g1.2.")
@@ -266,7 +266,7 @@ def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_th
         asked.append(len(completions))
         return share(completions, answer)
 
-    monkeypatch.setattr(engine, "open_engine", flawed)
+    monkeypatch.setattr(rollouts, "open_engine", flawed)
     watched = trainer(
         tiny_model, tmp_path, asked={"rollout": {"strategy": "sync", "max_retries": 0}}, reward=reward, max_steps=1
     )

@@ -2,6 +2,7 @@
 # make test     every CPU test, files of them in $(JOBS) processes at a time (ARGS is passed on to pytest)
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
+# make test-verl  the verl integration with the real verl on a CPU, installed in $(VERL_VENV) for it (2 GB)
 # make test-slime SLIME=path   the slime integration before slime's own contract tests, in a checkout of it
 # make test-wheel   the wheel in empty environments: the core alone, inside TRL, and with all extras
 # make test-resolver  pip's answer whether it can be installed beside TRL, verl, slime and miles
@@ -15,11 +16,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
+VERL_VENV ?= .venv-verl
 SLIME ?=
 ARGS ?=
 JOBS ?= 2
 
-.PHONY: help train test test-vllm test-sglang test-slime test-wheel test-resolver check format docs clean
+.PHONY: help train test test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -51,6 +53,10 @@ test-vllm: $(VENV)/installed-test
 test-sglang: $(VENV)/installed-test
 	tests/real/sglang_env.sh $(SGLANG_VENV)
 	SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang tests/real $(ARGS)
+
+test-verl: $(VENV)/installed-test
+	tests/real/verl_env.sh $(VERL_VENV)
+	VERL_PYTHON=$(abspath $(VERL_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m verl tests/real $(ARGS)
 
 test-slime: $(VENV)/installed-test
 	@test -n "$(SLIME)" || { echo "make test-slime SLIME=path: name a checkout of slime"; exit 2; }

@@ -13,7 +13,7 @@ class AgentLoopManager:
     """Replaces verl's manager of agent loops. Its prompts wait until ``rollover.integrations.verl.ReplayBuffer`` uses
     them.
 
-    Example: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager``
+    Example: ``+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager``
 
     Args:
         config: verl's.

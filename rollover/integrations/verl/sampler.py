@@ -56,14 +56,15 @@ class ReplayBuffer:
             with nullcontext() if self._run is None else self._run.set_aside():
                 found: tuple[Any, dict[str, float]] = self._evaluation.sample(global_steps, partition_id, batch_size)
             return found
-        import transfer_queue as tq
-        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-
         if self._run is None:
             self._run = self._open(global_steps, batch_size)
             atexit.register(self._run.close)
         self._take_submitted()
         batch = self._run.batch(global_steps)
+
+        import transfer_queue as tq
+        from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
         tq.kv_clear(partition_id=partition_id, keys=batch.uids)
         tq.kv_batch_put(
             keys=batch.keys,
@@ -84,7 +85,7 @@ class ReplayBuffer:
         if not isinstance(manager, AgentLoopManager):
             raise ConfigError(
                 f"verl's agent-loop manager is {type(manager).__name__}: set"
-                " actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager"
+                " +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager"
             )
         return manager
 

@@ -1,103 +1,266 @@
-"""verl's order of calls, before the manager and the buffer that stand for its own."""
+"""The parts for verl that need no verl: settings, prompts, calls of its replicas, fields. ``make test-verl`` has the rest."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import ConfigError, DataError, EngineError, EngineTimeout
 from rollover.integrations.verl import AgentLoopManager, ReplayBuffer
+from rollover.integrations.verl.fields import fields, tag
 from rollover.integrations.verl.replicas import VerlReplicas
 from rollover.integrations.verl.rows import VerlRows
+from rollover.integrations.verl.sampler import _unused
 from rollover.integrations.verl.settings import verl_settings, verl_version
-from rollover.report.metrics import read_metrics
-from rollover.rollout.journal import effective, read_events
-from rollover.rollout.state import RolloutState
-from rollover.types import FinishReason, SamplingParams
-from tests.integrations.slime.kit import shows_its_run
-from tests.integrations.verl import recorded
-from tests.integrations.verl.recorded import TensorBatch, Trainer, config_of
+from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
 
-BATCH, GROUP, LENGTH = 3, 4, 40
-TIMEOUTS = {"abort_timeout_s": 10.0, "response_timeout_s": 10.0}
+GROUP = 4
 
 
-def config(folder: Path, **changes: Any) -> Any:
+class Config(dict[str, Any]):
+    """A configuration whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def config_of(values: Any) -> Any:
+    return Config({key: config_of(value) for key, value in values.items()}) if isinstance(values, dict) else values
+
+
+def config(**changes: Any) -> Any:
     """verl's; changes are given by dotted key."""
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"eos_token_id": recorded.EOS}))
-    made = config_of(
-        {
-            "actor_rollout_ref": {
-                "model": {"path": str(model)},
-                "rollout": {
-                    "name": "vllm",
-                    "n": GROUP,
-                    "temperature": 1.0,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "response_length": LENGTH,
-                    "prompt_length": 32,
-                    "max_num_seqs": 32,
-                    "calculate_log_probs": True,
-                },
-            },
-            "algorithm": {},
-            "data": {"train_batch_size": BATCH, "seed": 5},
-            "trainer": {
-                "default_local_dir": str(folder / "out"),
-                "v1": {"trainer_mode": "sync", "sampler": {"sampler_kwargs": {"rollover": TIMEOUTS}}},
-            },
-        }
-    )
+    rollout = {"n": GROUP, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
+    sizes = {"name": "vllm", "response_length": 40, "prompt_length": 32, "max_num_seqs": 32}
+    v1 = {"trainer_mode": "sync", "sampler": {"sampler_kwargs": {}}}
+    made: dict[str, Any] = {
+        "actor_rollout_ref": {"model": {"path": "model"}, "rollout": {**rollout, **sizes}},
+        "algorithm": {},
+        "data": {"train_batch_size": 3, "seed": 5},
+        "trainer": {"default_local_dir": "out", "v1": v1},
+    }
     for key, value in changes.items():
         *tables, last = key.split(".")
         here = made
         for table in tables:
             here = here[table]
-        here[last] = config_of(value)
-    return made
+        here[last] = value
+    return config_of(made)
 
 
-@contextmanager
-def training(folder: Path, *, behind: int = 0, rewards: bool = True, **changes: Any) -> Iterator[Trainer]:
-    with recorded.installed() as queue:
-        trainer = Trainer(config(folder, **changes), queue, ReplayBuffer)
-        manager = AgentLoopManager.create(
-            config=trainer.config,
-            llm_client=recorded.LLMServerClient(trainer.replicas),
-            teacher_client=None,
-            reward_loop_worker_handles=[recorded.RewardWorker(), recorded.RewardWorker()] if rewards else None,
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verl that only has a version, and a buffer for evaluations."""
+    modules = ("verl", "verl.trainer", "verl.trainer.ppo", "verl.trainer.ppo.v1", "verl.trainer.ppo.v1.replay_buffer")
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["verl"].__version__ = "0.9.1"  # type: ignore[attr-defined]
+    sys.modules[modules[-1]].ReplayBuffer = SimpleNamespace  # type: ignore[attr-defined]
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_work_are_refused_by_name() -> None:
+    own = "trainer.v1.sampler"
+    for key, value, words in (
+        ("trainer.v1.trainer_mode", "colocate_async", "trainer_mode=colocate_async cannot be used"),
+        ("actor_rollout_ref.rollout.calculate_log_probs", False, "need the log-probs"),
+        ("actor_rollout_ref.rollout.top_p", 0.9, "top_p=0.9"),
+        ("actor_rollout_ref.rollout.top_k", 20, "top_k=20"),
+        ("actor_rollout_ref.rollout.name", "trtllm", "use vllm or sglang"),
+        ("actor_rollout_ref.rollout.agent", {"default_agent_loop": "tool_agent"}, "default_agent_loop=tool_agent"),
+        ("actor_rollout_ref.rollout.ignore_eos", True, "ignore_eos"),
+        ("actor_rollout_ref.rollout.max_model_len", 71, "need 72 tokens"),
+        ("algorithm.filter_groups", {"enable": True}, "filter_groups.enable"),
+        (own, {"sync_refill_failed_groups": True}, "sync_refill_failed_groups"),
+        (own, {"sampler_kwargs": {"rollover": {"engine": {}}}}, "engine has no effect"),
+        (own, {"sampler_kwargs": {"rollover": "inflight"}}, "replicas sleep then"),
+        (own, {"sampler_kwargs": {"rollover": {"rollout": {"group_size": 2}}}}, "rollout.n sets it to 4"),
+        (own, {"sampler_kwargs": {"rollover": {"max_running": 0}}}, "max_running must be at least 1"),
+        (own, {"sampler_kwargs": {"rollover": 3}}, "expected the name of a strategy"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            verl_settings(config(**{key: value}))
+        assert words in str(refusal.value)
+    assert verl_settings(config()).hosted.rollout.group_size == GROUP
+
+
+def test_sglang_needs_a_token_of_context_more() -> None:
+    changes = {"actor_rollout_ref.rollout.max_model_len": 72}
+    verl_settings(config(**changes))
+    with pytest.raises(ConfigError, match="of full length need 73 tokens"):
+        verl_settings(config(**changes, **{"actor_rollout_ref.rollout.name": "sglang"}))
+
+
+def test_another_version_of_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verl_version() == "0.9.1", "a checkout on the path tells its own version"
+    monkeypatch.setattr("verl.__version__", "0.10.0.dev")
+    with pytest.raises(ConfigError, match=r"verl 0\.10\.0\.dev is installed, and this was written for 0\.9"):
+        verl_settings(config())
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ConfigError, match="neither installed nor on the path"):
+        verl_version()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.10.0")
+    with pytest.raises(ConfigError, match=r"verl 0\.10\.0 is installed"):
+        verl_settings(config())
+
+
+def test_parts_of_verl_that_do_not_fit_are_refused() -> None:
+    class FullyAsyncLLMServerClient: ...
+
+    with pytest.raises(ConfigError, match="FullyAsyncLLMServerClient resumes stopped responses by itself"):
+        AgentLoopManager(config(), FullyAsyncLLMServerClient(), evaluation=None)
+    with pytest.raises(ConfigError, match="distillation"):
+        AgentLoopManager(config(), None, teacher_client=object(), evaluation=None)
+    with pytest.raises(ConfigError, match="not a method of its trainer"):
+        ReplayBuffer(refill_fn=lambda n: n)
+
+    class Trainer:
+        agent_loop_manager = None
+
+        def refill(self, num_prompts: int) -> None: ...
+
+    with pytest.raises(ConfigError, match="agent_loop_manager_class=rollover"):
+        ReplayBuffer(refill_fn=Trainer().refill).sample(1, "train", 3)
+
+
+def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        (folder := _unused(tmp_path / "from_step_0")).mkdir()
+        (folder / "journal.sqlite").touch()
+        names.append(folder.name)
+    assert names == ["from_step_0", "from_step_0.2", "from_step_0.3"]
+
+
+# -- prompts and fields -----------------------------------------------------------------------------------------------
+
+
+class Batch(dict[str, Any]):
+    """A tensor dictionary of verl."""
+
+    def __len__(self) -> int:
+        return len(self["uid"])
+
+
+def test_a_prompt_is_cut_on_the_left_as_verl_does() -> None:
+    class Trainer:
+        agent_loop_manager = AgentLoopManager(
+            config(**{"actor_rollout_ref.rollout.prompt_length": 4}), None, evaluation=None
         )
-        trainer.fit(manager, behind=behind)
-        try:
-            yield trainer
-        finally:
-            trainer.replay_buffer.close()
+        tokenizer = SimpleNamespace(apply_chat_template=lambda messages, **options: {"input_ids": [1, 2, 3, 4, 5, 6]})
+
+        def refill(self, num_prompts: int) -> None: ...
+
+    assert ReplayBuffer(refill_fn=Trainer().refill)._encoder()([{"content": "x"}]) == [3, 4, 5, 6]
 
 
-def journaled(folder: Path, behind: int = 0) -> RolloutState:
-    journal = folder / f"out/rollover/from_step_{behind}/journal.sqlite"
-    return RolloutState(event for _, event in effective(read_events(journal)))
+def test_prompts_are_asked_for_when_they_are_needed() -> None:
+    asked = []
+
+    def refill(number: int) -> None:
+        asked.append(number)
+        if len(asked) == 1:
+            rows.add(Batch(uid=["c", "d"], raw_prompt=[[{"content": "x"}]] * 2))
+
+    rows = VerlRows(lambda messages: [1], refill, group_size=GROUP, chunk=2)
+    rows.add(Batch(uid=["a", "b"], raw_prompt=[[{"content": "x"}]] * 2))
+    assert [rows.prompt(i).columns["uid"] for i in (0, 1, 2, 3)] == ["a", "b", "c", "d"] and asked == [2]
+    with pytest.raises(DataError, match="prompt 4, and verl's trainer has submitted 4"):
+        rows.prompt(4)
 
 
-def request(name: str) -> GenerateRequest:
-    params = SamplingParams(max_new_tokens=100_000)
-    return GenerateRequest(
-        request_id=name, sample_key=name, prompt_key="p", prompt_ids=(1, 2, 3), params=params, seed=0
-    )
+def test_a_prompt_that_asks_for_something_else_is_refused() -> None:
+    NonTensorData = type("NonTensorData", (), {"data": "tool_agent"})
+    for column, value, words in (
+        ("__rollout_n__", [2], "__rollout_n__ is 2, and .* every prompt has 4"),
+        ("__do_sample__", [False], "__do_sample__ is False"),
+        ("agent_name", NonTensorData(), "agent_name is tool_agent, and .* single_turn_agent"),
+    ):
+        rows = VerlRows(lambda messages: [1], None, group_size=GROUP, chunk=3)
+        with pytest.raises(DataError, match=words):
+            rows.add(Batch({"uid": ["a"], "raw_prompt": [[{"content": "x"}]], column: value}))
+
+
+def test_steps_count_from_the_checkpoint_and_rewards_may_be_verls() -> None:
+    pytest.importorskip("torch")
+    prompt = Prompt(prompt_id="verl/0@0", token_ids=(5, 6), text="x", source="verl", columns={"uid": "a"})
+    parts = [
+        Segment(
+            token_ids=(7, 8),
+            rollout_logprobs=(-1.0, -2.0),
+            policy_version=version,
+            kv_version=version,
+            finish_reason=FinishReason.ABORT if version == 1 else FinishReason.STOP,
+            start_s=0.0,
+            end_s=1.0,
+        )
+        for version in (1, 2)
+    ]
+    one = Trajectory(sample_id=SampleId(0, 3), prompt=prompt, segments=tuple(parts), reward=0.0)
+    row = {"uid": "a", "global_steps": 23}
+    told = tag(one, row, first_step=20)
+    assert (told["min_global_steps"], told["max_global_steps"], told["global_steps"]) == (21, 22, 23)
+    assert (told["prompt_len"], told["response_len"], told["seq_len"]) == (2, 4, 6)
+    assert "rm_scores" not in fields(one, row, first_step=20, reward=None)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A replica that answers a call once it is told to, or when it is aborted."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.opened.set()
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.num_aborts = 0
+
+    async def abort_all_requests(self) -> None:
+        self.num_aborts += 1
+        self.opened.clear()
+        if not self.answer.done():
+            self.answer.set_result(output("aborted"))
+
+    async def resume_generation(self) -> None:
+        self.opened.set()
+
+
+def output(reason: str, *, ids: tuple[int, ...] = (7,), steps: int = 0) -> Any:
+    extra = {"global_steps": steps}
+    return SimpleNamespace(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason=reason, extra_fields=extra)
+
+
+class Client:
+    """The plain client of one replica."""
+
+    def __init__(self, replica: Any) -> None:
+        self.replica = replica
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+        if request_id == "late":
+            while not self.replica.num_aborts:
+                await asyncio.sleep(0)
+            await self.replica.opened.wait()
+            self.replica.answer = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self.replica.answer)
+
+
+async def begun(replica: Any, *, abort_timeout_s: float = 10.0) -> VerlReplicas:
+    limits = {"response_timeout_s": 10.0, "abort_timeout_s": abort_timeout_s}
+    engine = VerlReplicas(Client(replica), [replica], max_running=8, max_context_tokens=4096, **limits)
+    await engine.begin(version=0, global_steps=0)
+    return engine
 
 
 async def ended(chunks: AsyncIterator[Chunk]) -> Chunk:
@@ -106,127 +269,49 @@ async def ended(chunks: AsyncIterator[Chunk]) -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("kind", recorded.REASONS)
-def test_the_trainer_is_given_what_the_replicas_sampled(tmp_path: Path, kind: str) -> None:
-    with training(tmp_path, **{"actor_rollout_ref.rollout.name": kind}) as trainer:
-        steps = [trainer.step() for _ in range(5)]
-        drawn = set().union(*(replica.sampled for replica in trainer.replicas))
-        sampled = {(step, token, round(logprob, 6)) for step, token, logprob in drawn}
-    seen: Counter[str] = Counter()
-    for number, (batch, fields, metrics) in enumerate(steps):
-        assert len(batch.keys) == len(fields) == BATCH * GROUP
-        seen.update(batch.keys)
-        for key, row, tag in zip(batch.keys, fields, batch.tags, strict=True):
-            uid, place, turn = key.rsplit("_", 2)
-            assert (uid, int(place), turn) == (row["uid"], row["session_id"], "0")
-            length = len(row["responses"])
-            assert 0 < length <= LENGTH and row["response_mask"].tolist() == [1] * length
-            assert torch.equal(row["input_ids"], torch.cat([row["prompts"], row["responses"]]))
-            assert row["position_ids"].tolist() == list(range(len(row["input_ids"])))
-            assert (tag["prompt_len"], tag["response_len"]) == (len(row["prompts"]), length)
-            assert number - 4 <= tag["min_global_steps"] <= tag["max_global_steps"] <= number
-            assert all(row["extra_fields"][name] == tag[name] for name in ("min_global_steps", "max_global_steps"))
-            steps_of_it = range(tag["min_global_steps"], tag["max_global_steps"] + 1)
-            for token, logprob in zip(row["responses"].tolist(), row["rollout_log_probs"].tolist(), strict=True):
-                assert any((step, token, round(logprob, 6)) in sampled for step in steps_of_it)
-            assert row["rm_scores"][-1] == pytest.approx(sum(t % 2 for t in row["responses"].tolist()) / length)
-            assert row["extra_fields"]["reward_extra_info"] == {"right": str(row["index"])}
-        assert metrics["rollover/staleness/max"] <= 4
-    assert len(seen) == 5 * BATCH * GROUP and set(seen.values()) == {1}
-    assert any(tag["min_global_steps"] < tag["max_global_steps"] for batch, _, _ in steps for tag in batch.tags)
+def request(name: str = "a", **params: Any) -> GenerateRequest:
+    sampling = SamplingParams(**{"max_new_tokens": 100, "stop_token_ids": (0,), **params})
+    return GenerateRequest(request_id=name, sample_key=name, prompt_key="p", prompt_ids=(1,), params=sampling, seed=0)
 
 
-def test_nothing_is_lost_and_the_replicas_are_aborted_as_such(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        trained = sum(len(row["responses"]) for _ in range(4) for row in trainer.step()[1])
-        assert all(replica.num_aborts >= 1 and not replica.closed for replica in trainer.replicas)
-        state = journaled(tmp_path)
-    state.ledger.check()
-    assert state.ledger.tokens.trained == trained and not state.ledger.tokens.wasted.total()
-    assert state.ledger.tokens.live > 0
+def answered(made: Any, **params: Any) -> Chunk:
+    async def ask() -> Chunk:
+        replica = Replica()
+        replica.answer.set_exception(made) if isinstance(made, Exception) else replica.answer.set_result(made)
+        return await ended((await begun(replica)).generate(request(**params)))
+
+    return asyncio.run(ask())
 
 
-def test_more_prompts_are_asked_of_the_trainer_than_it_submits(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        trainer.step()
-        assert trainer.num_submitted == 2 * BATCH
-        pending = {key for key, tag in trainer.queue.tags["train"].items() if tag.get("is_prompt")}
-        assert len(pending) == BATCH, "those of the batch are gone from the queue, the others wait"
+def test_an_answer_ends_as_vllm_or_sglang_says() -> None:
+    for made, reason in (
+        (output("aborted"), FinishReason.ABORT),
+        (output("abort"), FinishReason.ABORT),
+        (output("completed", ids=(7, 0)), FinishReason.STOP),
+        (output("stop", ids=(7, 0)), FinishReason.STOP),
+        (output("completed", ids=(7, 8)), FinishReason.LENGTH),
+        (output("length", ids=(7, 8)), FinishReason.LENGTH),
+    ):
+        chunk = answered(made, max_new_tokens=2)
+        assert (chunk.finish_reason, chunk.token_ids, chunk.policy_version) == (reason, made.token_ids, 0)
 
 
-def test_sync_is_a_strategy_too(tmp_path: Path) -> None:
-    with training(tmp_path, **{"trainer.v1.sampler": {"sampler_kwargs": {"rollover": "sync"}}}) as trainer:
-        for number in range(3):
-            batch, _, _ = trainer.step()
-            assert {tag["min_global_steps"] for tag in batch.tags} == {number}
-        assert trainer.num_submitted == 3 * BATCH and not any(r.num_aborts for r in trainer.replicas)
-
-
-def test_rewards_are_the_trainers_where_it_has_no_workers(tmp_path: Path) -> None:
-    with training(tmp_path, rewards=False) as trainer:
-        _, fields, metrics = trainer.step()
-    assert not any("rm_scores" in row for row in fields)
-    assert not any(name.startswith("rollover/reward/") for name in metrics)
-
-
-def test_a_run_behind_a_checkpoint_counts_from_there(tmp_path: Path) -> None:
-    with training(tmp_path, behind=20) as trainer:
-        steps = [trainer.step() for _ in range(3)]
-    tags = [tag for batch, _, _ in steps for tag in batch.tags]
-    extra = [row["extra_fields"] for _, fields, _ in steps for row in fields]
-    assert [e["min_global_steps"] for e in extra] == [tag["min_global_steps"] for tag in tags]
-    assert [e["max_global_steps"] for e in extra] == [tag["max_global_steps"] for tag in tags]
-    assert {tag["global_steps"] for tag in tags} <= {21, 22, 23}
-    assert min(tag["min_global_steps"] for tag in tags) == 20
-    assert max(tag["max_global_steps"] for tag in tags) == 22
-    journaled(tmp_path, behind=20).ledger.check()
-
-
-def test_answers_of_other_weights_than_those_due_are_refused(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        trainer.step()
-        for replica in trainer.replicas:
-            replica.global_steps = 0
-        with pytest.raises((EngineError, DataError), match="weights of step 0 sampled its tokens, and those of step 1"):
-            trainer.step()
-
-
-@pytest.mark.parametrize("name", ["~/model", "some/model"])
-def test_end_tokens_are_those_of_the_model_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / "model"))
-    with training(tmp_path, **{"actor_rollout_ref.model.path": name}) as trainer:
-        (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [recorded.EOS, *range(8)]}))
-        _, fields, _ = trainer.step()
-    responses = [row["responses"].tolist() for row in fields]
-    assert all(token >= 8 for response in responses for token in response[:-1])
-    assert any(1 <= response[-1] < 8 for response in responses)
-
-
-def test_a_failed_response_leaves_its_siblings(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        bad = trainer.tokenizer.apply_chat_template(
-            [{"content": "prompt 0"}], add_generation_prompt=True, tokenize=True
-        )
-        trainer.replicas[0].fails = lambda ids: list(ids[: len(bad)]) == bad and len(ids) == len(bad)
-        batch, _, _ = trainer.step()
-    assert BATCH * GROUP - GROUP < len(batch.keys) <= BATCH * GROUP
+def test_answers_that_cannot_be_kept_are_refused() -> None:
+    for made, words in (
+        (output("aborted", steps=3), "weights of step 3 sampled its tokens, and those of step 0"),
+        (output("completed"), "ended for the reason 'completed' at token 7"),
+        (RuntimeError("out of memory"), "failed at a: RuntimeError: out of memory"),
+    ):
+        with pytest.raises(EngineError, match=words):
+            answered(made)
 
 
 def test_a_call_that_reaches_a_closed_replica_is_let_in_and_stopped() -> None:
-    async def late() -> tuple[Any, recorded.Replica]:
-        replica = recorded.Replica()
-        replica.global_steps = 7
-        client = recorded.LLMServerClient([replica])
-        client.arrives = lambda request_id: request_id == "on time" or replica.num_aborts >= 1
-        engine = VerlReplicas(
-            client, [replica], max_running=8, max_context_tokens=4096, response_timeout_s=10.0, abort_timeout_s=10.0
-        )
-        await engine.begin(version=0, global_steps=7)
+    async def late() -> tuple[list[Chunk], Replica]:
+        replica = Replica()
+        engine = await begun(replica)
         calls = [asyncio.create_task(ended(engine.generate(request(name)))) for name in ("on time", "late")]
-        while not replica.calls:
+        while len(engine._calls) < 2:
             await asyncio.sleep(0)
         await engine.abort(["on time", "late"])
         assert all(call.done() for call in calls), "abort returns once the calls are over"
@@ -234,175 +319,29 @@ def test_a_call_that_reaches_a_closed_replica_is_let_in_and_stopped() -> None:
 
     chunks, replica = asyncio.run(late())
     assert [chunk.finish_reason for chunk in chunks] == [FinishReason.ABORT] * 2
-    assert replica.num_aborts >= 2 and not replica.closed and not replica.calls
+    assert replica.num_aborts >= 2 and replica.opened.is_set()
 
 
 def test_a_replica_that_cannot_be_stopped_is_named() -> None:
-    class Dead(recorded.Replica):
-        async def abort_all_requests(self, reject_request: bool = False) -> None:
-            raise RuntimeError("the actor died")
-
-    class Deaf(recorded.Replica):
-        async def abort_all_requests(self, reject_request: bool = False) -> None:
-            await asyncio.Event().wait()
-
-    async def stop(replica: recorded.Replica) -> None:
-        replica.global_steps = 0
-        engine = VerlReplicas(
-            recorded.LLMServerClient([replica]),
-            [replica],
-            max_running=8,
-            max_context_tokens=4096,
-            response_timeout_s=10.0,
-            abort_timeout_s=0.05,
-        )
-        await engine.begin(version=0, global_steps=0)
-        call = asyncio.create_task(ended(engine.generate(request("a"))))
-        while not replica.calls:
+    async def stop(abort: Any) -> None:
+        replica = Replica()
+        replica.abort_all_requests = abort  # type: ignore[method-assign]
+        engine = await begun(replica, abort_timeout_s=0.05)
+        call = asyncio.create_task(ended(engine.generate(request())))
+        while not engine._calls:
             await asyncio.sleep(0)
         try:
             await engine.abort(["a"])
         finally:
             call.cancel()
 
+    async def dead() -> None:
+        raise RuntimeError("the actor died")
+
+    async def deaf() -> None:
+        await asyncio.Event().wait()
+
     with pytest.raises(EngineError, match="could not be stopped: RuntimeError: the actor died"):
-        asyncio.run(stop(Dead()))
+        asyncio.run(stop(dead))
     with pytest.raises(EngineTimeout, match=r"did not hand over 1 calls within 0\.05 s \(abort_timeout_s\)"):
-        asyncio.run(stop(Deaf()))
-
-
-def test_evaluations_stay_verls_and_find_its_replicas_open(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        assert trainer.validate(2).keys == ["val-0_0_0", "val-1_0_0"]
-        trainer.step()
-        assert all(replica.num_aborts >= 1 for replica in trainer.replicas)
-        batch = trainer.validate(3)
-        assert batch.keys == ["val-0_0_0", "val-1_0_0", "val-2_0_0"]
-        assert {tag["global_steps"] for tag in batch.tags} == {1}
-        assert [len(prompts) for prompts in trainer.agent_loop_manager._evaluation.evaluated] == [2, 3]
-        assert not trainer.agent_loop_manager.take()
-        trainer.step()
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("__rollout_n__", [2, GROUP, GROUP], "__rollout_n__ is 2, and .* every prompt has 4"),
-        ("__do_sample__", [False, True, True], "__do_sample__ is False"),
-        ("agent_name", recorded.NonTensorData("tool_agent"), "agent_name is tool_agent, and .* single_turn_agent"),
-    ],
-)
-def test_a_prompt_that_asks_for_something_else_is_refused(column: str, value: Any, message: str) -> None:
-    columns = {"uid": ["a", "b", "c"], "raw_prompt": [[{"content": "x"}]] * 3}
-    rows = VerlRows(lambda messages: [1], None, group_size=GROUP, chunk=3)
-    rows.add(TensorBatch({**columns, "__rollout_n__": [GROUP] * 3, "__do_sample__": [True] * 3}, 3))
-    with pytest.raises(DataError, match=message):
-        rows.add(TensorBatch({**columns, column: value}, 3))
-
-
-def test_a_prompt_is_cut_where_verl_cuts_it(tmp_path: Path) -> None:
-    with training(tmp_path, **{"actor_rollout_ref.rollout.prompt_length": 4}) as trainer:
-        _, fields, _ = trainer.step()
-    whole = trainer.tokenizer.apply_chat_template(
-        [{"content": f"prompt {fields[0]['index']}"}], add_generation_prompt=True, tokenize=True
-    )
-    assert fields[0]["prompts"].tolist() == whole[-4:]
-
-
-def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path) -> None:
-    with training(tmp_path) as trainer:
-        for _ in range(5):
-            trainer.step()
-        trainer.validate(2)
-    rows = read_metrics(run := tmp_path / "out/rollover/from_step_0")
-    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
-    for row in rows:
-        values = row.values
-        assert 0.0 < values["time/rollout_s"] <= values["time/step_s"]
-        assert values["perf/trained_tokens_per_s"] > 0.0
-    shows_its_run(run)
-
-
-def test_the_client_that_hides_aborts_is_refused(tmp_path: Path) -> None:
-    with (
-        recorded.installed(),
-        pytest.raises(ConfigError, match="FullyAsyncLLMServerClient resumes stopped responses by itself"),
-    ):
-        AgentLoopManager.create(config=config(tmp_path), llm_client=recorded.FullyAsyncLLMServerClient([]))
-
-
-def test_the_buffer_without_the_manager_is_refused(tmp_path: Path) -> None:
-    with recorded.installed() as queue:
-        trainer = Trainer(config(tmp_path), queue, ReplayBuffer)
-        trainer.fit(recorded.StockManager())
-        with pytest.raises(ConfigError, match="agent_loop_manager_class=rollover"):
-            trainer.step()
-
-
-def test_each_start_has_a_directory_of_its_own(tmp_path: Path) -> None:
-    for _ in range(3):
-        with training(tmp_path) as trainer:
-            trainer.step()
-    runs = sorted(path.name for path in (tmp_path / "out/rollover").iterdir())
-    assert runs == ["from_step_0", "from_step_0.2", "from_step_0.3"]
-    journaled(tmp_path).ledger.check()
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("trainer.v1.trainer_mode", "colocate_async", "trainer_mode=colocate_async cannot be used"),
-        ("actor_rollout_ref.rollout.calculate_log_probs", False, "need the log-probs"),
-        ("actor_rollout_ref.rollout.top_p", 0.9, "those before top_p"),
-        ("actor_rollout_ref.rollout.top_k", 20, "those before top_k"),
-        ("actor_rollout_ref.rollout.name", "trtllm", "use vllm or sglang"),
-        ("actor_rollout_ref.rollout.agent", {"default_agent_loop": "tool_agent"}, "without tools or turns"),
-        ("actor_rollout_ref.rollout.ignore_eos", True, "responses end at the end token"),
-        ("actor_rollout_ref.rollout.max_model_len", 71, "of full length need 72 tokens"),
-        ("algorithm.filter_groups", {"enable": True}, "groups are not filtered"),
-        ("trainer.v1.sampler", {"sync_refill_failed_groups": True}, "Rollover replaces failed groups itself"),
-        ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": {"engine": {}}}}, "engine has no effect"),
-        ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": "inflight"}}, "replicas sleep then"),
-        (
-            "trainer.v1.sampler",
-            {"sampler_kwargs": {"rollover": {"rollout": {"group_size": 2}}}},
-            "rollout.n sets it to 4",
-        ),
-        ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": {"max_running": 0}}}, "max_running must be at least 1"),
-        ("trainer.v1.sampler", {"sampler_kwargs": {"rollover": 3}}, "expected the name of a strategy"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tmp_path: Path, key: str, value: Any, message: str) -> None:
-    with recorded.installed(), pytest.raises(ConfigError) as refusal:
-        verl_settings(config(tmp_path, **{key: value}))
-    assert message in str(refusal.value)
-
-
-def test_sglang_needs_a_token_of_context_more(tmp_path: Path) -> None:
-    changes = {"actor_rollout_ref.rollout.max_model_len": 72}
-    with recorded.installed():
-        verl_settings(config(tmp_path, **changes))
-        with pytest.raises(ConfigError, match="of full length need 73 tokens"):
-            verl_settings(config(tmp_path, **changes, **{"actor_rollout_ref.rollout.name": "sglang"}))
-
-
-def test_another_version_of_verl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.10.0")
-    with pytest.raises(ConfigError, match=r"verl 0\.10\.0 is installed, and this was written for 0\.9"):
-        verl_settings(config(tmp_path))
-
-
-def test_a_checkout_on_the_path_says_its_own_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded.installed():
-        assert verl_version() == recorded.VERSION
-        monkeypatch.setattr("verl.__version__", "0.10.0.dev")
-        with pytest.raises(ConfigError, match=r"verl 0\.10\.0\.dev is installed"):
-            verl_settings(config(tmp_path))
-    monkeypatch.setitem(sys.modules, "verl", None)
-    with pytest.raises(ConfigError, match="neither installed nor on the path"):
-        verl_version()
-
-
-def test_a_refill_that_is_no_method_of_a_trainer_is_refused() -> None:
-    with recorded.installed(), pytest.raises(ConfigError, match="not a method of its trainer"):
-        ReplayBuffer(refill_fn=lambda n: n, trainer_mode="sync")
+        asyncio.run(stop(deaf))

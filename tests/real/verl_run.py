@@ -25,7 +25,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-TOKENS = range(2, 40)
+TOKENS = range(2, 16)
 """Tokens that the servers draw, besides the end token."""
 END = 0
 TICK_S = 0.002

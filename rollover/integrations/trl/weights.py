@@ -90,7 +90,7 @@ def dropouts(model: Any) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0.0)
+        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or vars(module).get("attention_dropout")
     ]
 
 

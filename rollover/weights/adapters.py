@@ -1,7 +1,7 @@
 """Weights with low-rank adapters: the frozen base, the trained adapters, and their sum.
 
 ``AdapterWeights`` are full weights, merged as they are read. ``AdapterSource`` has only the adapters, which an engine
-that has the base applies itself; ``AppliedAdapters`` merges them for one that reads full weights.
+that has the base applies itself; ``AppliedAdapters`` merges them for an engine that reads full weights.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class AdapterSource:
         """Write the adapters in peft's format. Raises ``OSError``.
 
         Args:
-            gathered: all tensors, if those of this source are sharded over ranks.
+            gathered: all tensors, if this source's own are sharded over ranks.
         """
         from safetensors.torch import save_file
 

@@ -48,7 +48,7 @@ class Manifest:
     """The table of contents of one version of the weights.
 
     Example: ``Manifest(version=7, tensors=(TensorSpec(name="w", shape=(4, 2), dtype="float32"),))`` announces all
-    weights of version 7. With ``base_version=6`` it would announce adapters beside those of version 6.
+    weights of version 7. With ``base_version=6`` it would announce adapters beside the weights of version 6.
     """
 
     version: int

@@ -4,7 +4,7 @@ A lost peer must end the transfer, and never the process, which is a trainer's o
 over NCCL from a thread that ends the process when an operation fails or is late. A group that is made with
 ``TORCH_NCCL_BLOCKING_WAIT`` has no such thread: whoever waits for an operation looks for errors, and is given them.
 Here each operation is waited for anyway. The variable is set only while a group is made, since the other groups of the
-process, such as those of a sharded trainer, must not block.
+process, such as the ranks of a sharded trainer, must not block.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def buckets(specs: Iterable[TensorSpec], *, limit_bytes: int = BUCKET_BYTES) -> 
 
 
 def as_served(given: Iterable[TensorSpec], formats: Mapping[str, str]) -> list[TensorSpec]:
-    """Return the tensors that a server takes from those that a trainer holds.
+    """Return the tensors that a server takes from the tensors that a trainer holds.
 
     Args:
         formats: the number format of each served tensor, as in the model that the run began with.

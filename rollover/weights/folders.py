@@ -28,7 +28,7 @@ _OURS = re.compile(rf"v\d+|{re.escape(PARTIAL)}.*")
 class WeightFolders:
     """``root/v<version>``, each with ``model.safetensors`` and the config and tokenizer of the model it is ``like``.
 
-    Number formats are those of the weights in ``like``: a model that came in bfloat16 is served in bfloat16. If
+    Number formats are taken from the weights in ``like``: a model that came in bfloat16 is served in bfloat16. If
     ``like`` has an output matrix of its own and the weights are tied, the input matrix is written twice.
     """
 

@@ -1,4 +1,4 @@
-"""The number formats in which weights are served: those of the model that the run began with."""
+"""The number formats in which weights are served: the formats of the model that the run began with."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class _UniqueId(Structure):
 
 
 class NCCLGroup:
-    """A group of NCCL itself; the library is the one that PyTorch has loaded.
+    """A group of NCCL itself; the library is the copy that PyTorch has loaded.
 
     The workers get the id of the group without a meeting place, so all must enter at the same time; right after that
     each takes part in an all-reduce of one number, and so must we. A communicator is aborted only once it is made:

@@ -1,7 +1,7 @@
 """Weights are sent into a process group by the process that holds them, or by the first of several.
 
 Invariants: a sender holds two buckets at most, the one that is on its way and the next one; every wait has a
-deadline, that of the whole transfer; a call that hangs is left to a thread of its own, for which nothing waits.
+deadline, the deadline of the whole transfer; a call that hangs is left to a thread of its own, for which nothing waits.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Lease:
 
     def lend(self, version: int, current: Callable[[], int], *, timeout_s: float) -> Callable[[], None]:
         """Return a function that gives the weights back, which must be called once, within ``timeout_s``. Raises
-        ``WeightsGone`` when they are changing, or are no longer those of ``version``."""
+        ``WeightsGone`` when they are changing, or no longer belong to ``version``."""
         with self._state:
             if self._is_changing or current() != version:
                 raise WeightsGone(f"weights of version {version} can no longer be sent: later ones follow")
@@ -319,7 +319,7 @@ class OwnWeights:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run ``work`` in a daemon thread, so that one that hangs does not keep this process from ending."""
+    """Run ``work`` in a daemon thread, so that a call that hangs does not keep this process from ending."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # a waiting caller may leave while the thread continues
 

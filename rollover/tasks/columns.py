@@ -1,7 +1,7 @@
-"""Finds the columns of a dataset that are the prompt and the answer, and those that travel with the prompt.
+"""Finds the columns of a dataset that are the prompt and the answer, and the columns that travel with the prompt.
 
 This is decided once, on the first row: a single candidate is taken, and between two the user has to choose. Every later
-row must contain the chosen columns; one that does not is reported with its file and line.
+row must contain the chosen columns; a row that does not is reported with its file and line.
 
 Messages that end with an assistant's turn contain prompt and answer in one column, which then counts as both. That turn
 is the reference unless there is an answer column too.
@@ -54,7 +54,7 @@ class ColumnSettings:
     needed: tuple[str, ...] = ()
     """Columns that the reward function requires."""
     whole: bool = False
-    """True if every column travels unchanged, including that of the prompt."""
+    """True if every column travels unchanged, including the prompt's."""
 
 
 class ColumnMap:

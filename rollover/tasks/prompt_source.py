@@ -144,7 +144,7 @@ class RowSource(_DatasetSource):
         return shuffled
 
     def _scan(self, num_rows: int) -> array[int]:
-        """Read every row once and list those that are short enough and not held out. Finds rows without the
+        """Read every row once and list the rows that are short enough and not held out. Finds rows without the
         needed columns on the way."""
         admissible = array("q")
         for start in range(0, num_rows, _SCAN_ROWS):

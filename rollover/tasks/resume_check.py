@@ -1,4 +1,4 @@
-"""Checks that the datasets of a run are those that it began with.
+"""Checks that a run still has the datasets that it began with.
 
 A cursor is a number of prompts drawn: with other rows it would mean something else, and nothing would show it. So a run
 keeps a fingerprint of each dataset and compares it when it is resumed. The time at which a file was written appears in

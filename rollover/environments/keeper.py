@@ -1,4 +1,4 @@
-"""Runs a piece of work in two processes: one that does it, and a keeper that outlives it and cleans up.
+"""Runs a piece of work in two processes: a worker that does it, and a keeper that outlives it and cleans up.
 
 The work is users' code. It may fork, start programs, put them into sessions of their own, ignore signals, hang or die.
 The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed or
@@ -29,7 +29,7 @@ from typing import NoReturn
 _SIGNALLED = 128
 """Added to the number of the signal that killed the work, as shells do."""
 _CLEARING_S = 5.0
-"""Seconds to wait for a process after SIGKILL; one that remains hangs in the kernel."""
+"""Seconds to wait for a process after SIGKILL; a process that remains hangs in the kernel."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -134,7 +134,7 @@ def _clear(worker: int) -> None:
 
 
 def _children() -> list[int]:
-    """List our children, including those that have ended but are not reaped. Only works where there is /proc."""
+    """List our children, including processes that have ended but are not reaped. Only works where there is /proc."""
     found, parent = [], str(os.getpid())
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -27,7 +27,7 @@ from rollover.types import Trajectory
 class ScorerStats:
     """Counts since the scorer was created.
 
-    Example: 3 responses scored and one that failed after a retry are ``ScorerStats(num_scored=3, num_failed=1,
+    Example: 3 responses scored and a response that failed after a retry are ``ScorerStats(num_scored=3, num_failed=1,
     num_retried=1)``.
     """
 

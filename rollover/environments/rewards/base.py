@@ -85,7 +85,7 @@ class RewardSpec:
     gym_config: Mapping[str, Any] = field(default_factory=dict)
     prompt_column: str | None = None
     answer_column: str | None = None
-    """Path of the reference answer; that of the prompt if the reply that ends its messages is the reference."""
+    """Path of the reference answer; the prompt's path if the reply that ends its messages is the reference."""
     columns: tuple[str, ...] = ()
     """Columns that travel with the prompts, used to check a function's signature."""
 

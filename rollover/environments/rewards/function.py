@@ -58,7 +58,7 @@ class FunctionConfig(RewardSettings):
         return FunctionReward(self, spec)
 
     def needed_columns(self) -> tuple[str, ...]:
-        """Return the arguments without a default, except those that every function receives."""
+        """Return the arguments without a default, except the arguments that every function receives."""
         check_import(self.function)
         return required_names(self.function, given=self.params)
 

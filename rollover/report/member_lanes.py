@@ -21,7 +21,7 @@ from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.report.timeline_figure import thinned, training_bands
 
 MAX_MEMBERS = 40
-"""Maximum number of lanes in a picture; of more members, those that decoded most are drawn."""
+"""Maximum number of lanes in a picture; of more members, the members that decoded most are drawn."""
 _LANE = 0.86
 """Fraction of a lane that its bars fill."""
 
@@ -60,7 +60,7 @@ def by_member(samples: Iterable[SampleTrace], window: StepWindow) -> dict[str, t
     """Return the spans of each member that show in the window, in order of their start, each in a row where no other
     overlaps it; members in order of their names.
 
-    Example: two samples that decode side by side are in rows 0 and 1; one that follows is in row 0 again.
+    Example: two samples that decode side by side are in rows 0 and 1; a sample that follows is in row 0 again.
     """
     found: defaultdict[str, list[tuple[SampleTrace, DecodedSpan]]] = defaultdict(list)
     for sample in samples:

@@ -84,6 +84,6 @@ def read_timeline(run_dir: Path) -> Timeline:
 
 
 def distinct_names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the names of the runs; those that repeat are numbered."""
+    """Return the names of the runs; names that repeat are numbered."""
     count = Counter(r.name for r in records)
     return [r.name if count[r.name] == 1 else f"{r.name} ({i})" for i, r in enumerate(records, start=1)]

@@ -74,7 +74,7 @@ class RunSummary:
     length_drift: float | None
     """Mean length trained over mean length generated; 1 is no drift."""
     phase_s: Mapping[str, float]
-    """Seconds by phase; they add up to those of the steps."""
+    """Seconds by phase; they add up to the seconds of the steps."""
     peak_memory_bytes: int | None
 
     @property

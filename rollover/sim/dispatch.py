@@ -1,4 +1,4 @@
-"""Decides which replica takes a call: the one that still has its cache if it has room, else the one with the least
+"""Decides which replica takes a call: the replica that still has its cache if it has room, else the one with the least
 load."""
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class StepModel:
         return iterations + self.tokens / self.b0
 
     def gain(self, iterations: float) -> float:
-        """Return the throughput over that of synchronous rollout."""
+        """Return the throughput relative to synchronous rollout."""
         return self.step_time(self.sync_iterations) / self.step_time(iterations)
 
     @property

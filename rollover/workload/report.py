@@ -178,7 +178,7 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
 
     Raises:
         DataError: the lengths are unusable or too few.
-        RunError: ``source`` is a directory, but not that of a run.
+        RunError: ``source`` is a directory, but not a run's.
     """
     trace = read_trace(source, cap_tokens=cap_tokens)
     found = fit(trace)

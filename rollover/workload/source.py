@@ -47,7 +47,7 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
     Raises:
         ConfigError: there is no such preset or file, or the workload file contains a mistake.
         DataError: a length is impossible.
-        RunError: the directory is not that of a run.
+        RunError: the directory is not a run's.
     """
     _check_cap(cap_tokens)
     path = Path(name)

@@ -188,7 +188,7 @@ class Replay:
         return lengths + tuple(recorded[self._pick(row, place)] for place in missing)
 
     def _pick(self, row: int, place: int) -> int:
-        """Return which recorded sample of the row stands in for one that was not recorded."""
+        """Return which recorded sample of the row stands in for a sample that was not recorded."""
         rng = np.random.default_rng([self.seed, _AGAIN, row, place // _DRAWS])
         return int(rng.random(_DRAWS)[place % _DRAWS] * len(self._lengths[row]))
 
@@ -205,7 +205,7 @@ class Replay:
 
 
 def _completed(trace: Trace) -> list[tuple[int, ...]]:
-    """Return the lengths by prompt, with those that were cut off completed."""
+    """Return the lengths by prompt, with lengths that were cut off completed."""
     law = trace.empirical_law()
     rng = np.random.default_rng([_COMPLETE])
     completed = []

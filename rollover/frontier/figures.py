@@ -14,7 +14,7 @@ from rollover.report.plot import label as escaped
 _COLOURS = ("--blue", "--orange", "--green", "--violet", "--red", "--cyan", "--pink", "--brown", "--yellow", "--soft")
 _CURVE_POINTS = 60
 _MIN_SEEDS = 3
-"""Minimum number of seeds for which an interval is drawn: that of two says only that two are too few."""
+"""Minimum number of seeds for which an interval is drawn: an interval of two seeds says only that two are too few."""
 
 
 def colours(study: Study) -> dict[str, str]:

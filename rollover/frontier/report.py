@@ -70,7 +70,7 @@ def _mark(study: Study, point: FrontierPoint) -> str:
 
 
 def study_table(study: Study, width: int) -> Table:
-    """Return the table with as many columns as fit in ``width`` characters, and a note on those that are left out."""
+    """Return the table with as many columns as fit in ``width`` characters, and a note on the columns left out."""
     found = rows(study)
     names = [name.format(unit=study.setup.unit) for name in HEAD]
     widths = [max(map(len, column)) for column in zip(names, *(cells for _, cells in found), strict=True)]

@@ -118,7 +118,7 @@ class Setup:
     notes: tuple[str, ...] = ()
     """Sentences on the origin of the parameters."""
     max_staleness: int | None = None
-    """Staleness bound of all settings; ``None`` for one that holds nothing back."""
+    """Staleness bound of all settings; ``None`` for a strategy that holds nothing back."""
 
     @property
     def cap_tokens(self) -> int:
@@ -169,7 +169,7 @@ def shaped(rollout: SimulatedRollout, *, batch_size: int | None, group_size: int
 
 
 def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
-    """Lay the file's figures over those of ``known``."""
+    """Lay the file's figures over the figures of ``known``."""
     given = {field.name: getattr(section, field.name, None) for field in fields(known)}
     return replace(known, **{name: value for name, value in given.items() if value is not None})
 

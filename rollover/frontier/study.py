@@ -46,7 +46,7 @@ class Study:
     length: Length
     num_seeds: int
     points: tuple[FrontierPoint, ...]
-    """All settings, those of a strategy in order of lag."""
+    """All settings, each strategy's in order of lag."""
     current: FrontierPoint
     """The setting in use, or the default one."""
     advice: tuple[Advice, ...]

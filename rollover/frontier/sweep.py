@@ -55,7 +55,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Figures of one simulation without its warm-up; waste is that of the whole run.
+    """Figures of one simulation without its warm-up; waste is counted over the whole run.
 
     Example: ``tokens_per_s=68.0, lag=0.85, max_lag=2, trained_length=1.0``.
     """
@@ -73,7 +73,7 @@ class TrialResult:
     mean_running: float
     step_s: float
     trained_length: float
-    """Mean length of trained responses over that of admitted ones."""
+    """Mean length of trained responses over the mean length of admitted responses."""
     prefilled: float
     """Tokens prefilled, prompts included, over tokens trained."""
     wasted: Mapping[str, float]
@@ -136,7 +136,7 @@ class FrontierPoint:
 
     @property
     def gain(self) -> MeanOverSeeds:
-        """Return the throughput over that of synchronous rollout: the mean of paired ratios."""
+        """Return the throughput relative to synchronous rollout: the mean of paired ratios."""
         pairs = zip(self.outcomes, self.baseline, strict=True)
         return MeanOverSeeds.of([o.tokens_per_s / b.tokens_per_s for o, b in pairs])
 

@@ -193,7 +193,8 @@ class Scheduler:
         """Return what the shell has to do now. Groups that the strategy opens are on record when this returns.
 
         While a round collects, samples are started. Once its batch is full, nothing more is started and running samples
-        are stopped, or end by themselves; then the batch is consumed. A strategy that keeps its samples running starts
+        are stopped, or end by themselves; then the batch is consumed, or the round collects again if groups of the batch
+        were dropped meanwhile. A strategy that keeps its samples running starts
         more of them even while the batch is full and while the trainer has it. A batch that was handed out before a
         restart is consumed again without any of this.
         """
@@ -207,7 +208,11 @@ class Scheduler:
             if self.strategy.on_full is not OnFull.WAIT:
                 return _STOP
         if phase is _ENDING:
-            return () if self._is_ending else _CONSUME
+            if self._is_ending:
+                return ()
+            if self._batch_is_full:
+                return _CONSUME
+            self._phase = _COLLECTING  # groups of the batch were dropped while its round ended
         starts = self._start_samples(now_s)
         if phase is _COLLECTING and self._keeps_running and self._batch_is_full:
             return (*starts, *_CONSUME)
@@ -379,7 +384,7 @@ class Scheduler:
         if discards:
             self._discard_unfinished(now_s)
         group_ids = ledger.batches[step] if is_replay else strategy.select_batch(self._view)
-        assert group_ids is not None, "a full batch stays full"
+        assert group_ids is not None, "decide has announced a full batch"
         batch = Batch(step=step, groups=self._view.groups(group_ids))
         oldest = min(g.oldest_version for g in batch.groups)
         assert step - oldest <= strategy.max_staleness, f"batch {step} holds a token of version {oldest}"

@@ -136,3 +136,20 @@ def test_in_a_pause_nothing_is_decided() -> None:
             assert shell.decide() == []
         assert shell.decide() == []
     assert shell.started() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["april", "oversample"])
+def test_a_batch_that_loses_a_group_while_its_round_ends_is_collected(name: str) -> None:
+    shell = Shell(name, over_sampling_batch_size=2)
+    assert shell.started() == [0, 1]
+    shell.ends(0)
+    assert shell.decide() == STOP_ALL
+    shell.ends(1, ABORT)
+    assert shell.decide() == CONSUME
+    assert shell.scheduler.drop_tokens_of("", 0.0, since=0) == 4
+    assert shell.started() == [2, 3], "no batch is announced"
+    shell.ends(3)
+    assert shell.decide() == STOP_ALL
+    shell.ends(2, ABORT)
+    assert shell.decide() == CONSUME
+    assert shell.consume() == [3]

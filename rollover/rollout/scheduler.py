@@ -193,10 +193,10 @@ class Scheduler:
         """Return what the shell has to do now. Groups that the strategy opens are on record when this returns.
 
         While a round collects, samples are started. Once its batch is full, nothing more is started and running samples
-        are stopped, or end by themselves; then the batch is consumed, or the round collects again if groups of the batch
-        were dropped meanwhile. A strategy that keeps its samples running starts
-        more of them even while the batch is full and while the trainer has it. A batch that was handed out before a
-        restart is consumed again without any of this.
+        are stopped, or end by themselves; then the batch is consumed, or the round collects again if groups
+        of the batch were dropped meanwhile. A strategy that keeps its samples running starts more of them even while
+        the batch is full and while the trainer has it. A batch that was handed out before a restart is consumed again
+        without any of this.
         """
         phase = self._phase
         if phase is _IDLE or self._is_paused:

@@ -1,4 +1,4 @@
-"""Skips what needs a GPU where there is none; lends tiny experiments to the end-to-end tests."""
+"""Sorts tests into tiers, skips what needs a GPU where there is none, and lends tiny experiments to end-to-end tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests import runs
+from tests import runs, tiers
 
-if not torch.cuda.is_available():
+HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+
+if not HAS_GPU:
     # Triton reads this when it is first imported (transformers does, where it is installed): its own functions are
     # then interpreted too, as ours are in the tests.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,11 +23,21 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not torch.cuda.is_available():
-        for item in on_gpu:
+    for item in items:
+        if tiers.is_deep(item.nodeid, getattr(item, "fixturenames", [])):
+            item.add_marker(pytest.mark.deep)
+        if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if any(item.get_closest_marker(tier) for tier in ("deep", "vllm", "sglang", "verl", "gpu")):
+        return (yield)
+    with tiers.shallow(item.nodeid):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

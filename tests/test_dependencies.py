@@ -43,7 +43,7 @@ def pins() -> dict[str, str]:
 
 def test_the_tests_run_with_one_version_of_each_dependency_and_each_lies_within_its_range() -> None:
     asked, pinned = requirements(without=UNPINNED), pins()
-    assert sorted(asked) == sorted(pinned)
+    assert sorted(asked) == sorted([*pinned, "triton"]), "torch pins the Triton of its own builds"
     assert [name for name, version in pinned.items() if not asked[name].specifier.contains(version)] == []
 
 

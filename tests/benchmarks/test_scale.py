@@ -32,7 +32,6 @@ def recorded(tmp_path: Path, script: str, *argv: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_scale_compares_steps_and_deals(tmp_path: Path) -> None:
     found = recorded(tmp_path, "scale.py", "--small")
     one, same, half = (found["step"][way] for way in ("one process", "FSDP2 over 1 rank", "FSDP2 over 2 ranks"))
@@ -42,7 +41,6 @@ def test_scale_compares_steps_and_deals(tmp_path: Path) -> None:
         assert 1.0 <= row["busiest_over_mean"] < row["in_turn"] < float(ranks)
 
 
-@pytest.mark.slow
 def test_ray_ranks_compares_two_ways_to_start_ranks(tmp_path: Path) -> None:
     found = recorded(tmp_path, "ray_ranks.py", "--small")
     assert set(found["ways"]) == {"processes of this machine", "ranks on a Ray cluster"}
@@ -50,7 +48,6 @@ def test_ray_ranks_compares_two_ways_to_start_ranks(tmp_path: Path) -> None:
         assert 0 < way["outside_s"] < way["step_s"] and way["checkpoint_s"] > 0
 
 
-@pytest.mark.slow
 def test_publication_measures_each_way_after_comparing_bits(tmp_path: Path) -> None:
     found = recorded(tmp_path, "publication.py", "--layers", "1", "--rounds", "1", "--bucket-mb", "8")
     assert len(found["ways"]) == 12
@@ -60,7 +57,6 @@ def test_publication_measures_each_way_after_comparing_bits(tmp_path: Path) -> N
     assert all(0 < size < found["num_bytes"] / 1e6 for size in buckets.values()), buckets
 
 
-@pytest.mark.slow
 def test_rank_kills_counts_what_its_journals_say(tmp_path: Path) -> None:
     found = recorded(tmp_path, "rank_kills.py", "--losses", "2", "--cases", "2-ranks")
     (case,) = found["cases"]

@@ -68,7 +68,6 @@ def experiment(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.mark.slow
 def test_a_plan_for_two_types_of_node_is_made_and_run(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

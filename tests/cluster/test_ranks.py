@@ -81,7 +81,6 @@ def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
     return [False] * len(ranks)
 
 
-@pytest.mark.slow
 def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when_some_are_lost(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +194,6 @@ def test_a_warm_up_on_the_cluster_makes_the_model_of_one_machine_also_when_a_ran
     until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the warm-up had is given back")
 
 
-@pytest.mark.slow
 def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,7 +94,6 @@ def test_the_slurm_script_starts_ray_on_every_node_and_the_run_on_the_first(tmp_
     assert calls[: calls.index(run)].count(["nodes"]) >= 2  # it has waited for the second
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "says"),
     [
@@ -113,7 +112,6 @@ def test_the_slurm_script_does_not_begin_a_run_without_all_nodes(
     assert not any(call[0] == "rollover" for call in calls)
 
 
-@pytest.mark.slow
 def test_the_slurm_script_counts_the_nodes_of_a_cluster(cluster: Any) -> None:
     (program,) = re.findall(r"python -c '\n(.*?)'", (FOLDER / "slurm.sh").read_text(), re.DOTALL)
     done = subprocess.run(

@@ -84,7 +84,6 @@ def said() -> str:
     return " ".join(Path("driver.log").read_text().split())
 
 
-@pytest.mark.slow
 def test_a_run_learns_and_loses_nothing_while_nodes_go_and_come_and_its_process_is_killed(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

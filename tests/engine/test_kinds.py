@@ -24,7 +24,6 @@ NOTHING = EngineDemands(
     deterministic=False,
     adapters=False,
     on_cluster=False,
-    cuts_distribution=False,
 )
 
 

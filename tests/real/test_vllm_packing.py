@@ -50,7 +50,6 @@ save_file({name: tensor.clone() for name, tensor in found.items()}, "found")
 """
 
 
-@pytest.mark.slow
 def test_vllm_reads_buckets_as_they_are_sent(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weights = {

@@ -20,15 +20,17 @@ from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
+from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
-from rollover.sim.strategies import SIMULATED, SimulatedRollout
+from rollover.sim.strategies import SimulatedRollout
 from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.virtual_time import VirtualClock, run
 from tests.weights.kit import FakeWeights
 
 SEED = 3
-NAMES = tuple(SIMULATED)
+NAMES = tuple(STRATEGIES)
+"""The strategies that production runs."""
 
 
 class Prompts:

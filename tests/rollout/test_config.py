@@ -118,7 +118,7 @@ def test_defaults() -> None:
     }
     for (name, field), value in filled.items():
         assert getattr(strategy_of(name, **shape), field) == value
-    bounds = {name: config_of(name).staleness_bound for name in NAMES}
+    bounds = {name: config_of(name).staleness_bound for name in SIMULATED}
     assert {name for name, bound in bounds.items() if bound == 0} == {"sync", "probe"}
     assert {name for name, bound in bounds.items() if bound == 1} == {"oversample", "tail_rounds"}
     assert config_of("threshold", staleness_threshold=7.5).staleness_bound == 8

@@ -15,7 +15,6 @@ from rollover.engine.base import Capabilities
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import Rollover
-from rollover.rollout.strategy import OnFull
 from rollover.types import Batch, SampleId, WasteCause
 from tests.rollout.kit import (
     NAMES,
@@ -93,28 +92,6 @@ def state_with(num_open: int = 0, *, parked: int = 0, num_ready: int = 0) -> Rol
 def test_groups_to_open(name: str, config: dict[str, Any], ledger: dict[str, int], expected: int) -> None:
     strategy = strategy_of(name, rollout_batch_size=N, group_size=G, **config)
     assert max(0, strategy.groups_to_open(state_with(**ledger).view)) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "on_full"),
-    [
-        ("sync", OnFull.WAIT),
-        ("oversample", OnFull.DISCARD),
-        ("april", OnFull.PARK),
-        ("concurrency", OnFull.PARK),
-        ("bounded_async", OnFull.KEEP),
-        ("token_budget", OnFull.WAIT),
-        ("sorted", OnFull.PARK),
-        ("tail_rounds", OnFull.DISCARD),
-        ("inflight", OnFull.KEEP),
-        ("threshold", OnFull.KEEP),
-        ("windowed", OnFull.KEEP),
-        ("probe", OnFull.WAIT),
-        ("fast_lane", OnFull.PARK),
-    ],
-)
-def test_what_happens_when_the_batch_is_full(name: str, on_full: OnFull) -> None:
-    assert strategy_of(name).on_full is on_full
 
 
 def test_rollover_believes_the_engine_where_the_user_says_nothing() -> None:

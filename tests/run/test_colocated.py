@@ -131,7 +131,6 @@ def test_batches_of_one_collection_are_trained_one_after_the_other_and_the_engin
     assert runs.weights(Path("apart"), 10) == runs.weights(Path("turns"), 10)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_in_a_step_goes_on_as_if_it_never_had_been(experiment: Path) -> None:
     processes = Processes(experiment)
     argv = (
@@ -188,7 +187,6 @@ def config(experiment: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config: Path) -> None:
     processes = Processes(config.parent)
     with serving(config.parent / "model", SERVED) as one, serving(config.parent / "model", SERVED) as two:
@@ -207,7 +205,6 @@ def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
 
 
-@pytest.mark.slow
 def test_a_started_server_that_is_killed_asleep_comes_back_with_the_weights_in_force(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,7 +234,6 @@ def test_a_started_server_that_is_killed_asleep_comes_back_with_the_weights_in_f
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
 
 
-@pytest.mark.slow
 def test_ranks_take_turns_with_the_engine_and_learn_the_same(
     experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

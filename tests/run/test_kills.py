@@ -13,7 +13,6 @@ def test_the_campaign_has_every_strategy_that_runs_here_in_both_units_and_both_w
     assert len(cases()) == 8 * 2 + 6 * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

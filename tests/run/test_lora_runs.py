@@ -17,8 +17,6 @@ from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
 from tests import runs
 
-pytestmark = pytest.mark.slow
-
 LORA = ("--trainer.lora.rank", "4", "--trainer.learning_rate", "0.01", "--checkpoint.every_steps", "2")
 
 

@@ -38,7 +38,6 @@ def done(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_on_two_devices_learns_what_one_on_one_device_learns_also_when_a_rank_is_killed(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

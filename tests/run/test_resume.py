@@ -50,7 +50,6 @@ def sampled(run: Path) -> list[object]:
     return [(t.sample_id, t.token_ids, t.rollout_logprobs, t.policy_versions, t.reward) for t in trained]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sync", "april", "rollover"])
 def test_a_deterministic_run_killed_at_every_kind_of_moment_ends_as_if_it_never_had_been(
     processes: Processes, strategy: str

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from rollover import cli
-from rollover.algorithms.registry import ALGORITHMS
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.report.measures import windows
 from rollover.report.record import read_run
@@ -161,8 +160,9 @@ def test_a_finished_run_is_reported_anew_on_request(finished: Path, capsys: pyte
     assert "letters" in (finished / "report.html").read_text()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_trains_within_its_bound(experiment: Path, strategy: str) -> None:
+# One for each thing that may happen to running samples when the batch is full: wait, discard, park, keep.
+@pytest.mark.parametrize("strategy", ["sync", "oversample", "april", "bounded_async", "rollover"])
+def test_a_strategy_trains_within_its_bound(experiment: Path, strategy: str) -> None:
     run = train("--rollout.strategy", strategy, "--steps", "3")
     assert len(runs.batches(run)) == 3
     check_bound(run, RolloutConfig(strategy=STRATEGIES[strategy]()).staleness_bound)
@@ -188,8 +188,8 @@ def test_weights_change_under_running_samples_and_each_token_knows_its_own(exper
         assert largest_logprob_error(run, Path("model"), mixed) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_trains(experiment: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["dapo", "gspo", "reinforce++"])
+def test_an_algorithm_trains(experiment: Path, name: str) -> None:
     kl = ["--algorithm.kl_coef", "0.01"]
     estimator = ["--algorithm.kl_estimator", "k1", "--algorithm.kl_in", "reward"] if name == "reinforce++" else []
     run = train("--algorithm.name", name, "--steps", "2", *kl, *estimator)

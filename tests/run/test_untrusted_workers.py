@@ -36,8 +36,6 @@ from tests import runs
 from tests.swarm import liars
 from tests.swarm.liars import Liar, lingering, lying
 
-pytestmark = pytest.mark.slow
-
 DEADLINE_S, GOODBYE_S = 300.0, 15.0
 """Seconds that a test may take, and that a worker may take to hear that the run has ended."""
 STEPS = 8

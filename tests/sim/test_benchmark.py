@@ -151,7 +151,6 @@ def test_gains_are_over_the_first_setting_of_the_same_repeat(rollout: ModuleType
     assert found["mean"]["lag"] == pytest.approx(1.5)
 
 
-@pytest.mark.slow
 def test_the_benchmark_decodes_what_was_foretold(tmp_path: Path) -> None:
     out = tmp_path / "rollout.json"
     subprocess.run(

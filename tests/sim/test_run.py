@@ -14,10 +14,10 @@ from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
 from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
+from rollover.sim.strategies import SIMULATED as NAMES
 from rollover.types import WasteCause
 from rollover.workload.base import Workload
 from rollover.workload.law import Generator, LengthLaw
-from tests.rollout.kit import NAMES
 from tests.sim.kit import Lengths, one_replica, strategy_of
 
 LAW = LengthLaw(median_tokens=20, sigma=0.9, icc=0.5, cap_tokens=120, min_tokens=1, loop_probability=0.02)

@@ -13,8 +13,6 @@ from tests.swarm.chaos.faults import Blows
 from tests.swarm.chaos.laws import sampled
 from tests.swarm.nginx_kit import NGINX
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:

@@ -20,8 +20,6 @@ from tests.swarm.chaos.laws import check_laws, check_members
 from tests.swarm.chaos.returns import Return
 from tests.swarm.chaos.stage import DEADLINE_S, LEASE_S, Stage
 
-pytestmark = pytest.mark.slow
-
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
 STEPS, BOUND = 8, 2
 TWO = {"laptop": 1000.0, "phone": 300.0}

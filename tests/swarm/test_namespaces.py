@@ -21,8 +21,6 @@ import pytest
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from tests import runs
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
 STEPS = 40

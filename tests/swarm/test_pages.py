@@ -234,7 +234,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 # -- drawn ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:

@@ -26,8 +26,6 @@ from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 
-pytestmark = pytest.mark.slow
-
 DEADLINE_S = 240.0
 ROOT = Path(__file__).parents[2]
 

@@ -78,7 +78,6 @@ async def said(worker: asyncio.subprocess.Process, text: str) -> str:
     return lines
 
 
-@pytest.mark.slow
 def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path: Path) -> None:
     async def main() -> None:
         model = saved(tiny_model(), tmp_path / "model")
@@ -203,7 +202,6 @@ def joined_in_vain(engine: SwarmEngine, token: WorkerToken, cache: Path) -> int:
     return cli.main(["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(cache), *ENGINE])
 
 
-@pytest.mark.slow
 def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +217,6 @@ def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
     assert "Traceback" not in error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str

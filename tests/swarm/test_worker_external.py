@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.swarm.coordinator.engine import SwarmEngine
 from tests.engine.models import saved, tiny_model
@@ -55,7 +53,6 @@ async def worker_of(engine: SwarmEngine, folder: Path, url: str) -> AsyncIterato
         await worker.communicate()
 
 
-@pytest.mark.slow
 def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
     async def main() -> None:
         models = [saved(tiny_model(seed=seed), tmp_path / f"v{seed}") for seed in range(2)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
+from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, RolloverError
 from rollover.trainer import logprobs, ranks
 from rollover.trainer.checkpoint import write_manifest
@@ -48,8 +48,7 @@ def alone(folder: Path, algorithm: str, minis: int) -> Trained:
     return train(None, folder=folder, given=batches(), algorithm=algorithm, mini_batches=minis, **SETTINGS)
 
 
-@pytest.mark.parametrize("minis", [1, 2])
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize(("algorithm", "minis"), [("dapo", 1), ("gspo", 2), ("reinforce++", 2)])
 def test_ranks_that_share_rows_compute_what_one_process_does(
     two: RankPool, four: RankPool, folders: dict[bool, Path], algorithm: str, minis: int
 ) -> None:
@@ -58,9 +57,9 @@ def test_ranks_that_share_rows_compute_what_one_process_does(
     expected = alone(folder, algorithm, minis)
     for pool, devices in ((two, ON_TWO), (four, ON_FOUR)):
         first, *others = pool.call(train, folder=folder, given=batches(), **settings, **devices)
-        assert_alike(first, expected, maxima=2e-5)  # 1.5e-5 in one case: the ratio of one token
+        assert_alike(first, expected)
         for other in others:
-            assert_alike(other, first, weights=1e-12, metrics=1e-12)
+            assert_alike(other, first, weights=1e-12, metrics=1e-12, maxima=1e-12)
 
 
 def test_the_batches_of_these_tests_have_what_is_difficult() -> None:
@@ -237,7 +236,6 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(four: RankPool) 
     assert re.match(r"rank 2 of 4 waited \d s for rank 3 \(exchange of a row\): ", third), third
 
 
-@pytest.mark.slow
 def test_a_fleet_whose_ranks_share_rows_trains_what_one_process_does_also_when_one_of_them_stops(
     folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

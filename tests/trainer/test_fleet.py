@@ -200,7 +200,6 @@ LOSSES = [
 """Of each version, from 0."""
 
 
-@pytest.mark.slow
 def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_been(
     folder: Path, tmp_path: Path, after_all: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +333,6 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(
     assert told == []
 
 
-@pytest.mark.slow
 def test_ranks_end_with_the_process_that_leads_them(folder: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal; from pathlib import Path; from tests.trainer.test_fleet import fleet\n"

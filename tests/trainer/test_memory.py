@@ -39,7 +39,6 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
     return training_memory(config, {**WIDE, "num_hidden_layers": layers}, **{**given, **changes})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

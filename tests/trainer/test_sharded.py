@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from rollover.algorithms import ALGORITHMS, AlgorithmConfig, resolve
+from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ModelError, RolloverError
 from rollover.trainer import balancing
 from rollover.trainer.balancing import by_longest_first
@@ -58,6 +58,12 @@ def batches(**shape: Any) -> list[Batch]:
     return [make_batch(step=step, version=max(0, step - 1), **{"num_groups": 5, **shape}) for step in range(STEPS)]
 
 
+MAXIMA = 4e-5
+"""Relative difference of a metric of one token, which no mean averages out. Weights may differ by 1e-6, and a log-prob
+sums hidden_size = 32 products of them with normed activations of about 1: 3.2e-5, and as much again as float32 rounds
+sums of 32 terms, 32 * 6e-8 = 2e-6. The ratio of a token differs by as much as its log-prob."""
+
+
 def train(world: World | None, *, folder: Path, given: list[Batch], **settings: Any) -> Trained:
     """Alone, or on one of several ranks."""
     settings = {"adam_epsilon": EPSILON, **settings}
@@ -74,14 +80,13 @@ def whole(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
 
 
 def assert_alike(
-    ours: Trained, theirs: Trained, *, weights: float = 1e-6, metrics: float = 1e-5, maxima: float | None = None
+    ours: Trained, theirs: Trained, *, weights: float = 1e-6, metrics: float = 1e-5, maxima: float = MAXIMA
 ) -> None:
-    """Compare two trainings that may differ in rounding; ``maxima`` is for metrics of one token where those may differ
-    more than means, which average rounding out."""
+    """Compare two trainings that may differ in rounding; ``maxima`` is for metrics of one token."""
     for one, other in zip(ours.metrics, theirs.metrics, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - UNLIKE:
-            within = maxima if maxima is not None and name.endswith("/max") else metrics
+            within = maxima if name.endswith("/max") else metrics
             assert one[name] == pytest.approx(other[name], rel=within, abs=within), name
     assert ours.untrained == theirs.untrained
     assert [d.keys() for d in ours.drift] == [d.keys() for d in theirs.drift]
@@ -108,9 +113,10 @@ def num_padding(batch: Batch, algorithm: str, minis: int, ranks: int, budget: in
     ]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("minis", [1, 2])
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+# A ratio per token, one per sample, and advantages whitened over the whole batch: what needs other sums over ranks.
+@pytest.mark.parametrize(
+    ("algorithm", "minis", "tied"), [("dapo", 1, True), ("gspo", 2, False), ("reinforce++", 2, True)]
+)
 def test_two_and_three_ranks_compute_what_one_process_does(
     two: RankPool, three: RankPool, folders: dict[bool, Path], algorithm: str, minis: int, tied: bool
 ) -> None:
@@ -123,7 +129,7 @@ def test_two_and_three_ranks_compute_what_one_process_does(
         first, *others = pool.call(train, folder=folders[tied], given=given, **settings)
         assert_alike(first, alone)
         for other in others:
-            assert_alike(other, first, weights=1e-12, metrics=1e-12)
+            assert_alike(other, first, weights=1e-12, metrics=1e-12, maxima=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,6 @@ def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkey
     torch.testing.assert_close(pools[0], pools[1])
 
 
-@pytest.mark.slow
 def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [

@@ -1,0 +1,104 @@
+"""Which tests run before every commit, and which are *deep*: those that start processes or need seconds.
+
+A test is deep if it asks for one of ``FIXTURES`` or is listed in ``deep.txt``: a folder, a file, a function or one set
+of parameters a line. Any other test may start no process and may use no more than ``LIMIT_S`` of processor time, or it
+fails with the remedy: so both lists stay true.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 2.0
+"""Processor time of a test that is not deep, in seconds of the machine on which ``LOOP_S`` was measured."""
+LOOP_S = 0.035
+"""Seconds that ``_loop`` takes there."""
+TOOLS = frozenset({"git", "cc", "gcc", "c++"})
+"""Programs that any test may start: a run asks git for its commit and the compiler for its kernels."""
+
+FIXTURES = frozenset({"cluster", "four", "lies", "marked", "processes", "three", "two"})
+"""Fixtures that start processes: ranks, clusters, workers, runs that are killed."""
+LISTED = frozenset(Path(__file__).with_name("deep.txt").read_text().splitlines())
+
+
+def is_deep(test_id: str, fixtures: Iterable[str]) -> bool:
+    """Return whether a test, by its id and the fixtures that it asks for, is deep."""
+    file, _, name = test_id.partition("::")
+    function, _, _ = name.partition("[")
+    folders = accumulate(file.split("/"), "{}/{}".format)
+    return bool(FIXTURES & {*fixtures}) or bool(LISTED & {*folders, f"{file}::{function}", test_id})
+
+
+class Processes:
+    """Records which programs this process starts."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        sys.addaudithook(self._heard)
+        start = multiprocessing.process.BaseProcess.start
+
+        def started(process: Any) -> None:
+            self.started.append(process.name)
+            start(process)
+
+        multiprocessing.process.BaseProcess.start = started  # type: ignore[method-assign]
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.posix_spawn", "os.spawn"):
+            self.started.append(os.path.basename(os.fspath(arguments[0])))
+        elif event == "os.fork":
+            self.started.append("a fork")
+
+    @property
+    def unwelcome(self) -> list[str]:
+        return sorted({*self.started} - TOOLS)
+
+
+@cache
+def processes() -> Processes:
+    return Processes()
+
+
+class TooDeep(AssertionError):
+    """A test does not belong to those that run before every commit."""
+
+
+@contextmanager
+def shallow(test_id: str) -> Iterator[None]:
+    """Raise ``TooDeep`` if what is done inside starts a process or uses too much processor time."""
+    heard = processes()
+    heard.started.clear()
+    start_s = time.process_time()
+    yield
+    used_s = time.process_time() - start_s
+    if heard.unwelcome:
+        raise TooDeep(
+            f"{test_id} starts {', '.join(heard.unwelcome)}, as deep tests alone may: ask for a fixture of"
+            " tests/tiers.py:FIXTURES, or list it in tests/deep.txt"
+        )
+    if used_s > LIMIT_S and used_s > (limit_s := LIMIT_S * slowness()):
+        raise TooDeep(
+            f"{test_id} used {used_s:.1f} s of processor time, of {limit_s:.1f} s: make it smaller, or list it in"
+            " tests/deep.txt"
+        )
+
+
+def slowness() -> float:
+    """Return how many times longer than the reference machine this one takes now; at least 1."""
+    return max(1.0, min(_loop() for _ in range(3)) / LOOP_S)
+
+
+def _loop() -> float:
+    start_s, total = time.process_time(), 0
+    for number in range(1_000_000):
+        total += number % 7
+    return time.process_time() - start_s

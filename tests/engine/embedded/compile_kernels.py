@@ -52,12 +52,14 @@ def variants(number: str) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
 
 
 def compile_all(target: str, number: str) -> None:
+    made = {kernel for kernel, _, _ in variants(number)}
+    assert made == {each for each in vars(paged_triton).values() if isinstance(each, triton.JITFunction)}
     for kernel, types, constants in variants(number):
         # Every argument has a type or a constant, in the order of the kernel's own signature.
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         assert {*types, *constants} == {*kernel.arg_names}
-        made = triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target])
-        print(f"{kernel.__name__} {target} {number}: {len(made.asm)} stages", flush=True)
+        compiled = triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target])
+        print(f"{kernel.__name__} {target} {number}: {len(compiled.asm)} stages", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ from rollover.errors import EngineError
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 1
 """The version of the protocol that this code speaks."""
 SUBPROTOCOL = f"rollover.swarm.v{PROTOCOL}"
 """Negotiated when the WebSocket is opened."""
 MAX_FRAME_BYTES = 16 * 2**20
 """Largest frame, before and after decompression."""
+MAX_REPORTED_CALLS = 4096
+"""Most calls in one heartbeat."""
 _COMPRESS_ABOVE_BYTES = 512
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 
@@ -133,10 +135,29 @@ class NotServing(_Message, frozen=True, kw_only=True):
     reason: str
 
 
+class CallState(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a worker holds, as it is at the time of a heartbeat.
+
+    Example: ``CallState(call_id="8f3a.g4.1#7.", start=256, sent=300)`` has sent the tokens up to 299 and continues.
+    """
+
+    call_id: str
+    start: int
+    """Position in the response of the first token held: those before were acknowledged."""
+    sent: int
+    """Position after the last token that was sent."""
+    has_ended: bool = False
+    """Its end was sent."""
+    is_offered: bool = False
+    """It was offered in ``Hello`` and has not been taken up: nothing of it is sent."""
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
 
-    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, num_held=512)``
+    It says all that the coordinator must know of the worker, so that the loss of any message is noticed and repaired.
+
+    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, ...)``
     """
 
     number: int
@@ -148,6 +169,16 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Calls that the engine had at a time, mean since the last heartbeat: they shared ``tokens_per_s``."""
     num_held: int
     """Decoded that wait for an acknowledgement."""
+    calls: tuple[CallState, ...]
+    """The calls that it holds, running or not; at most ``MAX_REPORTED_CALLS`` of them, others the next time."""
+    has_all_calls: bool = True
+    """It holds no others."""
+    ready: Ready | None = None
+    """The engine's capabilities; ``None`` while it is not open."""
+    serving: Head | None = None
+    """The publication that its engine serves now; ``None`` while it serves none of this epoch."""
+    served: tuple[Head, ...] = ()
+    """Weights from which the tokens it holds were sampled, oldest first."""
     is_full: bool = False
     """It holds as many tokens as it may, and resumes decoding once some of them are acknowledged."""
 
@@ -155,8 +186,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
 class Decoded(_Message, frozen=True, kw_only=True):
     """Newly decoded tokens of one call, at their position in the response.
 
-    Example: ``Decoded(call_id="8f3a.g4.1#7.", offset=300, ...)`` holds the response's tokens 300 and after. The
-    messages of a call follow each other without a gap or a repetition.
+    Example: ``Decoded(call_id="8f3a.g4.1#7.", offset=300, ...)`` holds the response's tokens 300 and after. Sent twice,
+    or in another order, it means the same.
     """
 
     call_id: str

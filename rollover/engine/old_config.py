@@ -8,10 +8,6 @@ from typing import Any
 
 _OFF: Mapping[str, Any] = {
     "transport": "websocket",
-    "nats_url": None,
-    "nats_credentials": None,
-    "nats_ca_file": None,
-    "nats_bucket": None,
     "blob_store": None,
     "verifiable_only": False,
 }
@@ -30,6 +26,5 @@ def without_removed(engine: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in engine.items()
-        if key not in _NO_EFFECT
-        and not (key in _OFF and (value == _OFF[key] or (key.startswith("nats_") and is_websocket)))
+        if not (key in _NO_EFFECT or (key.startswith("nats_") and is_websocket) or (key in _OFF and value == _OFF[key]))
     }

@@ -63,7 +63,10 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         connect(ClusterConfig())
 
 
-def test_an_address_where_nothing_answers_is_named_in_time() -> None:
+def test_an_address_where_nothing_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have connected this process
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(

@@ -6,14 +6,14 @@ Leaving out a dominated choice never changes the optimum: wherever it stands, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, groupby, product
 
 from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
-from rollover.devices.records import Device, ModelShape, WorkloadSpec
+from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.trainer.parallelism import unsupported
 
 MAX_TRAINING_STAGES = 64
@@ -100,10 +100,16 @@ def _fill(kind: ReplicaKind, copies: int) -> list[float]:
 
 
 def training_plans(
-    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, launchable: bool = False
+    stock: dict[Device, int],
+    model: ModelShape,
+    workload: WorkloadSpec,
+    *,
+    across: Mapping[tuple[str, str], Link],
+    launchable: bool = False,
 ) -> tuple[list[TrainingPlan], list[Mixture]]:
     """Return the Pareto-optimal plans (devices of each type, cycle time) over one type and a few over two to begin
-    with, and the mixtures, which hold all plans over two types. With ``launchable``, return only plans over one type
+    with, and the mixtures, which hold all plans over two types. ``across``: links between types, where they are not
+    the narrower of two networks. With ``launchable``, return only plans over one type
     that the trainer can run."""
     choices = {device: _trainers(device, count, model, workload) for device, count in stock.items()}
     if launchable:
@@ -115,9 +121,10 @@ def training_plans(
     if launchable:
         return plans, mixtures
     for a, b in combinations([device for device, found in choices.items() if found], 2):
-        mixtures.append(training_mixture(_undominated(choices[a]), _undominated(choices[b])))
+        link = across.get((a.name, b.name))
+        mixtures.append(training_mixture(_undominated(choices[a]), _undominated(choices[b]), link))
         begun = product(_sizes(fastest[a], stock[a]), _sizes(fastest[b], stock[b]))
-        plans += _pareto([training_plan(pair) for pair in begun], [*alone[a], *alone[b]])
+        plans += _pareto([training_plan(pair, across=link) for pair in begun], [*alone[a], *alone[b]])
     return plans, mixtures
 
 

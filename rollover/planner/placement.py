@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.passes import batch_tokens, extra_passes
@@ -267,7 +268,29 @@ def _training(
         stage_link = hand_over or device.link
         trainers.append(trainer_costs(model, workload, device, part, ring_link=ring, stage_link=stage_link))
     # On shared nodes alone, weights travel inside.
-    return training_plan(tuple(trainers), narrowest(ways.values()) or trainers[0].device.link), joints
+    sync_link = narrowest(ways.values()) or trainers[0].device.link
+    across = _across(topology, placement, len(plan.parts))
+    return training_plan(tuple(trainers), sync_link=sync_link, across=across), joints
+
+
+def _across(topology: Topology, placement: Placement, num_parts: int) -> Link | None:
+    """Return the narrowest link of the ring in which the parts of a trainer sum their gradients. Of two parts, the
+    pipelines with the widest links between stages of the same layers exchange them."""
+    nodes = [dict.fromkeys(p.nodes for p in placement.training if p.member == member) for member in range(num_parts)]
+
+    def width(link: Link) -> float:
+        return link.bytes_per_s
+
+    def between(a: tuple[int, ...], b: tuple[int, ...]) -> Link:
+        stages = max(len(a), len(b))
+        pairs = ((a[k * len(a) // stages], b[k * len(b) // stages]) for k in range(stages))
+        return min((topology.link(*pair) for pair in pairs), key=width)
+
+    return narrowest(
+        max((between(a, b) for a, b in product(one, other)), key=width)
+        for one, other in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+        if one is not other
+    )
 
 
 def _networks(topology: Topology, ways: Mapping[int, Link | None], joints: Mapping[str, Link]) -> dict[str, Link]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollover.devices.costs.records import ReplicaKind
-from rollover.devices.records import Device, LengthBucket, ModelShape, WorkloadSpec
+from rollover.devices.records import Device, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import no_room, replica_kinds, training_plans
 from rollover.planner.records import Fleet, Problem, Supply, Tail
+from rollover.planner.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +35,21 @@ class PlanSpec:
     """If true, ``rollover launch`` must be able to run the plan."""
 
 
-def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
-    """Build the planning problem of a fleet, with all length buckets.
+def fleet_problem(fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None) -> Problem:
+    """Build the planning problem of a fleet, with all length buckets. ``networks``: links between nodes by device
+    type, where they differ from the fleet's.
 
     Raises:
         PlanError: the model fits nowhere.
     """
+    seen = [(d, (networks or {}).get(d.name, d.network), count) for d, count in fleet.stock.items()]
     built = stock_problem(
-        fleet.stock, spec.model, spec.workload, max_staleness=spec.max_staleness, launchable=spec.launchable
+        {replace(device, network=network): count for device, network, count in seen},
+        spec.model,
+        spec.workload,
+        max_staleness=spec.max_staleness,
+        across=Topology.of(fleet).across(),
+        launchable=spec.launchable,
     )
     return replace(
         built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail
@@ -49,9 +57,16 @@ def fleet_problem(fleet: Fleet, spec: PlanSpec) -> Problem:
 
 
 def stock_problem(
-    stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, *, max_staleness: int, launchable: bool = False
+    stock: dict[Device, int],
+    model: ModelShape,
+    workload: WorkloadSpec,
+    *,
+    max_staleness: int,
+    across: Mapping[tuple[str, str], Link] | None = None,
+    launchable: bool = False,
 ) -> Problem:
-    """Build the problem of ``stock``, the number of devices of each type, without a budget.
+    """Build the problem of ``stock``, the number of devices of each type, without a budget. ``across``: links between
+    types, where they are not the narrower of their networks.
 
     Raises:
         PlanError: the model fits nowhere.
@@ -66,7 +81,7 @@ def stock_problem(
     ]
     if not kinds:
         raise PlanError(no_room(stock, model, workload, "roll out"))
-    plans, mixtures = training_plans(stock, model, workload, launchable=launchable)
+    plans, mixtures = training_plans(stock, model, workload, across=across or {}, launchable=launchable)
     if not plans:
         raise PlanError(no_room(stock, model, workload, "train"))
     return Problem(

@@ -6,7 +6,7 @@ A plan on all nodes reckons with the links between them, and a slow one costs mo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -62,7 +62,7 @@ def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
 def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
     """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its
     widest."""
-    problem = routed(fleet_problem(with_networks(part, _widest(part)), spec), spec.routing)
+    problem = routed(fleet_problem(part, spec, _widest(part)), spec.routing)
     target = spec.target_steps_per_s
     if target is None:
         return may_reach(problem, best.solution.steps_per_s * (1 + GAP))
@@ -164,15 +164,6 @@ _SHORT = 1e-3
 """Fraction of a requested rate that may be missing: the solver's tolerance."""
 
 
-def with_networks(fleet: Fleet, networks: Mapping[str, Link]) -> Fleet:
-    """Return the fleet as phase 1 should see it. ``networks``: links between nodes by device type, where they differ
-    from the fleet's."""
-    nodes = [
-        replace(n, device=replace(n.device, network=networks.get(n.device.name, n.device.network))) for n in fleet.nodes
-    ]
-    return replace(fleet, nodes=tuple(nodes))
-
-
 def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Plan:
     """Return the best plan found that may use every node.
 
@@ -185,7 +176,7 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
     rounds: list[PlanningRound] = []
     seen = set()
     while len(rounds) < MAX_ROUNDS:
-        problem = _with_placed(fleet_problem(with_networks(fleet, networks), spec), met)
+        problem = _with_placed(fleet_problem(fleet, spec, networks), met)
         solution = solve(routed(problem, spec.routing))
         if solution is None:
             if found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,16 @@ class Topology:
     def narrowest(self, pairs: Iterable[tuple[int, int]]) -> Link | None:
         """Return the narrowest of the links between different nodes; ``None`` where there is none."""
         return narrowest(self.link(a, b) for a, b in pairs if a != b)
+
+    def across(self) -> dict[tuple[str, str], Link]:
+        """Return, for each pair of types in either order, the widest link between a node of each."""
+        types = np.array([node.device.name for node in self.fleet.nodes])
+        found = {}
+        for a, b in permutations(dict.fromkeys(types.tolist()), 2):
+            of_a, of_b = np.flatnonzero(types == a), np.flatnonzero(types == b)
+            row, column = divmod(int(np.argmax(self.widths[np.ix_(of_a, of_b)])), len(of_b))
+            found[a, b] = self.link(int(of_a[row]), int(of_b[column]))
+        return found
 
     def chain(self, nodes: Sequence[int]) -> list[int]:
         """Sort the nodes so that neighbours are joined by wide links, each time along the widest link onwards."""

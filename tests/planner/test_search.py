@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.devices.records import Link
+from rollover.devices.records import LengthBucket, Link
 from rollover.errors import PlanError
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
@@ -65,6 +65,29 @@ def changed(fleet: Fleet, **factors: float) -> Fleet:
         return replace(node, device=replace(made, network=replace(made.network, bytes_per_s=width), **scaled))
 
     return replace(fleet, nodes=tuple(map(better, fleet.nodes)))
+
+
+def of_two_types(network: float, link: float) -> Fleet:
+    """Two nodes of two devices, with ``link`` bytes/s between them although both have a ``network``."""
+    a = device("a", node_size=2, flops=4e12, hbm_bytes=1e15, network=Link(bytes_per_s=network, latency_s=0.0))
+    nodes = tuple(Node(name=d.name, device=d, num_devices=2) for d in (a, replace(a, name="b", flops=2e12)))
+    links = (("a", "b", Link(bytes_per_s=link, latency_s=0.25)),)
+    return Fleet(name="f", nodes=nodes, links=links, currency="USD", budget_per_hour=None)
+
+
+def test_two_types_sum_gradients_over_the_link_between_their_nodes() -> None:
+    """By hand: passes over 64 sequences of 300 tokens on 2 x 4 + 2 TFLOP/s, then 2 GB of gradients at 10 GB/s."""
+    one = LengthBucket(
+        share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
+    )
+    spec = PlanSpec(model=MODEL, workload=workload(buckets=(one,)), max_staleness=4)
+    passes_s = 4 * 64 * 300 * (2 * 9e8 + 4 * 4 * 1024 * 150) / 10e12
+    optimizer_s = 2 * 16 * 1e9 / 2e12
+    wide = make_plan(of_two_types(network=1e7, link=1e10), spec).solution.plan
+    assert [(part.device, part.num_devices) for part in wide.parts] == [("a", 2), ("b", 1)]
+    assert passes_s + 0.45 < wide.step_s < passes_s + 0.45 + optimizer_s
+    narrow = make_plan(of_two_types(network=1e10, link=1e7), spec).solution.plan
+    assert [part.device for part in narrow.parts] == ["a"]  # 2 GB would take 200 s
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

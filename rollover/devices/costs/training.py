@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rollover.devices.costs.links import all_reduce_s, transfer_s, weight_update_s
+from rollover.devices.costs.links import all_reduce_s, narrowest, transfer_s, weight_update_s
 from rollover.devices.costs.passes import batch_tokens, extra_passes, longest_tokens, step_flops
 from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
@@ -161,23 +161,24 @@ def balanced_shares(costs: tuple[PartCost, ...]) -> tuple[tuple[float, ...], flo
         using.remove(max(late, key=lambda i: costs[i].fixed_s))
 
 
-def training_plan(trainers: tuple[TrainerCosts, ...], sync_link: Link | None = None) -> TrainingPlan:
-    """Put parts side by side, each with the share that lets all finish together; gradients of several types meet in a
-    ring over the narrowest of their links."""
+def training_plan(
+    trainers: tuple[TrainerCosts, ...], *, sync_link: Link | None = None, across: Link | None = None
+) -> TrainingPlan:
+    """Put parts side by side, each with the share that lets all finish together. Gradients of several types meet in a
+    ring over ``across``, by default the narrowest of their networks."""
     shares, step_s = balanced_shares(tuple(t.cost for t in trainers))
-    if len(trainers) > 1:
-        step_s += _across_s(trainers)
+    step_s += _across_s(trainers, across)
     parts = tuple(replace(t.part, share=share) for t, share in zip(trainers, shares, strict=True))
     return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
 
 
-def training_mixture(first: Sequence[TrainerCosts], second: Sequence[TrainerCosts]) -> Mixture:
+def training_mixture(first: Sequence[TrainerCosts], second: Sequence[TrainerCosts], across: Link | None) -> Mixture:
     """Describe what ``training_plan`` makes of any of the first beside any of the second, each side of one type."""
     one = (first[0], second[0])
     return Mixture(
         first=tuple(trainer.cost for trainer in first),
         second=tuple(trainer.cost for trainer in second),
-        across_s=_across_s(one),
+        across_s=_across_s(one, across),
         sync_s=_sync_s(one, None),
     )
 
@@ -187,9 +188,9 @@ def _sync_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:
     return weight_update_s(slowest.model, slowest.workload, slowest.device, link or slowest.device.network)
 
 
-def _across_s(trainers: Sequence[TrainerCosts]) -> float:
+def _across_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:
     """Return the time in which gradients, reduced within each part, go once more around a ring of the parts."""
     size = BF16_BYTES * trainers[0].model.parameters
-    narrow = min(t.ring_link.bytes_per_s * t.device.efficiency.link for t in trainers)
-    latency_s = max(t.ring_link.latency_s for t in trainers)
-    return 2 * (len(trainers) - 1) / len(trainers) * size / narrow + latency_s
+    used = link or narrowest(t.device.network for t in trainers)
+    assert used is not None
+    return all_reduce_s(size, len(trainers), used, min(t.device.efficiency.link for t in trainers))

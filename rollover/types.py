@@ -174,8 +174,8 @@ def append_segment(segments: list[Segment], segment: Segment) -> None:
     segments.append(segment)
 
 
-MAX_REWARD = 3.4028234663852886e38
-"""Largest size of a reward: the greatest float32, in which the trainer holds them."""
+MAX_REWARD = 1e15
+"""Largest size of a reward. Advantages are float32, which can still square and sum those of a batch at this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

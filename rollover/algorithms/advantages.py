@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollover.algorithms.registry import Algorithm
 from rollover.errors import DataError
+from rollover.types import MAX_REWARD
 
 
 def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
@@ -47,7 +48,7 @@ def compute_advantages(
         proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
 
     A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward that is not
-    finite (naming the sample) and for lengths that disagree.
+    within ``MAX_REWARD`` (naming the sample) and for lengths that disagree.
     """
     _check(rewards_B, group_B, sample_T, loss_mask_T)
     kl_T = None
@@ -81,8 +82,12 @@ class BatchRewards:
 
     @property
     def centred_B(self) -> Tensor:
-        """Return each reward minus the mean of the sample's group, itself included."""
-        return self.rewards_B - self._group_sums(self.rewards_B)[self.group_B] / self.counts_B
+        """Return each reward minus the mean of the sample's group, itself included. It is exactly 0 in a group of equal
+        rewards, and only there 0 for all."""
+        least_G = self.rewards_B.new_full((int(self.group_B.max()) + 1,), torch.inf)
+        least_G = least_G.scatter_reduce(0, self.group_B, self.rewards_B, "amin")
+        above_B = self.rewards_B - least_G[self.group_B]
+        return above_B - self._group_sums(above_B)[self.group_B] / self.counts_B
 
     def group_std_B(self, ddof: int) -> Tensor:
         squares_B = self._group_sums(self.centred_B**2)[self.group_B]
@@ -175,6 +180,7 @@ def _check(rewards_B: Tensor, group_B: Tensor, sample_T: Tensor, loss_mask_T: Te
         raise DataError(f"{len(rewards_B)} rewards for {len(group_B)} samples")
     if len(sample_T) != len(loss_mask_T):
         raise DataError(f"loss_mask_T has {len(loss_mask_T)} entries for {len(sample_T)} tokens")
-    bad = (~torch.isfinite(rewards_B)).nonzero().flatten().tolist()
+    bad = (~(rewards_B.abs() <= MAX_REWARD + 1)).nonzero().flatten().tolist()  # shaping subtracts at most 1
     if bad:
-        raise DataError(f"sample {bad[0]} of the batch has reward {rewards_B[bad[0]].item()}: not finite")
+        reward = rewards_B[bad[0]].item()
+        raise DataError(f"sample {bad[0]} of the batch has reward {reward}: not a finite number within {MAX_REWARD:g}")

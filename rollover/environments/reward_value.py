@@ -15,9 +15,7 @@ from numbers import Real
 from typing import Any
 
 from rollover.errors import RewardError
-
-LARGEST_REWARD = 1e15
-"""The trainer sums the squares of a whole batch's rewards in float32, which ends at 3.4e38."""
+from rollover.types import MAX_REWARD
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
@@ -57,14 +55,14 @@ def usable_reward(value: Any, whose: str) -> float:
         raise _too_large(_described(value), whose) from None
     if not math.isfinite(reward):
         raise RefusedReward(f"{whose} returned {reward}, which is not finite")
-    if abs(reward) > LARGEST_REWARD:
+    if abs(reward) > MAX_REWARD:
         raise _too_large(f"{reward:g}", whose)
     return reward
 
 
 def _too_large(shown: str, whose: str) -> RefusedReward:
     return RefusedReward(
-        f"{whose} returned {shown}, which the trainer's float32 cannot square and sum; stay within {LARGEST_REWARD:g}"
+        f"{whose} returned {shown}, which the trainer's float32 cannot square and sum; stay within {MAX_REWARD:g}"
     )
 
 

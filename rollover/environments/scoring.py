@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,28 +45,42 @@ class ScoringResult:
         return self.reward
 
 
-async def score_once(reward: Reward, sample: RewardSample, *, own_process: bool = False) -> ScoringResult:
-    """Score ``sample``. Any error that a reward raises fails its sample, never the run.
+async def score_once(reward: Reward, sample: RewardSample) -> ScoringResult:
+    """Score ``sample`` on the event loop of the run. Any error that a reward raises fails its sample, never the run;
+    only Ctrl-C and the cancellation or the closing of the caller are passed on."""
 
-    Only the cancellation or the closing of the caller is passed on, and Ctrl-C unless this is a reward process
-    (``own_process``): Ctrl-C does not reach one, so any interrupt comes from the reward itself.
-    """
+    async def score() -> float:
+        score = reward.score(sample)
+        return await score if isinstance(score, Awaitable) else score
+
+    return await settled(score())
+
+
+async def settled(score: Awaitable[float], *, own_process: bool = False) -> ScoringResult:
+    """Await a score like ``score_once``. In a reward process (``own_process``), which Ctrl-C does not reach, an
+    interrupt is an error of the reward too."""
     task = asyncio.current_task()
     try:
-        return ScoringResult(reward=await reward.score(sample))
-    except RewardError as error:
-        failure: Failure = next(name for name, kind in reversed(_ERRORS.items()) if isinstance(error, kind))
-        return ScoringResult(failure=failure, reason=str(error))
-    except asyncio.CancelledError:
+        return ScoringResult(reward=await score)
+    except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise
-        return ScoringResult(failure="raised", reason="it cancelled itself")
+        return failed(error)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not own_process:
             raise
         if isinstance(error, GeneratorExit) and not _runs(task):
             raise
-        return ScoringResult(failure="raised", reason=_reason(error))
+        return failed(error)
+
+
+def failed(error: BaseException) -> ScoringResult:
+    """Return the result of a scoring that ended with ``error``."""
+    if isinstance(error, RewardError):
+        failure: Failure = next(name for name, kind in reversed(_ERRORS.items()) if isinstance(error, kind))
+        return ScoringResult(failure=failure, reason=str(error))
+    cancelled = isinstance(error, asyncio.CancelledError)
+    return ScoringResult(failure="raised", reason="it cancelled itself" if cancelled else _reason(error))
 
 
 def _runs(task: asyncio.Task[Any] | None) -> bool:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from rollover.environments.keeper import describe_exit, environment, keep
@@ -91,6 +91,19 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether calling ``function`` returns at once, with something to await: an ``async`` function, a
+    ``functools.partial`` of one, or an instance whose ``__call__`` is one."""
+    called = _unwrapped(function)
+    return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
 def required_names(path: str, *, given: Collection[str]) -> tuple[str, ...]:
     """Return the arguments that the function requires, except those ``given`` and those that every function receives.
     Raises ``DataError`` like ``load_function``."""
@@ -105,8 +118,13 @@ def accepted_names(
     """Return the names that the function takes by keyword; ``None`` for any.
 
     Raises:
-        DataError: it requires more than it can get, or does not take one of ``params``.
+        DataError: it requires more than it can get, does not take one of ``params``, or caches by its arguments.
     """
+    if hasattr(_unwrapped(function), "cache_info"):
+        raise DataError(
+            f"reward function {path} is wrapped in functools.cache or lru_cache, which cannot hash the lists that it "
+            "is called with; cache a function that it calls instead"
+        )
     offered = {*ALWAYS_GIVEN, *columns, *params}
     parameters = _parameters(path, function)
     for parameter in parameters:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable
 from dataclasses import asdict
-from typing import Any
 
 from rollover.environments.channel import Channel
 from rollover.environments.keeper import keep
 from rollover.environments.rewards import spec_from_json
 from rollover.environments.rewards.base import Reward, RewardSample
-from rollover.environments.scoring import score_once
+from rollover.environments.scoring import ScoringResult, failed, settled
 from rollover.errors import DataError
 
 
@@ -33,15 +33,26 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while True:
             request = channel.receive()
-            sample = RewardSample.from_json(request["sample"])
-            channel.send({"id": request["id"], **runner.run(_score(rewards[request["source"]], sample, channel))})
+            result = _score(rewards[request["source"]], RewardSample.from_json(request["sample"]), channel, runner)
+            channel.send({"id": request["id"], **asdict(result)})
 
 
-async def _score(reward: Reward, sample: RewardSample, channel: Channel) -> dict[str, Any]:
+def _score(reward: Reward, sample: RewardSample, channel: Channel, runner: asyncio.Runner) -> ScoringResult:
+    """Score outside any event loop, which the function may start itself; in ``runner`` only what must be awaited."""
+
+    async def settle(score: Awaitable[float]) -> ScoringResult:
+        try:
+            return await settled(score, own_process=True)
+        finally:
+            channel.leave_in_a_child()
+
     try:
-        return asdict(await score_once(reward, sample, own_process=True))
+        score = reward.score(sample)
+    except BaseException as error:  # Ctrl-C does not reach this process, so any interrupt comes from the reward itself
+        return failed(error)
     finally:
         channel.leave_in_a_child()
+    return runner.run(settle(score)) if isinstance(score, Awaitable) else ScoringResult(reward=score)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ class Scheduler:
             DataError: under the same conditions as ``failed``.
         """
         if not abs(reward) <= MAX_REWARD:  # written so that NaN fails too
-            self.failed(sample_id, f"its reward is {reward}: not a finite number within float32's range", now_s)
+            self.failed(sample_id, f"its reward is {reward}: not a finite number within {MAX_REWARD:g}", now_s)
             return
         self._num_failed_in_a_row = 0
         self.record(SampleScored(now_s, sample_id, reward, self._shaping(self.ledger.sample(sample_id).num_tokens)))

@@ -302,7 +302,7 @@ class LocalTrainer:
             loss_mask_T=data.loss_mask_T,
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,
-        )
+        ).float()
         return StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=ref_T, advantages_T=advantages_T)
 
     def _accumulate(

@@ -35,7 +35,7 @@ class BatchTensors:
     sample_ids: tuple[SampleId, ...]
     samples_per_group: tuple[int, ...]
     rewards_B: Tensor
-    """Rewards as scored, float32."""
+    """Rewards as scored, float64."""
     lengths_B: Tensor
     """Number of response tokens of each sample."""
     group_B: Tensor
@@ -74,10 +74,10 @@ class BatchTensors:
             ),
             sample_ids=tuple(t.sample_id for t in trajectories),
             samples_per_group=tuple(sizes),
-            rewards_B=put(rewards, torch.float32),
+            rewards_B=put(rewards, torch.float64),
             lengths_B=put(lengths, torch.int64),
             group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
-            baseline_B3=put([g.baseline for g in groups], torch.float32) if groups[0].baseline else None,
+            baseline_B3=put([g.baseline for g in groups], torch.float64) if groups[0].baseline else None,
             sample_T=put(np.repeat(np.arange(len(trajectories)), lengths), torch.int64),
             rollout_logprobs_T=put([p for t in trajectories for p in t.rollout_logprobs], torch.float32),
             staleness_T=put(step - versions_T, torch.int64),

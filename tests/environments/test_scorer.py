@@ -321,6 +321,21 @@ def test_an_async_function_may_run_on_the_event_loop_under_its_deadline() -> Non
     with_scorer([spec("awaited_forever", workers=0, timeout_s=0.05, retries=1)], use)
 
 
+@pytest.mark.parametrize("name", ["runs_a_loop", "judge", "partly_awaited"])
+def test_a_function_may_run_a_loop_of_its_own_or_be_any_form_of_async(name: str) -> None:
+    async def use(scorer: RewardScorer) -> None:
+        assert [await scorer.score(trajectory(prompt(), "x")) for _ in range(2)] == [0.25, 0.25]
+
+    for workers in (1,) if name == "runs_a_loop" else (0, 1):
+        with_scorer([spec(name, workers=workers, retries=0)], use)
+
+
+@pytest.mark.parametrize("name", ["remembered", "partly_remembered"])
+def test_a_function_that_is_cached_by_its_arguments_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"functools.cache or lru_cache, which cannot hash the lists"):
+        RewardScorer([spec(name)], char_tokenizer())
+
+
 def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
     with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
         RewardScorer([spec("length", workers=0)], char_tokenizer())

@@ -116,8 +116,8 @@ def test_a_mistake_that_every_sample_would_meet_ends_the_run_at_once_and_the_sam
     run(work())
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -3.5e38])
-def test_a_reward_that_float32_cannot_hold_fails_its_sample(reward: float) -> None:
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1.1e15])
+def test_a_reward_that_cannot_be_trained_on_fails_its_sample(reward: float) -> None:
     async def huge() -> float:
         return reward
 
@@ -127,9 +127,9 @@ def test_a_reward_that_float32_cannot_hold_fails_its_sample(reward: float) -> No
     assert len(batches) == 2
 
 
-def test_the_largest_float32_is_a_reward() -> None:
+def test_the_largest_reward_is_a_reward() -> None:
     async def large() -> float:
-        return -3.4028234663852886e38
+        return -1e15
 
     rig, _ = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, large), group_size=3)
     assert not [e for e in rig.events if isinstance(e, SampleFailed)]

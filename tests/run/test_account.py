@@ -98,14 +98,14 @@ def test_a_journal_with_such_a_reward_from_earlier_can_go_on_without_its_batch(
     Path("letter_reward.py").write_text(HUGE)
     with monkeypatch.context() as patch:
         patch.setattr("rollover.rollout.scheduler.MAX_REWARD", float("inf"))
-        patch.setattr("rollover.environments.reward_value.LARGEST_REWARD", float("inf"))
+        patch.setattr("rollover.environments.reward_value.MAX_REWARD", float("inf"))
         assert train("run.toml", "--run-dir", "out") == 2
-    assert "has reward inf: not finite" in (message := capsys.readouterr().err)
+    assert "has reward 1e+308: not a finite number within 1e+15" in (message := capsys.readouterr().err)
     step = runs.ledger(Path("out")).next_step - 1
     assert f"--resume out --skip-batch {step}" in message
     Path("letter_reward.py").write_text(runs.REWARD)
     while train("--resume", "out", "--skip-batch", str(step)) == 2:  # groups that were ready may be as bad
-        assert "has reward inf: not finite" in capsys.readouterr().err
+        assert "has reward 1e+308: not a finite number within 1e+15" in capsys.readouterr().err
         step = runs.ledger(Path("out")).next_step - 1
     assert runs.ledger(Path("out")).next_step == 4
     assert runs.ledger(Path("out")).tokens.wasted[WasteCause.SKIPPED] > 0

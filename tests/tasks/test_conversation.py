@@ -12,6 +12,7 @@ import pytest
 
 from rollover.environments.rewards import ExactConfig, FunctionConfig
 from rollover.environments.rewards.base import RewardSample
+from rollover.environments.scoring import score_once
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.examples import examples
@@ -43,7 +44,8 @@ def score(source: SourceConfig, completion: str) -> float:
     made = opened(source)
     prompt = made.prompt(0)
     sample = RewardSample(prompt=prompt.text, columns=prompt.columns, completion=completion, completion_ids=())
-    return asyncio.run((spec := made.reward_specs[0]).config.build(spec).score(sample))
+    spec = made.reward_specs[0]
+    return asyncio.run(score_once(spec.config.build(spec), sample)).number()
 
 
 def test_the_prompt_is_the_chat_template_of_the_turns_before_the_reply(tmp_path: Path) -> None:

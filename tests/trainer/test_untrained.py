@@ -14,6 +14,7 @@ import torch
 
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.algorithms.advantages import compute_advantages
 from rollover.errors import RewardError
 from rollover.rollout.events import (
     BatchConsumed,
@@ -24,6 +25,7 @@ from rollover.rollout.events import (
     SegmentEnded,
 )
 from rollover.rollout.ledger import Ledger
+from rollover.trainer.minibatch import BatchTensors
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Batch, FinishReason, Trajectory, WasteCause
 from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
@@ -170,6 +172,29 @@ def test_each_cause_is_counted_as_the_batch_has_it(folder: Path, monkeypatch: py
                     plain[WasteCause.ZERO_ADVANTAGE] += 1
     algorithm = resolve(AlgorithmConfig(mask_truncated=True, correction="mask_stale"))
     assert train(folder, algorithm, batch, monkeypatch)[0] == plain
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
+@pytest.mark.parametrize(
+    "rewards", [(16777216.0, 16777217.0), (0.1 + 0.2, 0.3), (0.3, 0.3, 0.3), (0.1,) * 7, (1e15, 1e15 - 1, 1e15)]
+)
+def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rewards: tuple[float, ...]) -> None:
+    batch = make_batch(num_groups=1, group_size=len(rewards))
+    group = batch.groups[0]
+    rewarded = tuple(replace(t, reward=reward) for t, reward in zip(group.trajectories, rewards, strict=True))
+    algorithm = resolve(AlgorithmConfig(name=name, group_filter="zero_signal"))
+    data = BatchTensors.of([replace(group, trajectories=rewarded)], algorithm, step=0, device=torch.device("cpu"))
+    advantages_T = compute_advantages(
+        algorithm,
+        rewards_B=data.rewards_B,
+        group_B=data.group_B,
+        sample_T=data.sample_T,
+        loss_mask_T=data.loss_mask_T,
+    ).float()
+    assert algorithm.keeps_group(rewards) == (len(set(rewards)) > 1) == bool(advantages_T.any())
+    if rewards[0] == 16777216:
+        scale = {"grpo": 0.5**0.5, "dr-grpo": 0.5, "rloo": 1.0}[name]
+        torch.testing.assert_close(advantages_T, torch.tensor([-scale, scale])[data.sample_T], rtol=3e-6, atol=0)
 
 
 def test_a_kl_term_trains_what_the_rewards_leave_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

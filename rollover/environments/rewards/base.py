@@ -4,7 +4,7 @@ score."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Protocol
@@ -116,6 +116,6 @@ class Reward(Protocol):
     ``"42"``, which has no tag.
     """
 
-    async def score(self, sample: RewardSample) -> float:
-        """Score one response. Raises ``RewardError`` when it cannot be scored."""
+    def score(self, sample: RewardSample) -> float | Awaitable[float]:
+        """Score one response, or return what awaiting scores it. Raises ``RewardError`` when it cannot be scored."""
         ...

@@ -40,7 +40,7 @@ class ExactReward:
     config: ExactConfig
     spec: RewardSpec
 
-    async def score(self, sample: RewardSample) -> float:
+    def score(self, sample: RewardSample) -> float:
         answer = self.config.answer(sample.completion)
         if answer is None:
             return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,7 @@ from rollover.environments.user_function import (
     ALWAYS_GIVEN,
     accepted_names,
     check_import,
+    is_async,
     load_function,
     required_names,
 )
@@ -35,10 +37,11 @@ class FunctionConfig(RewardSettings):
     """``"function"`` chooses this reward."""
     function: str
     """``"module:function"``, called as ``f(prompts, completions, completion_ids=..., **columns)`` with lists
-    of one element each; returns a list, array or tensor of one number, at most 1e15. May be ``async``. ``None``, NaN
-    and infinity fail the sample, which then counts as waste. As in TRL, ``prompts[0]`` and ``completions[0]`` are texts
-    where the prompt column holds text; where it holds messages, ``prompts[0]`` is a list of messages and
-    ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``."""
+    of one element each; returns a list, array or tensor of one number, at most 1e15. ``None``, NaN and infinity fail
+    the sample, which then counts as waste. An ``async`` function is awaited in an event loop; any other runs outside
+    every loop, in the main thread of its process, and may call ``asyncio.run``. As in TRL, ``prompts[0]`` and
+    ``completions[0]`` are texts where the prompt column holds text; where it holds messages, ``prompts[0]`` is a list
+    of messages and ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``."""
     params: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for ``function``. They take precedence over columns of the same name; the
     arguments that every function receives take precedence over both."""
@@ -81,13 +84,13 @@ class FunctionReward:
         self._spec = spec
         self._function = load_function(config.function)
         self._accepted = accepted_names(config.function, self._function, spec.columns, config.params)
-        if config.workers == 0 and not inspect.iscoroutinefunction(self._function):
+        if config.workers == 0 and not is_async(self._function):
             raise DataError(
                 f"reward function {config.function} is not async and would block the run; "
                 "set reward.workers to 1 or more"
             )
 
-    async def score(self, sample: RewardSample) -> float:
+    def score(self, sample: RewardSample) -> float | Awaitable[float]:
         """Call the function. Raises ``MisshapenReward`` and ``RefusedReward`` for values that cannot be used, and any
         error that the function raises."""
         prompt, completion = self._texts(sample)
@@ -104,8 +107,12 @@ class FunctionReward:
         if self._accepted is not None:
             arguments = {name: value for name, value in arguments.items() if name in self._accepted}
         result = self._function(**arguments)
-        if inspect.isawaitable(result):
-            result = await result
+        return self._awaited(result) if inspect.isawaitable(result) else self._number(result)
+
+    async def _awaited(self, result: Awaitable[Any]) -> float:
+        return self._number(await result)
+
+    def _number(self, result: Any) -> float:
         return single_reward(result, f"reward function {self._config.function}")
 
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:

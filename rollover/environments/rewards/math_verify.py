@@ -53,7 +53,7 @@ class MathVerifyReward:
         self._spec = spec
         self._parse("$1$")  # loads the grammar, which must not count against the deadline of the first response
 
-    async def score(self, sample: RewardSample) -> float:
+    def score(self, sample: RewardSample) -> float:
         texts = reference_texts(self._spec, sample, self._config.reference_extract)
         references = [self._reference(text) for text in texts]
         try:

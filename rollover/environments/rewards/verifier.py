@@ -36,6 +36,6 @@ class VerifierReward:
         self._dataset = GymDataset(spec.gym_dataset, spec.gym_config)
         self._config = config
 
-    async def score(self, sample: RewardSample) -> float:
+    def score(self, sample: RewardSample) -> float:
         answer = self._config.answer(sample.completion)
         return usable_reward(self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}")

@@ -19,7 +19,7 @@ from typing import Any
 from rollover.report.metrics import read_metrics
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 from rollover.rollout.metrics import token_lags
 from rollover.rollout.state import RolloutState
 from rollover.swarm.coordinator.status.weight_log import FILE_NAME
@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 def record_of(run: Path, rooms: Mapping[str, int]) -> Record:
     """Read a finished run. ``rooms``: places of each member, none for a co-located run."""
-    events = [event for _, event in effective(read_events(run / JOURNAL))]
+    events = [event for _, event in read_events(run / JOURNAL, effective=True)]
     folded = RolloutState(event for event in events if not isinstance(event, CheckpointSaved))
     batches = [folded.view.batch(step) for step in sorted(folded.ledger.batches)]
     rows = read_metrics(run)

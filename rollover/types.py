@@ -147,8 +147,8 @@ class Segment(NamedTuple):
 
     def joined(self, later: Segment) -> Segment:
         return later._replace(
-            token_ids=(*self.token_ids, *later.token_ids),
-            rollout_logprobs=(*self.rollout_logprobs, *later.rollout_logprobs),
+            token_ids=_joined(self.token_ids, later.token_ids),
+            rollout_logprobs=_joined(self.rollout_logprobs, later.rollout_logprobs),
             start_s=self.start_s,
             num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
         )
@@ -165,6 +165,13 @@ class Segment(NamedTuple):
         if not isinstance(self.token_ids, array):
             return self
         return self._replace(token_ids=tuple(self.token_ids), rollout_logprobs=tuple(self.rollout_logprobs))
+
+
+def _joined(values: Sequence[Any], later: Sequence[Any]) -> Sequence[Any]:
+    """Return both, one after the other; a range stands for as many tokens that are not there."""
+    if isinstance(values, range) and isinstance(later, range):
+        return range(len(values) + len(later))
+    return (*values, *later)
 
 
 def append_segment(segments: list[Segment], segment: Segment) -> None:

@@ -24,7 +24,7 @@ import pytest
 from rollover import cli
 from rollover.report.progress import Progress
 from rollover.rollout.events import CheckpointSaved, Event
-from rollover.rollout.journal import Journal, effective, read_events
+from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch
@@ -168,7 +168,7 @@ def working_in(folder: Path, model: Path) -> Iterator[None]:
 
 
 def events(run: Path) -> list[Event]:
-    return [event for _, event in effective(read_events(run / "journal.sqlite"))]
+    return [event for _, event in read_events(run / "journal.sqlite", effective=True)]
 
 
 def batches(run: Path) -> list[Batch]:

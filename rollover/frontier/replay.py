@@ -16,10 +16,10 @@ from typing import Any
 from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
-from rollover.report.record import JOURNAL, read_config
+from rollover.report.record import JOURNAL, read_config, read_timeline
 from rollover.report.timeline import SampleTrace, Timeline
-from rollover.rollout.events import Event, GroupOpened, SampleScored, SegmentEnded
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.events import GroupOpened, SampleScored, SegmentEnded
+from rollover.rollout.journal import read_events
 from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
@@ -30,6 +30,7 @@ from rollover.workload.source import read_run
 from rollover.workload.trace import Trace
 
 _MIN_STEPS = 4
+_FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
 _NO_B0 = 1e6
 """B0 above this many times the largest batch that occurred counts as infinite."""
 
@@ -65,16 +66,15 @@ def read_recorded(path: Path) -> Recorded:
     trace = read_run(path)
     config = read_config(path)
     rollout = _rollout(path, config)
-    events = [event for _, event in effective(read_events(path / JOURNAL))]
-    timeline = Timeline.of(events)
+    timeline = read_timeline(path)
     tokens = {s.step: s.num_tokens for s in timeline.steps}
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
-    num_prompt_tokens = sum(len(e.prompt.token_ids) for e in events if isinstance(e, GroupOpened))
+    num_prompt_tokens, reward_s = _prompts_and_rewards(path)
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
-    reward = Latency(base_s=_reward_s(events))
+    reward = Latency(base_s=reward_s)
     engine = config.get("engine") or {}
     return Recorded(
         trace=trace,
@@ -156,13 +156,17 @@ def _pause_s(row: MetricRow) -> float:
     return row.values.get("time/publish_s", 0.0) + row.values.get("time/sleep_s", 0.0)
 
 
-def _reward_s(events: Sequence[Event]) -> float:
-    """Return the mean time between the end of a sample and its reward."""
+def _prompts_and_rewards(path: Path) -> tuple[int, float]:
+    """Return the tokens of all prompts, and the mean time between the end of a sample and its reward."""
+    num_prompt_tokens, num_scored, waited_s = 0, 0, 0.0
     ended: dict[SampleId, float] = {}
-    waits = []
-    for event in events:
-        if isinstance(event, SegmentEnded) and event.segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            ended[event.sample_id] = event.time_s
-        elif isinstance(event, SampleScored) and event.sample_id in ended:
-            waits.append(event.time_s - ended.pop(event.sample_id))
-    return statistics.fmean(waits) if waits else 0.0
+    for _, event in read_events(path / JOURNAL, effective=True, tokens=False):
+        match event:
+            case GroupOpened(prompt=prompt):
+                num_prompt_tokens += len(prompt.token_ids)
+            case SegmentEnded(sample_id=sample_id, segment=segment) if segment.finish_reason in _FINISHED:
+                ended[sample_id] = event.time_s
+            case SampleScored(sample_id=sample_id) if sample_id in ended:
+                num_scored += 1
+                waited_s += event.time_s - ended.pop(sample_id)
+    return num_prompt_tokens, waited_s / num_scored if num_scored else 0.0

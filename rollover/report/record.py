@@ -13,7 +13,7 @@ from rollover.errors import RunError
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import Timeline
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 
 JOURNAL = "journal.sqlite"
 
@@ -79,8 +79,14 @@ def read_timeline(run_dir: Path) -> Timeline:
         RunError: it is not a journal.
     """
     journal = run_dir / JOURNAL
-    events = effective(read_events(journal)) if journal.is_file() else []
-    return Timeline.of(event for _, event in events)
+    if not journal.is_file():
+        return Timeline.of(())
+    try:
+        return Timeline.of(event for _, event in read_events(journal, effective=True, tokens=False))
+    except LookupError as e:
+        raise RunError(
+            f"{journal} lacks an event that later ones follow from ({e!r}): bring the file back from a copy"
+        ) from e
 
 
 def distinct_names(records: Sequence[RunRecord]) -> list[str]:

@@ -38,13 +38,14 @@ HEALTH = (
 )
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write ``run_dir/report.html`` from what the directory holds so far, and return its path.
+def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
+    """Write ``run_dir/report.html`` from what the directory holds so far, and return its path. ``record``: its
+    contents, if they were read already.
 
     Raises:
         RunError: it is not a run directory, or one of its files is damaged.
     """
-    return write_page(run_dir / FILE_NAME, render_report(read_run(run_dir)))
+    return write_page(run_dir / FILE_NAME, render_report(record or read_run(run_dir)))
 
 
 def render_report(record: RunRecord) -> str:

@@ -1,6 +1,6 @@
 """The timeline of every sample, read from the journal's events.
 
-``Timeline.of`` is one pass over the events that count (``rollover.rollout.journal.effective``). It keeps
+``Timeline.of`` is one pass over the events that count . It keeps
 counts and times, never the tokens of responses, so the timeline of a long run stays small. The token account closes:
 ``decoded = trained + wasted (by cause) + live``.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from rollover.rollout.events import (
@@ -27,7 +28,9 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, SampleId, Segment, WasteCause
+
+_PROMPT_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,10 @@ class DecodedSpan:
     finish_reason: FinishReason | None
     engine: str = ""
     """The member that decoded it, if the run has several engines."""
+
+    def continues_into(self, later: DecodedSpan) -> bool:
+        """Return whether only the saving of progress lies between the two."""
+        return self.finish_reason is None and (self.policy_version, self.engine) == (later.policy_version, later.engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,10 @@ class SampleTrace:
     """
 
     sample_id: SampleId
-    prompt: Prompt
+    prompt_id: str
+    num_prompt_tokens: int
+    prompt_end: str
+    """The last characters of the prompt."""
     spans: tuple[DecodedSpan, ...] = ()
     gaps: tuple[Gap, ...] = ()
     reward: float | None = None
@@ -225,7 +235,13 @@ class _Fold:
         match event:
             case GroupOpened(group_id=group_id, prompt=prompt, group_size=size):
                 self.groups[group_id] = tuple(SampleId(group_id, i) for i in range(size))
-                self.samples |= {i: SampleTrace(sample_id=i, prompt=prompt) for i in self.groups[group_id]}
+                trace = partial(
+                    SampleTrace,
+                    prompt_id=prompt.prompt_id,
+                    num_prompt_tokens=len(prompt.token_ids),
+                    prompt_end=prompt.text[-_PROMPT_CHARACTERS:],
+                )
+                self.samples |= {i: trace(sample_id=i) for i in self.groups[group_id]}
             case SampleStarted(sample_id=sample_id):
                 self.go_on(sample_id, event.time_s)
                 self.running.add(sample_id)
@@ -282,7 +298,11 @@ class _Fold:
             finish_reason=segment.finish_reason,
             engine=segment.engine,
         )
-        sample = self._change(sample_id, spans=(*self.samples[sample_id].spans, span))
+        spans = self.samples[sample_id].spans
+        if spans and spans[-1].continues_into(span):
+            span = replace(span, start_s=spans[-1].start_s, num_tokens=spans[-1].num_tokens + span.num_tokens)
+            spans = spans[:-1]
+        sample = self._change(sample_id, spans=(*spans, span))
         if segment.finish_reason is FinishReason.ABORT and sample.num_tokens:
             self.stopped_s[sample_id] = now_s
 

@@ -11,9 +11,9 @@ import json
 import os
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rollover.errors import ResourceError, RunError
 from rollover.privacy import make_private
@@ -34,6 +34,10 @@ FORMAT_VERSION = 1
 _IN_MEMORY = Path(":memory:")
 """SQLite's name for a database without a file."""
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
+_TOKEN_BYTES = 8
+"""Bytes of a token and its log-prob in a blob."""
+_ALL = "TRUE"
+"""The condition in SQL that every event meets."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -49,7 +53,8 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     return type(event).__name__, _to_json(body), blob
 
 
-def _decode(kind: str, body: str, blob: bytes) -> Event:
+def _decode(kind: str, body: str, blob: bytes | int) -> Event:
+    """Decode an event; ``blob`` is the size of the blob if its tokens are left out."""
     fields: dict[str, Any] = json.loads(body)
     if "sample_id" in fields:
         fields["sample_id"] = SampleId(*fields["sample_id"])
@@ -69,13 +74,17 @@ def _decode(kind: str, body: str, blob: bytes) -> Event:
     return event
 
 
-def _decode_segment(fields: dict[str, Any], blob: bytes) -> Segment:
-    half = len(blob) // 2
+def _decode_segment(fields: dict[str, Any], blob: bytes | int) -> Segment:
     reason = fields.pop("finish_reason")
+    finish_reason = None if reason is None else FinishReason(reason)
+    if isinstance(blob, int):
+        left_out = range(blob // _TOKEN_BYTES)
+        return Segment(token_ids=left_out, rollout_logprobs=left_out, finish_reason=finish_reason, **fields)
+    half = len(blob) // 2
     return Segment(
         token_ids=tuple(array("i", blob[:half])),
         rollout_logprobs=tuple(array("f", blob[half:])),
-        finish_reason=None if reason is None else FinishReason(reason),
+        finish_reason=finish_reason,
         **fields,
     )
 
@@ -183,13 +192,19 @@ class Journal:
         row = self._db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT 1").fetchone()
         return 0.0 if row is None else float(json.loads(row[0])["time_s"])
 
-    def read(self) -> Iterator[tuple[int, Event]]:
-        """Yield (sequence number, event) from the first event to the newest."""
-        try:
-            yield from _select(self._db, self.path)
-        except sqlite3.DatabaseError as e:
-            raise RunError(f"{self.path} is not a journal: {e}") from e
+    def read(self, *, effective: bool = False) -> Iterator[tuple[int, Event]]:
+        """Yield (sequence number, event) from the first event to the newest. With ``effective``, leave out the events
+        that a restart declared void."""
+        yield from self._select(_ALL, self._voids() if effective else ())
         self._is_known = True
+
+    def _voids(self) -> list[_Void]:
+        return _voids(self._db, self.path)
+
+    def _select(
+        self, where: str, voids: Sequence[_Void], needs_tokens: Callable[[int], bool] = lambda group: True
+    ) -> Iterator[tuple[int, Event]]:
+        return _select(self._db, self.path, where, voids, needs_tokens)
 
     def close(self) -> None:
         self._db.close()
@@ -203,16 +218,57 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _select(db: sqlite3.Connection, path: Path) -> Iterator[tuple[int, Event]]:
-    for seq, kind, body, blob in db.execute("SELECT seq, kind, body, blob FROM events ORDER BY seq"):
-        try:
-            event = _decode(kind, body, blob)
-        except (ValueError, KeyError, TypeError) as e:
-            raise RunError(
-                f"{path}, event {seq}: not an event of this version ({e!r}); bring the file back from a copy,"
-                " or start a new run from the newest checkpoint"
-            ) from e
-        yield seq, event
+class _Void(NamedTuple):
+    """The events between two sequence numbers, which a restart declared void. Facts about the batch that was consumed
+    before them remain: decoding the next round again does not train that batch again."""
+
+    redo_from: int
+    restarted: int
+
+    def holds(self, seq: int, kind: str) -> bool:
+        return self.redo_from < seq < self.restarted and kind not in _LASTING
+
+
+_LASTING = (BatchTrained.__name__, BatchSkipped.__name__)
+
+
+def _voids(db: sqlite3.Connection, path: Path) -> list[_Void]:
+    restarts = ((seq, event) for seq, event in _select(db, path, "kind = 'Restarted'") if isinstance(event, Restarted))
+    return [_Void(event.redo_from, seq) for seq, event in restarts if event.redo_from is not None]
+
+
+def _select(
+    db: sqlite3.Connection,
+    path: Path,
+    where: str,
+    voids: Sequence[_Void] = (),
+    needs_tokens: Callable[[int], bool] = lambda group: False,
+) -> Iterator[tuple[int, Event]]:
+    """Yield the events that are not void. The tokens of groups that do not need them are not read: ranges of the same
+    length stand in for them."""
+    try:
+        for seq, kind, body, size in db.execute(
+            f"SELECT seq, kind, body, LENGTH(blob) FROM events WHERE {where} ORDER BY seq"
+        ):
+            if any(void.holds(seq, kind) for void in voids):
+                continue
+            event = _event(path, seq, kind, body, size)
+            if isinstance(event, SegmentEnded) and needs_tokens(event.sample_id.group):
+                (blob,) = db.execute("SELECT blob FROM events WHERE seq = ?", (seq,)).fetchone()
+                event = _event(path, seq, kind, body, blob)
+            yield seq, event
+    except sqlite3.DatabaseError as e:
+        raise RunError(f"{path} is not a journal: {e}") from e
+
+
+def _event(path: Path, seq: int, kind: str, body: str, blob: bytes | int) -> Event:
+    try:
+        return _decode(kind, body, blob)
+    except (ValueError, KeyError, TypeError) as e:
+        raise RunError(
+            f"{path}, event {seq}: not an event of this version ({e!r}); bring the file back from a copy,"
+            " or start a new run from the newest checkpoint"
+        ) from e
 
 
 def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
@@ -227,8 +283,12 @@ def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         )
 
 
-def read_events(path: Path) -> Iterator[tuple[int, Event]]:
+def read_events(path: Path, *, effective: bool = False, tokens: bool = True) -> Iterator[tuple[int, Event]]:
     """Yield (sequence number, event) from a journal that another process may be writing.
+
+    Args:
+        effective: leave out the events that a restart declared void.
+        tokens: read token ids and log-probs; otherwise ranges of the same length stand in for them.
 
     Raises:
         RunError: there is no such file, or it is not a journal.
@@ -236,30 +296,15 @@ def read_events(path: Path) -> Iterator[tuple[int, Event]]:
     if not path.is_file():
         raise RunError(f"{path} does not exist; is {path.parent} the directory of a run?")
     try:
-        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
         try:
+            db.execute("BEGIN")  # one snapshot
             _check_format(db, path, create=False)
-            yield from _select(db, path)
+            yield from _select(db, path, _ALL, _voids(db, path) if effective else (), lambda group: tokens)
         finally:
             db.close()
     except sqlite3.DatabaseError as e:
         raise RunError(f"{path} is not a journal: {e}") from e
-
-
-def effective(events: Iterable[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """Return the events that count, without the events that a restart declared void. Facts about the batch that was
-    consumed before the void ones remain: decoding the next round again does not train that batch again."""
-    kept: list[tuple[int, Event]] = []
-    for seq, event in events:
-        if isinstance(event, Restarted) and event.redo_from is not None:
-            lasting = []
-            while kept and kept[-1][0] > event.redo_from:
-                last = kept.pop()
-                if isinstance(last[1], BatchTrained | BatchSkipped):
-                    lasting.append(last)
-            kept += reversed(lasting)
-        kept.append((seq, event))
-    return kept
 
 
 def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | None = None) -> RolloutState:
@@ -281,18 +326,27 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
         RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is not
             among the steps whose batches are handed out again.
     """
-    events = effective(journal.read())
-    consumed = [seq for seq, event in events if isinstance(event, BatchConsumed)]
-    redo_from = (consumed[-1] if consumed else 0) if redo_round else None
-    void = [event for seq, event in events if redo_from is not None and seq > redo_from]
+    voids = journal._voids()
+    last_batch, settled = _settled(journal, voids, step, redo_round=redo_round)
+    void = journal._select(f"seq > {last_batch}", voids, lambda group: False) if redo_round else ()
     event = Restarted(
-        time_s=events[-1][1].time_s if events else 0.0,
+        time_s=journal.last_time_s,
         step=step,
-        redo_from=redo_from,
-        lost_tokens=sum(_num_tokens(event) for event in void),
+        redo_from=last_batch if redo_round else None,
+        lost_tokens=sum(_num_tokens(lost) for _, lost in void),
     )
-    kept = [kept for _, kept in effective([*events, (journal.last_seq + 1, event)])][:-1]
-    state = RolloutState(kept)
+    if redo_round:
+        voids.append(_Void(last_batch, journal.last_seq + 1))
+    state = RolloutState()
+    for seq, earlier in journal._select(_ALL, voids, lambda group: group not in settled):
+        try:
+            state.apply(earlier)
+        except (AssertionError, LookupError) as e:
+            raise RunError(
+                f"{journal.path}, event {seq}: does not follow from the events before it ({e!r}); bring the file back"
+                " from a copy, or start a new run from the newest checkpoint"
+            ) from e
+    journal._is_known = True
     ledger = state.ledger
     if step > ledger.next_step or any(s not in ledger.batches for s in range(step, ledger.next_step)):
         raise RunError(
@@ -312,6 +366,21 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
         state.apply(taken[-1])
     journal.append(taken)
     return state
+
+
+def _settled(journal: Journal, voids: Sequence[_Void], step: int, *, redo_round: bool) -> tuple[int, set[int]]:
+    """Return the sequence number of the last batch, and the groups whose tokens are not needed again: those dropped or
+    in a batch before ``step``."""
+    last_batch, settled, dropped = 0, set[int](), set[int]()
+    for seq, event in journal._select("kind IN ('BatchConsumed', 'GroupDropped')", voids):
+        match event:
+            case BatchConsumed(step=consumed, group_ids=group_ids):
+                last_batch = seq
+                settled.update(dropped, group_ids if consumed < step else ())
+                dropped.clear()
+            case GroupDropped(group_id=group_id):
+                dropped.add(group_id)  # unless the round is decoded again
+    return last_batch, settled if redo_round else settled | dropped
 
 
 def _num_tokens(event: Event) -> int:

@@ -118,7 +118,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
     try:
         require("plotly", purpose=FILE_NAME)
-        write_report(run.path)
+        write_report(run.path, record)
     except MissingExtra as missing:
         progress.message(str(missing))
     if interrupt.number is not None:

@@ -145,11 +145,11 @@ def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:
     prompts: dict[str, list[SampleTrace]] = {}
     for sample in samples:
         if sample.num_tokens:
-            prompts.setdefault(sample.prompt.prompt_id, []).append(sample)
+            prompts.setdefault(sample.prompt_id, []).append(sample)
     return tuple(
         TracePrompt(
             prompt_id=prompt_id,
-            prompt_tokens=len(decoded[0].prompt.token_ids),
+            prompt_tokens=decoded[0].num_prompt_tokens,
             lengths=tuple(sample.num_tokens for sample in decoded),
             unfinished=frozenset(i for i, sample in enumerate(decoded) if not sample.finished),
         )

@@ -14,7 +14,7 @@ import pandas
 import pytest
 
 from rollover.report.metrics import read_metrics
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
 from tests import runs
 from tests.integrations.slime.kit import shows_its_run
@@ -167,7 +167,7 @@ def test_the_run_can_be_reported_and_simulated(run: tuple[list[dict[str, Any]], 
     assert [row.step for row in rows] == [*range(STEPS)]
     for row in rows:
         assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
-    state = RolloutState(event for _, event in effective(read_events(folder / "journal.sqlite")))
+    state = RolloutState(event for _, event in read_events(folder / "journal.sqlite", effective=True))
     state.ledger.check()
     trained = sum(len(row["responses"]) for batch in steps(run[0])[:-1] for row in batch["rows"])
     assert state.ledger.tokens.trained >= trained and not state.ledger.tokens.wasted.total()

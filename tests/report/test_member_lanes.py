@@ -7,7 +7,7 @@ from typing import Any
 from rollover.report.measures import StepWindow
 from rollover.report.member_lanes import MAX_MEMBERS, by_member, changes, has_members, member_lanes
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
-from rollover.types import FinishReason, Prompt, SampleId
+from rollover.types import FinishReason, SampleId
 
 WINDOW = StepWindow(first_step=0, last_step=1, start_s=0.0, end_s=100.0, num_resumes=0)
 
@@ -26,7 +26,9 @@ def span(engine: str, start_s: float, end_s: float, version: int = 0, num_tokens
 def sample(i: int, *spans: DecodedSpan) -> SampleTrace:
     return SampleTrace(
         sample_id=SampleId(i, 0),
-        prompt=Prompt(prompt_id=f"p{i}", token_ids=(1,), text="2+2=", source="sums"),
+        prompt_id=f"p{i}",
+        num_prompt_tokens=1,
+        prompt_end="2+2=",
         spans=spans,
     )
 

@@ -6,8 +6,10 @@ import io
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
+from rollover.errors import RunError
 from rollover.report import run_figures
 from rollover.report.colours import version_colours
 from rollover.report.comparison import compare_table, comparison, render_comparison, write_comparison
@@ -168,6 +171,14 @@ def test_a_run_can_be_reported_at_any_moment(cut: int) -> None:
 
 def _curves(page: str) -> list[dict[str, Any]]:
     return [d for variants in _figures(page).values() for v in variants for d in v["data"] if d["type"] == "scatter"]
+
+
+def test_a_journal_that_lacks_an_event_is_named(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", Simulation(num_steps=1))
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as db, db:
+        db.execute("DELETE FROM events WHERE kind = 'GroupOpened'")
+    with pytest.raises(RunError, match=r"journal\.sqlite lacks an event that later ones follow from.*from a copy"):
+        read_run(run_dir)
 
 
 def test_the_only_point_of_a_curve_is_visible(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
     trace = Timeline.of(ROLLED_OVER).samples[1]
     assert trace == SampleTrace(
         sample_id=SampleId(1, 0),
-        prompt=opened(1, 2).prompt,
+        prompt_id="p/1",
+        num_prompt_tokens=1,
+        prompt_end="prompt 1",
         spans=(
             DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
             DecodedSpan(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),
@@ -104,6 +106,16 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
     )
     assert trace.finished
     assert (trace.num_tokens, trace.num_resumes, trace.oldest_version) == (16, 1, 0)
+
+
+def test_saved_progress_does_not_cut_a_span() -> None:
+    saved = [
+        ended(0, 0, 1.0, 2.0, 0, 256, None),
+        ended(0, 0, 2.0, 3.0, 0, 256, None),
+        ended(0, 0, 3.0, 3.5, 0, 9, STOP),
+    ]
+    (sample,) = Timeline.of([opened(0, 1), started(0, 0, 1.0, 0), *saved]).samples
+    assert sample.spans == (DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=521, finish_reason=STOP),)
 
 
 def test_the_active_curve_counts_samples_at_the_engine() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollover import cli
 from rollover.integrations.slime import plugin
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm, farm
@@ -160,7 +160,7 @@ def slime_over_servers(num_workers: int = 2, **settings: Any) -> Iterator[Farm]:
 
 def journaled(folder: Path) -> RolloutState:
     """Return the state that the journal of a run holds."""
-    return RolloutState(event for _, event in effective(read_events(folder / "ckpt/rollover/journal.sqlite")))
+    return RolloutState(event for _, event in read_events(folder / "ckpt/rollover/journal.sqlite", effective=True))
 
 
 def shows_its_run(run: Path) -> None:

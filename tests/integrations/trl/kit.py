@@ -16,7 +16,7 @@ from rollover.errors import EngineError
 from rollover.integrations.trl import GRPOTrainer
 from rollover.integrations.trl.answers import Answers
 from rollover.rollout.events import CheckpointSaved
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch
 from tests.runs import LETTERS
@@ -151,7 +151,7 @@ class Flawed:
 
 def journaled(folder: Path) -> list[Batch]:
     """The batches as they stand in the journal of a run in ``folder``."""
-    events = [event for _, event in effective(read_events(folder / "out" / "rollover" / "journal.sqlite"))]
+    events = [event for _, event in read_events(folder / "out" / "rollover" / "journal.sqlite", effective=True)]
     folded = RolloutState(event for event in events if not isinstance(event, CheckpointSaved))
     folded.ledger.check()
     return [folded.view.batch(step) for step in sorted(folded.ledger.batches)]

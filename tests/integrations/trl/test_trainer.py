@@ -19,7 +19,7 @@ from rollover.integrations.trl.answers import Answers
 from rollover.report.record import read_run
 from rollover.report.run_report import render_report
 from rollover.rollout.events import BatchConsumed, SegmentEnded
-from rollover.rollout.journal import effective, read_events
+from rollover.rollout.journal import read_events
 from rollover.types import Batch
 from tests.engine.servers.model_server import ModelServer, SGLangModelServer, serving
 from tests.integrations.trl.kit import (
@@ -97,7 +97,7 @@ def test_the_importance_ratio_is_one_on_new_tokens_and_another_on_old_ones(run: 
 def test_the_bound_and_the_account_hold_at_every_step(run: tuple[Any, Path]) -> None:
     trained, folder = run
     decoded, counted = 0, {}
-    for _, event in effective(read_events(folder / "out" / "rollover" / "journal.sqlite")):
+    for _, event in read_events(folder / "out" / "rollover" / "journal.sqlite", effective=True):
         if isinstance(event, SegmentEnded):
             decoded += len(event.segment.token_ids)
         elif isinstance(event, BatchConsumed):

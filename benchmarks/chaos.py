@@ -6,7 +6,7 @@
     python benchmarks/chaos.py --parts calm.jsonl --kills 0 --calm 3 --cold 5   # times of return, on an idle machine
 
 The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as docs/how-to/ shows it, and
-between them a proxy that loses, doubles, delays and reorders frames, cuts connections and damages blobs. Each of them
+between them a proxy that delays frames, cuts connections and damages blobs. Each of them
 is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; ``tests/swarm/chaos/laws.py`` says which laws must
 hold. Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is
 back, and the time that this takes is held against the limits. Each run is paired with an undisturbed one of the same
@@ -135,7 +135,6 @@ def row(survivor: Survivor) -> dict[str, Any]:
         "returns": _returns(survivor),
         "faults": {name: count for name, count in wire.faults.items() if count},
         "frames": dict(wire.frames),
-        "repeated_tokens": wire.repeated_tokens,
         "decoded_tokens": survivor.held.decoded_tokens,
         "acknowledged_tokens": survivor.held.acked_tokens,
         "max_lag": survivor.held.max_lag,

@@ -303,7 +303,7 @@ async def measure(case: Case, kind: str, seconds: float) -> dict[str, Any]:
         "gib_before": before_gib,
         "gib_joined": joined_gib,
         "gib_at_work": peak_gib,
-        "repairs": counters.repairs,
+        "out_of_order": counters.out_of_order,
     }
 
 

@@ -26,7 +26,6 @@ from rollover.swarm.wire.messages import (
     Adopt,
     Assign,
     Beat,
-    CallState,
     Decoded,
     Goodbye,
     Head,
@@ -218,20 +217,13 @@ class Member(asyncio.Protocol):
         if not self.lease or self.transport is None or self.transport.is_closing():
             return
         self.number += 1
-        calls = tuple(
-            CallState(call_id=call_id, start=acked, sent=end, has_ended=True)
-            for call_id, (acked, end) in self.calls.items()
-        )
         self.say(
             Heartbeat(
                 number=self.number,
-                num_running=len(calls),
+                num_running=len(self.calls),
                 mean_running=self.load.room,
                 tokens_per_s=1000.0,
                 num_held=0,
-                calls=calls,
-                serving=self.serving,
-                served=() if self.serving is None else (self.serving,),
             )
         )
         asyncio.get_running_loop().call_later(interval_s, self.beat, interval_s)

@@ -166,8 +166,6 @@ class Worker:
             tokens_per_s=self.num_decoded / elapsed_s,
             mean_running=self.call_s / elapsed_s,
             num_held=0,
-            calls=(),
-            has_all_calls=False,
         )
         self.beaten_s, self.call_s, self.num_decoded = now_s, 0.0, 0
         return beat

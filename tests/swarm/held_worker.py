@@ -94,17 +94,12 @@ class HeldWorker:
             tokens_per_s=1.0,
             mean_running=float(len(self.running)),
             num_held=self.held.num_tokens,
-            calls=self.held.reported(),
-            ready=self.ready(),
-            serving=self.serves,
-            served=self.served.needed(),
         )
 
     def got(self, message: FromCoordinator) -> list[FromWorker]:
         match message:
             case Assign():
-                if (stream := self.held.open(message)) is not None:
-                    self.running[stream.call_id] = Decoding(stream)
+                self.running[message.call_id] = Decoding(self.held.open(message))
             case Adopt():
                 return self.adopt(message)
             case Abort(call_ids=call_ids):
@@ -127,14 +122,10 @@ class HeldWorker:
         return []
 
     def adopt(self, adopt: Adopt) -> list[FromWorker]:
-        known = self.held.get(adopt.call_id)
-        is_repeated = known is not None and not known.is_offered
         answer = self.held.adopt(adopt)
         if isinstance(answer, CallFailed):
             self.running.pop(adopt.held, None)
             return [answer]
-        if is_repeated:
-            return []
         if (call := self.running.pop(adopt.held, None)) is not None:
             self.running[adopt.call_id] = call
             call.is_aborted = False

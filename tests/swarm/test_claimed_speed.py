@@ -17,7 +17,7 @@ BEAT_S = 5.0
 
 def says(hub: Coordinator, worker: ModelWorker, number: int, claimed: float, *, mean_running: float = 1.0) -> float:
     """Let a member claim a speed for each of its calls. Returns what is believed."""
-    claim = beat(number, mean_running=mean_running, tokens_per_s=claimed * mean_running, has_all_calls=False)
+    claim = beat(number, mean_running=mean_running, tokens_per_s=claimed * mean_running)
     hub.received(worker.lease, claim, number * BEAT_S)
     assert_ranked(hub)
     return hub.members[worker.name].call_tokens_per_s or 0.0
@@ -61,9 +61,7 @@ def test_many_heartbeats_at_once_show_nothing() -> None:
     hub, worker = with_a_call()
     says(hub, worker, 1, 1e6)
     for number in range(2, 1000):
-        hub.received(
-            worker.lease, beat(number, mean_running=1.0, tokens_per_s=1e6, has_all_calls=False), BEAT_S + number / 1000
-        )
+        hub.received(worker.lease, beat(number, mean_running=1.0, tokens_per_s=1e6), BEAT_S + number / 1000)
     assert hub.members["a"].call_tokens_per_s == pytest.approx(1e6), "it is not known better yet"
     assert says(hub, worker, 1000, 1e6) < 1.0
 
@@ -88,9 +86,9 @@ def test_an_outage_says_nothing_of_the_speed() -> None:
     for effect in join(hub, worker, 4.9 * BEAT_S):
         if isinstance(effect, Send):
             worker.got(effect.message)
-    hub.received(worker.lease, beat(1, mean_running=1.0, tokens_per_s=2.0, has_all_calls=False), 5 * BEAT_S)
+    hub.received(worker.lease, beat(1, mean_running=1.0, tokens_per_s=2.0), 5 * BEAT_S)
     decodes(hub, worker, "g0.0#0.", 10, 6 * BEAT_S)
-    hub.received(worker.lease, beat(2, mean_running=1.0, tokens_per_s=2.0, has_all_calls=False), 6 * BEAT_S)
+    hub.received(worker.lease, beat(2, mean_running=1.0, tokens_per_s=2.0), 6 * BEAT_S)
     assert hub.members["a"].call_tokens_per_s == pytest.approx(2.0)
 
 

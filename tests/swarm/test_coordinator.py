@@ -26,6 +26,8 @@ from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.machine.publications import EarlierPublication
 from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
+    PROTOCOL,
+    Abort,
     Ack,
     Adopt,
     Assign,
@@ -77,7 +79,7 @@ def sent(effects: list[Effect], kind: type) -> list[Any]:
 
 
 def beat(number: int = 1, **fields: Any) -> Heartbeat:
-    idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0, "calls": ()}
+    idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0}
     return Heartbeat(number=number, **idle | fields)
 
 
@@ -394,7 +396,8 @@ def test_tokens_from_an_earlier_start_are_taken_only_if_their_weights_are_on_rec
     assert (len(sent(opened, Adopt)), len(sent(opened, Assign))) == ((1, 0) if kept else (0, 1))
 
 
-def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reached_again() -> None:
+@pytest.mark.parametrize("is_confirmed", [True, False])
+def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reached_again(is_confirmed: bool) -> None:
     """Epoch 1 was at version 7, the run resumed from version 5, and the worker says truly that it has served 7."""
     hub, worker = restarted(2, at=5, earlier=of_epoch(1, 5, 6, 7)), ModelWorker("a")
     worker.run_id, worker.run_epoch, worker.version = "run", 1, 7
@@ -410,21 +413,47 @@ def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reach
     news = worker.change(head(7, 2))
     (piece,) = decoded(worker, "g0.0#0.", 10)
     assert piece.version == 7
-    assert hub.received(worker.lease, piece, 1.0) == [], "it has not said yet that it serves version 7 of this start"
-    assert hub.counters.unconfirmed_tokens == 10
-    assert ServesAnew("a", news) in hub.received(worker.lease, news, 1.0)
-    (out,) = hub.received(worker.lease, piece, 1.0)
-    assert isinstance(out, Deliver) and len(out.piece.token_ids) == 10
+    if is_confirmed:
+        assert ServesAnew("a", news) in hub.received(worker.lease, news, 1.0)
+    effects = hub.received(worker.lease, piece, 1.0)
+    assert [len(e.piece.token_ids) for e in effects if isinstance(e, Deliver)] == ([10] if is_confirmed else [])
+    assert ("tokens of version 7, which it has not confirmed" in hub.members["a"].distrust) is not is_confirmed
 
 
-def test_a_heartbeat_confirms_only_what_was_published() -> None:
-    hub, worker = restarted(2, at=5, earlier=of_epoch(1, 4, 5, 6)), ModelWorker("a")
+@pytest.mark.parametrize("offset", [0, 5, 11], ids=["repeated", "overlapping", "after a gap"])
+def test_tokens_that_are_not_the_next_ones_end_the_connection(offset: int) -> None:
+    hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
-    hub.published(head(6, 2), 0.0)
-    never = Head(version=3, manifest="f" * 64)
-    served = (never, head(4), head(5, 2), head(6))
-    hub.received(worker.lease, beat(serving=head(5, 2), served=served), 1.0)
-    assert hub.members["a"].served == {4: head(4).manifest, 5: head(5, 2).manifest}
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    (first,) = decoded(worker, "g0.0#0.", 10)
+    hub.received(worker.lease, first, 1.0)
+    (goodbye, close, failed, *_) = hub.received(worker.lease, structs.replace(first, offset=offset), 1.0)
+    reason = f"a broke the order of messages: it sent tokens from position {offset} on, but those from 10 are next"
+    assert goodbye == Send(worker.lease, Goodbye(reason=reason, is_final=False)) and close == Close(worker.lease)
+    assert failed == Fail("g0.0#0.", reason) and hub.counters.out_of_order == 1
+    assert hub.received(worker.lease, first, 1.0) == [], "it has no lease"
+    (welcome,) = sent(hub.connected("a", worker.hello(), 2.0), Welcome)
+    assert welcome.lease > worker.lease and not hub.members["a"].distrust
+
+
+def test_what_was_lost_with_a_connection_is_told_after_the_next_greeting() -> None:
+    """Lost were the acknowledgement of one call, and the abort and the end of another."""
+    hub, worker = coordinator(), ModelWorker("a")
+    join(hub, worker)
+    for sample in ("g0.0", "g1.0"):
+        worker.got(sent(hub.opened(request(sample)), Assign)[0])
+        hub.received(worker.lease, *decoded(worker, f"{sample}#0.", 10), 1.0)
+    hub.journaled("g0.0.", 4)
+    hub.disconnected(worker.lease, 2.0)
+    (cut,) = hub.aborted(["g1.0#0."])
+    assert isinstance(cut, Deliver) and cut.piece.finish_reason is FinishReason.ABORT
+    effects = [e.message for e in hub.connected("a", worker.hello(), 3.0) if isinstance(e, Send)]
+    ack, adopt, abort = effects[1:]
+    assert ack == Ack(call_id="g0.0#0.", offset=4)
+    assert isinstance(adopt, Adopt) and (adopt.held, adopt.call_id, adopt.offset) == ("g0.0#0.", "g0.0#0.", 10)
+    assert abort == Abort(call_ids=("g1.0#0.",))
+    (over,) = sent(hub.journaled("g1.0.", 10), Ack)
+    assert over == Ack(call_id="g1.0#0.", offset=10, is_over=True)
 
 
 def test_a_worker_that_was_started_again_has_served_nothing() -> None:
@@ -543,7 +572,7 @@ def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
     hub = coordinator()
     effects = hub.connected("a", Hello(protocols=(99,), software="other"), 0.0)
     (bye,) = sent(effects, Goodbye)
-    assert bye.is_final and "speaks version 1" in bye.reason and "99" in bye.reason
+    assert bye.is_final and f"speaks version {PROTOCOL}" in bye.reason and "99" in bye.reason
     assert any(isinstance(e, Close) for e in effects)
     worker = ModelWorker("b")
     worker.got(sent(hub.connected("b", worker.hello(), 0.0), Welcome)[0])
@@ -648,7 +677,7 @@ class Swarm(DrivenSwarm):
         for name in "abc":
             if name not in self.connected:
                 self.connect(name, anew=False)
-            self.deliver(name, twice=False)
+            self.deliver(name)
 
     def teardown(self) -> None:
         """Whatever has happened, all samples that were begun can be brought to their end."""
@@ -659,7 +688,7 @@ class Swarm(DrivenSwarm):
             for name in "abc":
                 self.change(name)
                 self.decode(name, LENGTH)
-                self.deliver(name, twice=True)
+                self.deliver(name)
             if self.finished == self.done.keys():
                 return
         raise AssertionError(f"{self.done.keys() - self.finished} were never finished")
@@ -701,7 +730,7 @@ class Swarm(DrivenSwarm):
     def work(self, num_tokens: int) -> None:
         for name in "abc":
             self.decode(name, num_tokens)
-            self.deliver(name, twice=False)
+            self.deliver(name)
 
     @rule(name=names, num_tokens=st.integers(1, 25))
     def decode(self, name: str, num_tokens: int) -> None:
@@ -712,12 +741,11 @@ class Swarm(DrivenSwarm):
             if name in self.connected:
                 self.wires[name] += [(worker.lease, m) for m in messages]
 
-    @rule(name=names, twice=st.booleans())
-    def deliver(self, name: str, twice: bool) -> None:
+    @rule(name=names)
+    def deliver(self, name: str) -> None:
         under_way, self.wires[name] = self.wires[name], []
         for lease, message in under_way:
-            for _ in range(1 + (twice and isinstance(message, Decoded))):
-                self.perform(self.hub.received(lease, message, self.now_s))
+            self.perform(self.hub.received(lease, message, self.now_s))
 
     @rule(name=names)
     def change(self, name: str) -> None:

@@ -123,7 +123,7 @@ def test_the_metrics_are_those_of_the_state() -> None:
             worker("laptop", drift=2e-6, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264),
             worker("old", state="sent away", num_held=0, tokens_per_s=0.0),
             convergence_s=5.5,
-            counters={"fenced": 2, "repeated_tokens": 9, "late_accepted": 1},
+            counters={"fenced": 2, "out_of_order": 9, "late_accepted": 1},
             publications=(
                 PublishedWeights(
                     version=8,
@@ -159,7 +159,7 @@ def test_the_metrics_are_those_of_the_state() -> None:
         ("convergence_s",): 5.5,
         ("changed_fraction", "delta"): 0.02,
         ("late_accepted_total",): 1,
-        ("duplicates_total",): 9,
+        ("out_of_order_total",): 9,
         ("fenced_writes_total",): 2,
         ("staleness_mean",): 0.25,
         ("staleness_max",): 1,

@@ -42,7 +42,7 @@ def test_a_member_that_says_it_is_fast_and_fetches_for_ever_holds_no_call_back_f
     hub.received(honest.lease, honest.change(head(1)), 5.0)
     assert hub.opened(request("g0.0", least_version=1, due_version=1)) == [], "the liar needs 15 s more, it says"
     assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) is None
-    beats = ((s, hub.received(honest.lease, beat(s, has_all_calls=False), float(s))) for s in range(6, 41))
+    beats = ((s, hub.received(honest.lease, beat(s), float(s))) for s in range(6, 41))
     given_s = next(s for s, effects in beats if sent(effects, Assign))
     assert given_s == 5.0 + EXPECTED_S and hub.num_waiting == 0
     assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Send
-from rollover.swarm.wire.messages import Adopt, Assign, CallState, Decoded, Welcome
+from rollover.swarm.wire.messages import Adopt, Assign, Decoded, Welcome
 from tests.swarm.kit import LENGTH, ModelWorker, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
 
@@ -103,9 +103,8 @@ class Pair:
             self.says(worker, worker.change(self.hub.head))
         elif kind == "beat":
             self.num_beats += 1
-            calls = tuple(CallState(call_id=c.call_id, start=c.acked, sent=c.sent) for c in worker.calls.values())
             speed = self.rng.choice((1.0, 10.0, 50.0))
-            self.says(worker, beat(self.num_beats, calls=calls, mean_running=1.0, tokens_per_s=speed))
+            self.says(worker, beat(self.num_beats, mean_running=1.0, tokens_per_s=speed))
 
 
 @pytest.mark.parametrize("exact", [False, True])

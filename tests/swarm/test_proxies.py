@@ -21,7 +21,7 @@ from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.wire.messages import Goodbye, Hello, encode
+from rollover.swarm.wire.messages import PROTOCOL, Goodbye, Hello, encode
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, open_connection, tls_context
@@ -119,7 +119,7 @@ def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
             monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
             address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
             async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:
-                await connection.send(Hello(protocols=(1,), software="test"))
+                await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
                 with pytest.raises(Disconnected, match="good day, laptop"):
                     await connection.receive()
             downloads = BlobDownloads(BlobFolder(tmp_path / "cache"), verify=tls or True)

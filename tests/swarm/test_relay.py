@@ -22,7 +22,7 @@ from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
-from rollover.swarm.wire.messages import SUBPROTOCOL, FromWorker, Goodbye, Hello, decode_down, encode
+from rollover.swarm.wire.messages import PROTOCOL, SUBPROTOCOL, FromWorker, Goodbye, Hello, decode_down, encode
 from tests.swarm.certificates import make_certificate
 from tests.swarm.nginx_kit import Nginx, needs_nginx, relay
 from tests.swarm.weights_kit import BlobServer, serving
@@ -305,7 +305,7 @@ def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(tmp_path: 
                 settings: dict[str, Any] = {"ssl": trusted, "subprotocols": [SUBPROTOCOL], "proxy": None}
                 address = f"wss://127.0.0.1:{between.port}/v1/session"
                 async with websockets.connect(address, additional_headers=mine, **settings) as socket:
-                    await socket.send(encode(0, Hello(protocols=(1,), software="test")))
+                    await socket.send(encode(0, Hello(protocols=(PROTOCOL,), software="test")))
                     assert decode_down(await socket.recv()).message == Goodbye(reason="hello a", is_final=False)
         async with trainer(tmp_path / "home", impostors) as gateway:
             with relay(folder, gateway.url.replace("wss", "https")) as between:

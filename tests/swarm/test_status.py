@@ -67,21 +67,26 @@ def test_a_worker_whose_new_weights_are_being_checked_is_not_said_to_load_them()
     assert [w.state for w in swarm_status(hub, "ws://x").workers] == ["ready"]
 
 
-def test_what_was_refused_and_repaired_is_counted_for_people() -> None:
+def test_what_was_refused_is_counted_for_people() -> None:
     hub = coordinator()
     join(hub, ModelWorker("a"))
     hub.distrust("a", "it lies")
     for cause, count in (("token", 3), ("protocol", 2), ("frame", 1)):
         hub.counters.turned_away[cause] += count
-    hub.counters.repairs |= {"assign": 2, "ack": 5}
-    hub.counters.unconfirmed_tokens = 40
+    hub.counters.out_of_order = 7
     counters = swarm_status(hub, "ws://x").counters
     assert {name: counters[name] for name in counters if name.startswith("refused")} == {
         "refused_logins": 3,
         "refused_protocols": 2,
         "refused_frames": 1,
     }
-    assert (counters["repairs"], counters["unconfirmed_tokens"], counters["workers_sent_away"]) == (7, 40, 1)
+    assert (counters["out_of_order"], counters["workers_sent_away"]) == (7, 1)
     shown = exposition(swarm_status(hub, "ws://x")).decode()
-    for name in ("refused_logins 3", "refused_protocols 2", "refused_frames 1", "workers_sent_away 1", "repairs 7"):
+    for name in (
+        "refused_logins 3",
+        "refused_protocols 2",
+        "refused_frames 1",
+        "workers_sent_away 1",
+        "out_of_order 7",
+    ):
         assert f"rollover_{name.replace(' ', '_total ')}.0\n" in shown

@@ -26,6 +26,7 @@ from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
+    PROTOCOL,
     Abort,
     CallFailed,
     FromCoordinator,
@@ -44,7 +45,7 @@ from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected
 from tests.swarm.kit import head
 
 DEADLINE_S = 60.0
-HELLO = Hello(protocols=(1,), software="test")
+HELLO = Hello(protocols=(PROTOCOL,), software="test")
 NEWS = NotServing(version=1, reason="the disk is full")
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()
 
@@ -97,7 +98,7 @@ class RecordedSessions:
 
 
 def welcome(name: str, lease: int) -> Welcome:
-    return Welcome(protocol=1, member=name, lease=lease, ttl_s=15.0, run_id="run", run_epoch=1, head=head(0))
+    return Welcome(protocol=PROTOCOL, member=name, lease=lease, ttl_s=15.0, run_id="run", run_epoch=1, head=head(0))
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollover.swarm.wire.messages import Abort, Adopt, Decoded, Hello, Ready, Release, Serving
+from rollover.swarm.wire.messages import PROTOCOL, Abort, Adopt, Decoded, Hello, Ready, Release, Serving
 from tests.swarm.worker_kit import TOKEN, Bench, FakeFetcher, acked, assign, head, run, tokens
 
 
@@ -16,7 +16,7 @@ def test_a_worker_joins_fetches_the_head_and_serves_it(tmp_path: Path) -> None:
         async with bench.joined():
             link = await bench.coordinator.next_link()
             assert bench.coordinator.authorizations == [f"Bearer {TOKEN.text}"]
-            assert link.hello == Hello(protocols=(1,), software=link.hello.software)
+            assert link.hello == Hello(protocols=(PROTOCOL,), software=link.hello.software)
             await link.welcome(head(8), blob_urls=("https://relay/blobs",))
             serving = await link.serving(8)
             assert (serving.manifest, serving.prepare_s, serving.wire_bytes) == (head(8).manifest, 0.5, 1000)
@@ -34,21 +34,15 @@ def test_a_worker_joins_fetches_the_head_and_serves_it(tmp_path: Path) -> None:
     run(main())
 
 
-def test_an_assignment_that_comes_twice_is_one_call(tmp_path: Path) -> None:
+def test_an_assignment_that_comes_twice_ends_the_connection(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path)
         async with bench.joined():
             link = await bench.member(head(0))
-            for _ in range(3):
-                await link.send(assign("a", limit=4))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(4)
-            assert await link.ended("a") == "length"
-            await link.send(acked("a", 4))
-            await link.send(assign("a", limit=4))
-            await link.send(assign("b", limit=4))
-            await bench.until(lambda: len(bench.engine.requests) > 1)
-            assert [request.sample_key for request in bench.engine.requests] == ["a.", "b."]
+            for _ in range(2):
+                await link.send(assign("a"))
+            back = await bench.again()
+            assert [call.call_id for call in back.hello.held] == ["a"]
 
     run(main())
 

@@ -25,7 +25,7 @@ from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.wire.messages import Hello, Welcome
+from rollover.swarm.wire.messages import PROTOCOL, Hello, Welcome
 from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection, tls_context
 from tests.engine.models import saved, tiny_model
@@ -133,7 +133,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def greeted(connection: CoordinatorConnection) -> object:
-    await connection.send(Hello(protocols=(1,), software="test"))
+    await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
     return await connection.receive()
 
 

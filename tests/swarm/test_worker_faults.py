@@ -17,13 +17,11 @@ from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
     Assign,
-    CallState,
     Decoded,
     FromWorker,
     Goodbye,
     Head,
     Heartbeat,
-    HeldCall,
     Leaving,
     NotServing,
     Ready,
@@ -239,9 +237,6 @@ def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(tmp_path: Pa
                 (2, 1, 0.0, 20),
                 (3, 1, 0.0, 20),
             ]
-            (ready,) = link.all(Ready)
-            assert all((b.ready, b.serving) == (ready, head(0)) for b in beats)
-            assert all(b.calls == (CallState(call_id="a", start=0, sent=20),) and b.has_all_calls for b in beats)
             assert not link.is_closed
 
     run(main())
@@ -354,10 +349,18 @@ def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(t
     run(main())
 
 
+class SlowToStop(Hanging):
+    """Its loop lives, but the calls that it should stop can be held up."""
+
+    async def abort(self, request_ids: Any) -> None:
+        if any(request_id in self._calls for request_id in request_ids):
+            await super().abort(request_ids)
+
+
 def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path)
-        bench.make_engine = Hanging
+        bench.make_engine = SlowToStop
         async with bench.joined():
             link = await bench.member(head(0))
             await link.send(assign("a"))
@@ -368,9 +371,11 @@ def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(tmp_path: Pat
             await link.send(Abort(call_ids=("a",)))
             await link.send(assign("c", limit=1))
             await bench.until(lambda: len(bench.engine.requests) == 2)  # the abort is with the engine
-            await link.adopt(
-                HeldCall(call_id="a", sample_key="a.", start=0, end=5, is_running=True), as_id="b", offset=5
-            )
+            await link.cut()
+            link = await bench.again()
+            await link.welcome(head(0))
+            (held,) = [call for call in link.hello.held if call.call_id == "a"]
+            await link.adopt(held, as_id="b", offset=5)
             await link.send(assign("d", limit=1))
             await bench.until(lambda: len(bench.engine.requests) == 3)
             bench.engine.goes_on.set()  # type: ignore[attr-defined]
@@ -560,7 +565,7 @@ def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
         async with bench.joined():
             error = await bench.failure()
             assert isinstance(error, Refused)
-            assert "speaks another protocol, but this worker speaks rollover.swarm.v1" in str(error)
+            assert "speaks another protocol, but this worker speaks rollover.swarm.v2" in str(error)
 
     run(main())
 
@@ -615,7 +620,7 @@ def other_lease() -> bytes:
         (other_lease(), "a message of lease 99 came under lease 1"),
         (encode(1, acked("a", 5)), "5 tokens of a are acknowledged, but 0 are decoded"),
         (
-            encode(1, Welcome(protocol=1, member="x", lease=1, ttl_s=1, run_id="", run_epoch=0, head=head(0))),
+            encode(1, Welcome(protocol=PROTOCOL, member="x", lease=1, ttl_s=1, run_id="", run_epoch=0, head=head(0))),
             "a Welcome",
         ),
     ],
@@ -665,7 +670,7 @@ def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_path: 
             if first == "protocol":
                 error = await bench.failure()
                 assert isinstance(error, Refused)
-                assert "chose version 2 of the protocol, but this worker speaks 1" in str(error)
+                assert "chose version 3 of the protocol, but this worker speaks 2" in str(error)
             else:
                 await bench.until(lambda: any(said[first] in line for line in bench.lines))
 

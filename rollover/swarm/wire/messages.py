@@ -22,14 +22,12 @@ from rollover.errors import EngineError
 
 T = TypeVar("T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the protocol that this code speaks."""
 SUBPROTOCOL = f"rollover.swarm.v{PROTOCOL}"
 """Negotiated when the WebSocket is opened."""
 MAX_FRAME_BYTES = 16 * 2**20
 """Largest frame, before and after decompression."""
-MAX_REPORTED_CALLS = 4096
-"""Most calls in one heartbeat."""
 _COMPRESS_ABOVE_BYTES = 512
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 
@@ -78,7 +76,7 @@ class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(_Message, frozen=True, kw_only=True):
     """The first message of a connection.
 
-    Example: ``Hello(protocols=(1,), software="rollover 0.2.0")`` of a worker that has not met this run before.
+    Example: ``Hello(protocols=(2,), software="rollover 0.2.0")`` of a worker that has not met this run before.
     """
 
     protocols: tuple[int, ...]
@@ -135,29 +133,10 @@ class NotServing(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-class CallState(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a worker holds, as it is at the time of a heartbeat.
-
-    Example: ``CallState(call_id="8f3a.g4.1#7.", start=256, sent=300)`` has sent the tokens up to 299 and continues.
-    """
-
-    call_id: str
-    start: int
-    """Position in the response of the first token held: those before were acknowledged."""
-    sent: int
-    """Position after the last token that was sent."""
-    has_ended: bool = False
-    """Its end was sent."""
-    is_offered: bool = False
-    """It was offered in ``Hello`` and has not been taken up: nothing of it is sent."""
-
-
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """Sent every third of a lease. It has passed through the engine's loop: a worker whose engine hangs sends none.
 
-    It says all that the coordinator must know of the worker, so that the loss of any message is noticed and repaired.
-
-    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, ...)``
+    Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, num_held=512)``
     """
 
     number: int
@@ -169,16 +148,6 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """Calls that the engine had at a time, mean since the last heartbeat: they shared ``tokens_per_s``."""
     num_held: int
     """Decoded that wait for an acknowledgement."""
-    calls: tuple[CallState, ...]
-    """The calls that it holds, running or not; at most ``MAX_REPORTED_CALLS`` of them, others the next time."""
-    has_all_calls: bool = True
-    """It holds no others."""
-    ready: Ready | None = None
-    """The engine's capabilities; ``None`` while it is not open."""
-    serving: Head | None = None
-    """The publication that its engine serves now; ``None`` while it serves none of this epoch."""
-    served: tuple[Head, ...] = ()
-    """Weights from which the tokens it holds were sampled, oldest first."""
     is_full: bool = False
     """It holds as many tokens as it may, and resumes decoding once some of them are acknowledged."""
 
@@ -186,8 +155,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
 class Decoded(_Message, frozen=True, kw_only=True):
     """Newly decoded tokens of one call, at their position in the response.
 
-    Example: ``Decoded(call_id="8f3a.g4.1#7.", offset=300, ...)`` holds the response's tokens 300 and after. Sent twice,
-    or in another order, it means the same.
+    Example: ``Decoded(call_id="8f3a.g4.1#7.", offset=300, ...)`` holds the response's tokens 300 and after. The
+    messages of a call follow each other without a gap or a repetition.
     """
 
     call_id: str
@@ -230,7 +199,7 @@ FromWorker = Hello | Ready | Serving | NotServing | Heartbeat | Decoded | CallFa
 class Welcome(_Message, frozen=True, kw_only=True):
     """The answer to ``Hello``: the worker is a member under a new lease, which fences every earlier one of it.
 
-    Example: ``Welcome(protocol=1, member="laptop", lease=3, ttl_s=15.0, run_id="sums", run_epoch=1, head=Head(...))``
+    Example: ``Welcome(protocol=2, member="laptop", lease=3, ttl_s=15.0, run_id="sums", run_epoch=1, head=Head(...))``
     """
 
     protocol: int
@@ -270,8 +239,7 @@ class Assign(_Message, frozen=True, kw_only=True):
 
 
 class Adopt(_Message, frozen=True, kw_only=True):
-    """Continue a held call under an id, and send its tokens again from ``offset``. An offered call that was stopped
-    resumes. Of a call that the worker has already under this id, only the sending is repeated.
+    """Continue an offered call under an id, and send its tokens again from ``offset``. A stopped call resumes.
 
     The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample was
     continued elsewhere, answers ``CallFailed``.
@@ -320,8 +288,7 @@ class Release(_Message, frozen=True, kw_only=True):
 class Beat(_Message, frozen=True, kw_only=True):
     """The answer to ``Heartbeat``: the lease continues.
 
-    Example: ``Beat(number=7, head=Head(version=8, manifest="9c1e..."))`` repeats the newest publication, in case its
-    notice was lost.
+    Example: ``Beat(number=7, head=Head(version=8, manifest="9c1e..."))``
     """
 
     number: int

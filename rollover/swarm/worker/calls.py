@@ -95,27 +95,20 @@ class WorkerCalls:
     # -- from the coordinator -----------------------------------------------------------------------------------
 
     def assign(self, assign: Assign) -> None:
-        """Start a call. One that is known already, and one that was until lately, is left as it is."""
-        stream = self._held.open(assign)
-        if stream is not None:
-            self._start(stream)
+        """Start a call. Raises ``ProtocolError`` if it is held already."""
+        self._start(self._held.open(assign))
 
     def _start(self, stream: HeldStream) -> None:
         call = self._calls[stream.call_id] = OpenCall(stream)
         call.task = self._spawn(self._run(call))
 
     def adopt(self, adopt: Adopt) -> CallFailed | None:
-        """Continue an offered call under an id, even when it was stopped; or return why not. Of a call that has this id
-        already and was not offered, only the sending is repeated."""
-        known = self._held.get(adopt.call_id)
-        is_repeated = known is not None and not known.is_offered
+        """Continue an offered call under an id, even when it was stopped; or return why not. Raises
+        ``ProtocolError`` if it is not offered."""
         answer = self._held.adopt(adopt)
         if isinstance(answer, CallFailed):
             self._cancel(adopt.held)
             return answer
-        if is_repeated:
-            self._notify()
-            return None
         if (call := self._calls.pop(adopt.held, None)) is not None:
             self._calls[adopt.call_id] = call
             if call.is_aborted:  # and wanted again before it had ended

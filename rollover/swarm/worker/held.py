@@ -5,31 +5,28 @@ A worker continues to decode through an outage and holds the tokens that were no
 position that it has reached, or releases it. A call is forgotten when the coordinator says so, and when it was not
 taken up long after the offer.
 
-What it keeps true: whatever is cut, repeated or late, a receiver that puts each token at its position has exactly the
-decoded stream in the end; held tokens are bounded by making the worker stand still, never by dropping one that may
-still be asked for.
+What it keeps true: within a connection the tokens of a call are sent once and in order, from the position at which it
+was adopted; whatever is cut, the receiver has exactly the decoded stream in the end; held tokens are bounded by making
+the worker stand still, never by dropping one that may still be asked for.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
-    MAX_REPORTED_CALLS,
     Adopt,
     Assign,
     CallFailed,
-    CallState,
     Decoded,
     HeldCall,
+    ProtocolError,
 )
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 
 MAX_MESSAGE_TOKENS = 2**16
 """Most tokens in a message: half a megabyte."""
-_NUM_REMEMBERED = 4096
 _ROOM_AGAIN = 0.75
 """Share of the limit at which a worker that stood still resumes, so that it does not stop at every token."""
 
@@ -51,10 +48,6 @@ class HeldCalls:
         self._streams: dict[str, HeldStream] = {}
         self._to_send: dict[str, None] = {}
         """Calls of which something can be sent, in the order of their turns."""
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
-        """The last calls that are over: a repeated assignment of one starts nothing."""
-        self._report_from = 0
-        """The first call of the next report, where not all fit into one."""
         self._is_full = False
         self.num_tokens = 0
 
@@ -81,21 +74,12 @@ class HeldCalls:
         """Return what a ``Hello`` offers."""
         return tuple(stream.listed() for stream in self)
 
-    def reported(self) -> tuple[CallState, ...]:
-        """Return what a heartbeat says of the calls. Where there are too many for one, each has its turn."""
-        streams = list(self)
-        if len(streams) > MAX_REPORTED_CALLS:
-            first = self._report_from % len(streams)
-            streams = [*streams[first:], *streams[:first]][:MAX_REPORTED_CALLS]
-            self._report_from = first + MAX_REPORTED_CALLS
-        return tuple(stream.state() for stream in streams)
-
     # -- from the engine ----------------------------------------------------------------------------------------
 
-    def open(self, assign: Assign) -> HeldStream | None:
-        """Hold a new call; ``None`` when it is known, or was until lately."""
-        if assign.call_id in self._streams or assign.call_id in self._forgotten:
-            return None
+    def open(self, assign: Assign) -> HeldStream:
+        """Hold a new call. Raises ``ProtocolError`` if it is held already."""
+        if assign.call_id in self._streams:
+            raise ProtocolError(f"it assigned {assign.call_id} twice")
         stream = self._streams[assign.call_id] = HeldStream(assign)
         return stream
 
@@ -130,14 +114,12 @@ class HeldCalls:
 
     def adopt(self, adopt: Adopt) -> HeldStream | CallFailed:
         """Continue a call under the id that it is given, from the offset that is asked for; or say why not, and hold
-        the call no longer."""
+        the call no longer. Raises ``ProtocolError`` if the call is not offered."""
         stream = self._streams.get(adopt.held)
-        if stream is None and (stream := self._streams.get(adopt.call_id)) is not None:
-            return stream  # the message came twice
         if stream is None:
             return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is no longer held here")
-        if adopt.call_id == adopt.held and not stream.is_offered and adopt.offset < stream.start:
-            return stream  # it is older than an acknowledgement
+        if not stream.is_offered:
+            raise ProtocolError(f"it adopted {adopt.held}, which is not offered")
         if not stream.start <= adopt.offset <= stream.end:
             reason = f"{adopt.held} is held from {stream.start} to {stream.end}, not from {adopt.offset}"
         elif stream.prefix_digest(adopt.offset) != adopt.prefix:
@@ -160,13 +142,10 @@ class HeldCalls:
         self._schedule(stream)
 
     def release(self, call_ids: Collection[str]) -> None:
-        """Forget calls that are no longer wanted, including one whose assignment is still on its way."""
+        """Forget calls that are no longer wanted."""
         for call_id in call_ids:
             if (stream := self._streams.pop(call_id, None)) is not None:
                 self._count(-stream.num_held)
-            self._forgotten[call_id] = None
-            if len(self._forgotten) > _NUM_REMEMBERED:
-                self._forgotten.popitem(last=False)
 
     # -- sending ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
     Assign,
     CallFailed,
-    CallState,
     Decoded,
     HeldCall,
     ProtocolError,
@@ -124,15 +123,6 @@ class HeldStream:
             start=self.start,
             end=self.end,
             is_running=self.ending is None,
-        )
-
-    def state(self) -> CallState:
-        return CallState(
-            call_id=self.call_id,
-            start=self.start,
-            sent=self.sent,
-            has_ended=self.has_sent_ending,
-            is_offered=self.is_offered,
         )
 
     # -- from the engine ----------------------------------------------------------------------------------------

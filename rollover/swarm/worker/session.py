@@ -11,11 +11,8 @@ heartbeats            the next third of the lease     time
 lease                 the end of the lease            an answered heartbeat puts it off
 ====================  ==============================  ============================================================
 
-A heartbeat says what the worker holds and serves, so that the coordinator notices every message that was lost on the
-way, and repairs the loss.
-
-What it keeps true: a version is announced before a token of it is sent; a coordinator that does not answer for a lease
-is taken for gone.
+Invariants: messages are sent once and in order, or the connection ends; the engine is described, and a version
+announced, before a token of it is sent; a coordinator that does not answer for a lease is taken for gone.
 """
 
 from __future__ import annotations
@@ -62,8 +59,6 @@ class WorkerSession:
         probe: returns when the engine has shown that it lives.
         aim: called with every head.
         ready: makes the ``Ready`` of the engine as it is now; ``None`` while there is none.
-        serving: returns the publication of this epoch that the engine serves, where it does.
-        served: returns those that held tokens were sampled from.
 
     Example: ``await session.run()`` returns once ``leave`` has been called and all is handed over, and raises
     ``Disconnected`` or ``Refused`` when the connection ends before.
@@ -82,13 +77,10 @@ class WorkerSession:
         probe: Callable[[], Awaitable[None]],
         aim: Callable[[Head], None],
         ready: Callable[[], Ready | None],
-        serving: Callable[[], Head | None],
-        served: Callable[[], tuple[Head, ...]],
     ) -> None:
         self._connection, self._lease, self._clock = connection, lease, clock
         self._held, self._calls, self._host = held, calls, host
         self._spawn, self._probe, self._aim, self._make_ready = spawn, probe, aim, ready
-        self._serving, self._served = serving, served
         self._queue: deque[FromWorker] = deque()
         """Messages that go before all tokens; few, since each tells of an event."""
         self._wake = asyncio.Event()
@@ -186,7 +178,9 @@ class WorkerSession:
     def _next(self) -> FromWorker | None:
         if self._queue:
             return self._queue.popleft()
-        return None if self._host.holds_tokens_back else self._held.next_message()
+        if self._ready is None or self._host.holds_tokens_back:
+            return None
+        return self._held.next_message()
 
     async def _beat(self) -> None:
         while True:
@@ -204,18 +198,12 @@ class WorkerSession:
         )
         self._beaten_s, self._decoded_before, self._call_s_before = now_s, decoded, call_s
         self._num_heartbeats += 1
-        calls = self._held.reported()
         return Heartbeat(
             number=self._num_heartbeats,
             num_running=self._calls.num_running,
             tokens_per_s=tokens_per_s,
             mean_running=mean_running,
             num_held=self._held.num_tokens,
-            calls=calls,
-            has_all_calls=len(calls) == len(self._held),
-            ready=self._make_ready(),
-            serving=self._serving(),
-            served=self._served(),
             is_full=self._held.is_full,
         )
 

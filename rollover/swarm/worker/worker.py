@@ -200,7 +200,7 @@ class SwarmWorker:
             welcome = await greet(connection, hello, self._address, timeout_s)
             await self._accept(welcome, hello)
             session = self._session = self._open_session(connection, LeaseWatch(welcome.ttl_s, hello_s))
-            self._begin(session, welcome)
+            self._begin(session, hello, welcome)
             try:
                 await session.run(self._leaving(), self._config.leave_timeout_s)
             finally:
@@ -239,20 +239,17 @@ class SwarmWorker:
         self._welcome = welcome
         self._held.connected(self._clock.now_s())
 
-    def _begin(self, session: WorkerSession, welcome: Welcome) -> None:
+    def _begin(self, session: WorkerSession, hello: Hello, welcome: Welcome) -> None:
         """Tell the coordinator what this worker can do already."""
         session.post_ready()
-        if (serves := self._serving()) is not None:
-            session.post(Serving(version=serves.version, manifest=serves.manifest))
+        serves = self._host.serves
+        news = [head for head in self._served.needed() if head not in hello.served or head == serves]
+        for head in filter(self._follower.has_named, news):
+            session.post(Serving(version=head.version, manifest=head.manifest))
         self._say_once(
             f"connected to {self._address} as {welcome.member!r}: run {welcome.run_id}, epoch {welcome.run_epoch},"
             f" version {welcome.head.version}"
         )
-
-    def _serving(self) -> Head | None:
-        """Return the publication that the engine serves, where the coordinator has named it in this epoch."""
-        serves = self._host.serves
-        return serves if serves is not None and self._follower.has_named(serves) else None
 
     async def _close_fetcher(self) -> None:
         if self._fetcher is not None:
@@ -270,8 +267,6 @@ class SwarmWorker:
             probe=self._probe,
             aim=self._follower.aim,
             ready=self._host.ready,
-            serving=self._serving,
-            served=self._served.needed,
         )
 
     async def _leaving(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -42,8 +42,6 @@ STORM = Blows()
 
 WEATHER = WireFaults(cut=0.002, delay=0.05, longest_s=0.2, flip=0.05, truncate=0.05, missing=0.05)
 """A network that is bad, but delivers what it takes in order and once."""
-ROUGH = replace(WEATHER, drop=0.01, double=0.02, overtake=0.02)
-"""A network that loses, doubles and reorders as well."""
 CALM = WireFaults()
 
 
@@ -63,7 +61,7 @@ class Case:
     blows: Blows = STORM
     relay: bool = True
     """Blobs go through nginx, which must be installed."""
-    wire: WireFaults = ROUGH
+    wire: WireFaults = WEATHER
     seed: int = 0
 
     @property

@@ -12,15 +12,11 @@ from typing import Literal
 class WireFaults:
     """Probabilities, each for one frame or one blob.
 
-    Example: with ``WireFaults(drop=0.02)`` one frame in fifty is lost.
+    Example: with ``WireFaults(delay=0.02)`` one frame in fifty is late.
     """
 
-    drop: float = 0.0
-    double: float = 0.0
     delay: float = 0.0
     """Frames behind a delayed one wait for it."""
-    overtake: float = 0.0
-    """The frame is delayed, and those behind it are not."""
     cut: float = 0.0
     """The connection ends at the frame, without a word."""
     longest_s: float = 0.3
@@ -31,29 +27,13 @@ class WireFaults:
     """A blob is said not to be there."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrameFate:
-    """What becomes of a frame: ``FrameFate(releases=((0.2, True), (0.25, False)))`` holds the lane up for 0.2 s and
-    sends the frame a second time, out of order, 0.05 s later."""
-
-    releases: tuple[tuple[float, bool], ...]
-    """Delays, and whether the frames behind have to wait."""
-    is_cut: bool = False
-
-
-def fate_of_frame(faults: WireFaults, lots: Random) -> FrameFate:
-    drawn = [lots.random() for _ in range(5)]
-    delay_s, again_s = lots.uniform(0.0, faults.longest_s), lots.uniform(0.0, faults.longest_s)
+def delay_of_frame(faults: WireFaults, lots: Random) -> float | None:
+    """Return for how long a frame holds up its lane; ``None`` if the connection ends at it."""
+    drawn = lots.random(), lots.random()
+    delay_s = lots.uniform(0.0, faults.longest_s)
     if drawn[0] < faults.cut:
-        return FrameFate((), is_cut=True)
-    if drawn[1] < faults.drop:
-        return FrameFate(())
-    first = (0.0, True)
-    if drawn[2] < faults.overtake:
-        first = (delay_s, False)
-    elif drawn[3] < faults.delay:
-        first = (delay_s, True)
-    return FrameFate((first, (first[0] + again_s, False)) if drawn[4] < faults.double else (first,))
+        return None
+    return delay_s if drawn[1] < faults.delay else 0.0
 
 
 def damaged(body: bytes, faults: WireFaults, lots: Random) -> tuple[bytes | None, str]:

@@ -1,12 +1,12 @@
-"""A network that loses, doubles, delays and reorders: a proxy between workers and coordinator.
+"""A network that delays and cuts: a proxy between workers and coordinator.
 
 ::
 
-    worker ──▶ proxy ──▶ coordinator       frames of a session, each with a fate of its own
+    worker ──▶ proxy ──▶ coordinator       frames of a session, each on time, late, or the last one
     worker, relay ──▶ proxy ──▶ coordinator       blobs, some of them damaged
 
 A direction of a connection draws its lots from a seed, the member's name and the number of the connection: the n-th
-frame has the same fate in every run, whatever the frame may be.
+frame is delayed or cut alike in every run, whatever the frame may be.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.typing import Subprotocol
 
 from rollover.swarm.wire.messages import SUBPROTOCOL, decode_down, decode_up
-from tests.swarm.chaos.faults import WireFaults, damaged, fate_of_frame
+from tests.swarm.chaos.faults import WireFaults, damaged, delay_of_frame
 from tests.swarm.chaos.record import WireRecord
 
 _TIMEOUT_S = 5.0
@@ -38,7 +38,7 @@ _TIMEOUT_S = 5.0
 class FaultProxy:
     """Stands between the workers and the coordinator on ``upstream``, a port of this machine.
 
-    Example: ``proxy.faults = WireFaults(drop=0.02)`` at any time; ``proxy.cut("phone")`` ends the connections of a
+    Example: ``proxy.faults = WireFaults(delay=0.02)`` at any time; ``proxy.cut("phone")`` ends the connections of a
     member; ``proxy.freeze("phone", 2.0)`` holds back what it says and hears for two seconds.
     """
 
@@ -220,21 +220,14 @@ class _Lane:
         heapq.heapify(self._waiting)
 
     def put(self, frame: bytes, faults: WireFaults, counts: Counter[str]) -> None:
-        fate = fate_of_frame(faults, self._lots)
-        if fate.is_cut:
+        delay_s = delay_of_frame(faults, self._lots)
+        if delay_s is None:
             counts["cut"] += 1
             self._cut()
-        if not fate.releases:
-            counts["dropped"] += not fate.is_cut
-        counts["doubled"] += len(fate.releases) > 1
-        now_s = asyncio.get_running_loop().time()
-        for number, (delay_s, holds_up) in enumerate(fate.releases):
-            at_s = max(self._free_s, now_s + delay_s) if holds_up else now_s + delay_s
-            if holds_up:
-                self._free_s = at_s
-            if number == 0 and delay_s > 0:
-                counts["delayed" if holds_up else "overtaken"] += 1
-            heapq.heappush(self._waiting, (at_s, next(self._counts), frame))
+            return
+        self._free_s = at_s = max(self._free_s, asyncio.get_running_loop().time() + delay_s)
+        counts["delayed"] += delay_s > 0
+        heapq.heappush(self._waiting, (at_s, next(self._counts), frame))
         self._changed.set()
 
     async def carry(self) -> None:

@@ -42,13 +42,10 @@ class SeenCall:
     """Its worker was told that so many tokens are durable."""
     is_over: bool = False
 
-    def put(self, offset: int, ids: tuple[int, ...]) -> int:
-        """Take note of tokens, and return how many of them were known. A position never changes."""
-        known = 0
+    def put(self, offset: int, ids: tuple[int, ...]) -> None:
+        """Record tokens. A position never changes."""
         for position, token in enumerate(ids, start=offset):
-            known += position in self.tokens
             assert self.tokens.setdefault(position, token) == token, (self.sample_key, position)
-        return known
 
 
 @dataclass
@@ -59,7 +56,6 @@ class WireRecord:
     frames: Counter[str] = field(default_factory=Counter)
     """By message."""
     faults: Counter[str] = field(default_factory=Counter)
-    repeated_tokens: int = 0
     hellos: list[tuple[float, str]] = field(default_factory=list)
     welcomes: list[tuple[float, str]] = field(default_factory=list)
     servings: list[tuple[float, str, int]] = field(default_factory=list)
@@ -80,7 +76,7 @@ class WireRecord:
             case Decoded():
                 call = self.calls[message.call_id]
                 ids = unpack_ids(message.token_ids)
-                self.repeated_tokens += call.put(message.offset, ids)
+                call.put(message.offset, ids)
                 call.sent.append((time.monotonic(), member, range(message.offset, message.offset + len(ids))))
                 call.is_over = message.finish_reason is not None
 

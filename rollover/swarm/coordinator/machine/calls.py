@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
-from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
-from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
-from rollover.swarm.coordinator.machine.reconcile import MAX_REPAIRS, Disagreement, Repair, confirmed, disagreements
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Piece, Send
+from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
-from rollover.swarm.coordinator.machine.streams import Piece
 from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
 from rollover.swarm.coordinator.machine.waiting import WaitingCalls
-from rollover.swarm.wire.messages import Abort, Ack, Heartbeat, ProtocolError, Release
+from rollover.swarm.wire.messages import Abort, Ack, HeldCall, ProtocolError, Release
 
 
 class SwarmCalls:
@@ -26,7 +24,6 @@ class SwarmCalls:
     Args:
         members: the swarm's, by name.
         keys: by which members know samples.
-        counters: take note of repairs.
         changed: called when the load of a member has changed.
 
     Example: ``calls.add("a#1.", call)`` and ``calls.give("a#1.", member)``; ``calls.cut(["a#1."])`` ends it with what
@@ -37,12 +34,11 @@ class SwarmCalls:
         self,
         members: Mapping[str, SwarmMember],
         keys: SampleKeys,
-        counters: SwarmCounters,
         changed: Callable[[SwarmMember], None],
         *,
         newest: int,
     ) -> None:
-        self._members, self._keys, self._counters, self._changed = members, keys, counters, changed
+        self._members, self._keys, self._changed = members, keys, changed
         self._calls: dict[str, SwarmCall] = {}
         self._halves: Counter[int | None] = Counter()
         """Half calls that are left, by the version at whose publication they are waited for: two where a call has yet
@@ -91,7 +87,7 @@ class SwarmCalls:
             call.given_to(member.version)
         member.calls.add(call_id)
         self._changed(member)
-        self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.stream.position)
+        self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.position)
 
     def assignment(self, call_id: str, member: SwarmMember) -> Effect:
         """Return the message that gives a call to its member. A call that is only for that member, to look at it, is
@@ -111,7 +107,7 @@ class SwarmCalls:
             del self._halves[due_version]
         self.waiting.discard(call_id, call)
         if call.request.is_journaled:
-            self.acknowledgements.ended(call_id, call.stream.position)
+            self.acknowledgements.ended(call_id, call.position)
         else:
             self.acknowledgements.dropped(call_id)
         if call.member is not None:
@@ -171,65 +167,32 @@ class SwarmCalls:
         return effects
 
     def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
-        """Take tokens of a call from its member. Returns what comes out now, which is nothing while the member has not
-        described its engine or confirmed their version: that news was lost or is late, and heartbeats bring it, and the
-        tokens again."""
+        """Take the next tokens of a call from its member. Raises ``OutOfOrder`` if they are not the next, and
+        ``ProtocolError`` if their version is not one that the member has confirmed."""
         call = self._calls[call_id]
-        if piece.token_ids and (member.declared is None or piece.version not in member.served):
-            self._counters.unconfirmed_tokens += len(piece.token_ids)
-            call.unconfirmed = (piece.end, piece.version)
+        if piece.token_ids and piece.version not in member.served:
+            raise ProtocolError(f"it sent tokens of version {piece.version}, which it has not confirmed to serve")
+        delivered = call.came_out(piece)
+        if not (delivered.token_ids or delivered.is_last):
             return []
-        before = call.stream.position
-        effects: list[Effect] = []
-        for each in call.stream.arrived(piece):
-            delivered = call.came_out(each)
-            if delivered.token_ids or delivered.is_last:
-                effects.append(Deliver(call_id, delivered, member.name))
-        if not call.stream.num_early:
-            self._counters.repeated_tokens += max(0, len(piece.token_ids) - (call.stream.position - before))
-        if effects and not call.request.is_journaled:
-            ack = Ack(call_id=call_id, offset=call.stream.position, is_over=call.stream.is_over)
-            effects.append(Send(member.lease, ack))
+        effects: list[Effect] = [Deliver(call_id, delivered, member.name)]
+        if not call.request.is_journaled:
+            effects.append(Send(member.lease, Ack(call_id=call_id, offset=call.position, is_over=call.is_over)))
         return effects
 
-    def check_confirmed(self, member: SwarmMember, beat: Heartbeat) -> None:
-        """Raise ``ProtocolError`` if a member has sent tokens of a version that it does not say it has served."""
-        sent = {state.call_id: state.sent for state in beat.calls}
-        for call_id, call in self.of(member):
-            if call.unconfirmed is not None:
-                end, version = call.unconfirmed
-                if sent.get(call_id, -1) >= end and version not in member.served:
-                    raise ProtocolError(f"it sent tokens of version {version}, which it has not confirmed to serve")
-
-    def repaired(self, member: SwarmMember, beat: Heartbeat, offers: Iterable[str]) -> list[Effect]:
-        """Repair what two heartbeats in a row show to have been lost. ``offers``: ids of calls that the member may keep
-        for samples that have not been asked for yet."""
-        found = disagreements(beat, self.of(member), self.acknowledgements, offers)
+    def resumed(self, member: SwarmMember, call_id: str, held: HeldCall) -> list[Effect] | None:
+        """Tell a member that is back with a call what has become of it; ``None`` if that is not one of its calls."""
+        holding, call = self.acknowledgements.get(call_id), self._calls.get(call_id)
+        if holding is None or holding.member != member.name:
+            return None
         effects: list[Effect] = []
-        for call_id, each in confirmed(found, member.suspected):
-            effects += self._repair(member, call_id, each)
-            self._counters.repairs[each.repair.value] = self._counters.repairs.get(each.repair.value, 0) + 1
-        member.suspected = found
+        if held.start < holding.acked <= held.end:
+            effects.append(Send(member.lease, Ack(call_id=call_id, offset=holding.acked)))
+        if call is not None:
+            effects.append(Send(member.lease, call.adoption(call_id, call_id)))
+        if call.is_aborted if call is not None else held.is_running:
+            effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
         return effects
-
-    def _repair(self, member: SwarmMember, call_id: str, found: Disagreement) -> list[Effect]:
-        """Send again what a member seems not to have got, or ask again for tokens that have not come from it."""
-        call = self._calls.get(call_id)
-        match found.repair:
-            case Repair.RELEASE:
-                return [Send(member.lease, Release(call_ids=(found.held,)))]
-            case Repair.ABORT:
-                return [Send(member.lease, Abort(call_ids=(found.held,)))]
-            case Repair.ACK:
-                return [Send(member.lease, Ack(call_id=found.held, offset=found.position))]
-        assert call is not None, "only calls that are with a member are assigned, asked for again or given up"
-        call.num_repairs += 1
-        if found.repair is Repair.FAIL or call.num_repairs > MAX_REPAIRS:
-            reason = f"{member.name} and the coordinator cannot agree on what it holds of the call"
-            return self.failed(member, reason, {call_id})
-        if found.repair is Repair.ASSIGN:
-            return [self.assignment(call_id, member)]
-        return [Send(member.lease, call.adoption(found.held, call_id))]
 
     def _cut(self, call_id: str, call: SwarmCall) -> Effect:
         end = call.ending(self.newest)

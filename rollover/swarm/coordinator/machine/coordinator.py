@@ -9,8 +9,8 @@ A shell tells it what has happened and when, and carries out the effects that it
         └── disconnected: keeps lease and calls ──ttl without a word──▶ lease ended: its calls fail
 
 What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that
-the member has confirmed and the call accepts; a message under a lease that has ended changes nothing; no lease outlives
-``ttl_s`` of silence.
+the member has confirmed and the call accepts; a message under a lease that has ended changes nothing; messages
+arrive in order and once, or the connection and its lease end; no lease outlives ``ttl_s`` of silence.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from rollover.swarm.coordinator.machine.publications import EarlierPublication, 
 from rollover.swarm.coordinator.machine.ranking import Ranking
 from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
 from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
-from rollover.swarm.coordinator.machine.swarm_call import SwarmCall, checked_piece
+from rollover.swarm.coordinator.machine.swarm_call import OutOfOrder, SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
     PROTOCOL,
-    Abort,
     Beat,
     CallFailed,
     Decoded,
@@ -107,7 +106,7 @@ class Coordinator:
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
         self._ranking, keys = Ranking(checks=checks), SampleKeys(secret or token_bytes(32))
-        self._calls = SwarmCalls(self.members, keys, self.counters, self._ranking.changed, newest=head.version)
+        self._calls = SwarmCalls(self.members, keys, self._ranking.changed, newest=head.version)
         self.calls_of = self._calls.of
         self._placing = Placing(
             self.members, keys, self._calls, self._ranking, self.counters, exact=exact, checks=checks
@@ -133,7 +132,7 @@ class Coordinator:
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.is_late, member.has_lapsed = member.has_lapsed, False
         member.ready = member.version = member.checked_version = None
-        member.last_heartbeat, member.suspected = 0, {}
+        member.last_heartbeat = 0
         self._ranking.changed(member)
         effects.append(Send(member.lease, self._welcome(member)))
         return effects + self._take_up(member, hello)
@@ -166,12 +165,9 @@ class Coordinator:
         effects += self._calls.failed(member, started_again, member.calls - held.keys())
         offers = []
         for call_id, offer in held.items():
-            call = self._calls.get(call_id)
-            if call is not None and call.member == member.name:
-                effects.append(Send(member.lease, call.adoption(call_id, call_id)))
-                if call.is_aborted:
-                    effects.append(Send(member.lease, Abort(call_ids=(call_id,))))
-            elif self._calls.acknowledgements.get(call_id) is None:
+            if (answers := self._calls.resumed(member, call_id, offer)) is not None:
+                effects += answers
+            else:
                 offers.append(offer)
         return effects + self._placing.offer(member, offers)
 
@@ -259,6 +255,10 @@ class Coordinator:
         member.heard_s = self._placing.now_s = now_s
         try:
             return self._handle(member, message)
+        except OutOfOrder as e:
+            self.counters.out_of_order += 1
+            reason = f"{member.name} broke the order of messages: {e}"
+            return [*self._goodbye(lease, reason, is_final=False), *self._ended(member, reason)]
         except ProtocolError as e:
             return self.distrust(member.name, str(e))
 
@@ -325,7 +325,7 @@ class Coordinator:
         if not self._publications.is_of_this_start(version, manifest):
             raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
         if member.version is not None and version < member.version:
-            return []  # the message is late
+            return []  # within an epoch no engine goes back
         member.loaded(serving)
         if version == member.version:
             return []
@@ -343,13 +343,18 @@ class Coordinator:
         call = self._calls.get(message.call_id)
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
-        keeps_kv = member.declared is None or member.declared.keeps_kv
+        if member.declared is None:
+            raise OutOfOrder("it sent tokens before it had described its engine")
         piece = checked_piece(
-            message, call, newest=self.head.version, vocab_size=self.run.vocab_size, keeps_kv=keeps_kv
+            message,
+            call,
+            newest=self.head.version,
+            vocab_size=self.run.vocab_size,
+            keeps_kv=member.declared.keeps_kv,
         )
-        before = call.stream.position
+        before = call.position
         effects = self._calls.arrived(member, message.call_id, piece)
-        num_new = call.stream.position - before
+        num_new = call.position - before
         if num_new:
             self._blame.forget(call.request.sample_key)
             if member.num_failures:
@@ -358,33 +363,24 @@ class Coordinator:
         if call.refused_end:
             refused = self._failed_at(member, message.call_id, f"{member.name}: {call.refused_end}")
             return [*effects, *refused, *self._placing.place_waiting()]
-        if call.stream.is_over:
-            if call.stream.finish_reason is not FinishReason.ABORT and not call.is_directed:
-                self._placing.remaining.ended(call.stream.position)
+        if call.is_over:
+            if call.finish_reason is not FinishReason.ABORT and not call.is_directed:
+                self._placing.remaining.ended(call.position)
                 effects += self._placing.withdraw(call.request.sample_key)
             self._calls.ended(message.call_id)
             effects += self._placing.place_waiting()
         return effects
 
     def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
-        """Answer a heartbeat, and repair what it shows to have been lost."""
-        effects: list[Effect] = [Send(member.lease, Beat(number=beat.number, head=self.head))]
-        if beat.number <= member.last_heartbeat:
-            return effects  # it is late, or came twice
+        """Answer a heartbeat, which renews the lease and tells how fast the member is."""
         positions = {
-            call_id: call.stream.position
+            call_id: call.position
             for call_id, call in self._calls.of(member)
             if not (call.is_aborted or call.is_directed)
         }
         member.beaten(beat, positions, self._placing.now_s)
         self._ranking.changed(member)
-        self._confirm(member, beat.served)
-        if beat.serving is not None:
-            effects += self._serving(member, Serving(version=beat.serving.version, manifest=beat.serving.manifest))
-        if beat.ready is not None and beat.ready != member.ready:
-            effects += self._is_ready(member, beat.ready)
-        self._calls.check_confirmed(member, beat)
-        return effects + self._calls.repaired(member, beat, member.held)
+        return [Send(member.lease, Beat(number=beat.number, head=self.head))]
 
     # -- versions and trust -----------------------------------------------------------------------------------
 

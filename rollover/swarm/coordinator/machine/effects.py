@@ -4,8 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollover.swarm.coordinator.machine.streams import Piece
 from rollover.swarm.wire.messages import FromCoordinator, Serving
+from rollover.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Decoded tokens of one call and one version, at their position in the response.
+
+    Example: ``Piece(offset=300, token_ids=(31, 4), logprobs=(-0.2, -1.1), version=7, kv_version=7)`` are the response's
+    tokens 300 and 301.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    kv_version: int
+    finish_reason: FinishReason | None = None
+    num_prefilled_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """Return the position after its last token."""
+        return self.offset + len(self.token_ids)
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether it ends the response."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)

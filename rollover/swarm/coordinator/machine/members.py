@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rollover.swarm.coordinator.machine.dispatch import Candidate
-from rollover.swarm.coordinator.machine.reconcile import Disagreement
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Decoded,
@@ -84,8 +83,6 @@ class SwarmMember:
     calls: set[str] = field(default_factory=set)
     last_heartbeat: int = 0
     """The highest number of a heartbeat of this connection."""
-    suspected: dict[str, Disagreement] = field(default_factory=dict)
-    """Disagreements that the heartbeat has shown for the first time, by call."""
     reserved: dict[str, float] = field(default_factory=dict)
     """Sample keys that were promised a place, and until when."""
     held: dict[str, HeldCall] = field(default_factory=dict)
@@ -251,17 +248,14 @@ class SwarmCounters:
     fenced: int = 0
     late_tokens: int = 0
     """Tokens in these messages. A worker that comes back offers them again, where they may still be wanted."""
-    repeated_tokens: int = 0
     adopted_calls: int = 0
     late_accepted: int = 0
     """Calls among them whose member had lost its lease before it came back with them."""
     expired_leases: int = 0
     relieved_calls: int = 0
     """Calls that were taken from slow members, for faster ones that had nothing to do."""
-    repairs: dict[str, int] = field(default_factory=dict)
-    """Messages that were lost and made good, by what was sent for them."""
-    unconfirmed_tokens: int = 0
-    """Tokens refused, since their member had not confirmed to serve their version."""
+    out_of_order: int = 0
+    """Connections that ended since messages did not follow each other as they should."""
     refused: dict[str, int] = field(default_factory=dict)
     """Members sent away for breaking the protocol, by name."""
     turned_away: dict[str, int] = field(default_factory=lambda: {"token": 0, "protocol": 0, "frame": 0})

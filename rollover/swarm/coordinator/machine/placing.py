@@ -188,7 +188,7 @@ class Placing:
         for call_id in waiting.accepting(versions):
             call = self._calls.get(call_id)
             assert call is not None, "calls that wait are open"
-            alike = call.least_version, call.stream.position, call.limit, call.due_version
+            alike = call.least_version, call.position, call.limit, call.due_version
             if alike in refused:
                 continue
             name = self._choose_for(call)
@@ -209,7 +209,7 @@ class Placing:
         """Have a member resume a call of the sample that it holds, where one does: of several, the call that reaches
         furthest. A member is told to forget those that do not join the response where it stands, and once it has
         resumed one, its others of the sample."""
-        position = call.stream.position
+        position = call.position
         named = ((self._members[name], held) for name, held in self._offers.get(call.request.sample_key, ()))
         offers = [(member, held) for member, held in named if member.is_connected]
         fitting = [(m, held) for m, held in offers if held.start <= position <= held.end <= call.limit]
@@ -242,7 +242,7 @@ class Placing:
         if call.due_version is not None:
             deadline = self._pace.of_started(call.due_version, self.now_s)
         kind = call.least_version, call.due_version
-        return self._choose(call.least_version, call.stream.position, call.limit, deadline, kind)
+        return self._choose(call.least_version, call.position, call.limit, deadline, kind)
 
     def _choose(
         self, least_version: int, num_decoded: int, limit: int, deadline: Deadline | None, kind: Hashable

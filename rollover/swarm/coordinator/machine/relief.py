@@ -87,14 +87,14 @@ class Relief:
         worst: list[tuple[float, str, HeldUp, SwarmCall]] = []
         for under_way in calls:
             call_id, call = under_way.call_id, under_way.call
-            at_s, num_tokens = self._seen.get(call_id, (now_s, call.stream.position))
-            seen[call_id] = (now_s if call.stream.position > num_tokens else at_s, call.stream.position)
+            at_s, num_tokens = self._seen.get(call_id, (now_s, call.position))
+            seen[call_id] = (now_s if call.position > num_tokens else at_s, call.position)
             if call.is_directed or call.is_aborted:
                 continue
             speed = self._speed(under_way.tokens_per_s, now_s - seen[call_id][0])
             if speed is None or 2 * speed >= fastest:
                 continue  # no member is worth a move: of thousands of calls most end here
-            left_s = expected(call.stream.position, call.limit) / speed
+            left_s = expected(call.position, call.limit) / speed
             if left_s > 2 * left_s * speed / fastest + MARGIN_S:
                 found = HeldUp(call_id=call_id, member=under_way.member, tokens_per_s=speed, left_s=left_s)
                 worst.append((-left_s, call_id, found, call))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rollover.engine.base import GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
-from rollover.swarm.coordinator.machine.streams import Piece, TokenStream
+from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
     Adopt,
     Assign,
@@ -25,10 +25,14 @@ _LOGPROB_SLACK = 1e-4
 """Largest value above 0 to which rounding may take a log-prob."""
 
 
+class OutOfOrder(ProtocolError):
+    """Messages of a worker do not follow each other as they should: its connection ends, and it may come back."""
+
+
 class SwarmCall:
     """A call, with the member that has it.
 
-    Example: a call that resumes a sample at 300 tokens begins with ``stream.position == 300``.
+    Example: a call that resumes a sample at 300 tokens begins with ``position == 300``.
     """
 
     def __init__(self, request: GenerateRequest, least_version: int, *, is_directed: bool = False) -> None:
@@ -37,15 +41,14 @@ class SwarmCall:
         """It is for one member, to look at that: its length says nothing of those of responses."""
         self.least_version = least_version
         self.start = len(request.response_ids)
-        self.stream = TokenStream(self.start, max_early=self.limit - self.start)
+        self.position = self.start
+        """Position after the last token that came out."""
+        self.finish_reason: FinishReason | None = None
+        """Reason for which it ended, once its end has come out."""
         self.member: str | None = None
         self.held_as = ""
         """The id under which its member held it when it was told to continue it; empty where it was assigned."""
         self.is_aborted = False
-        self.num_repairs = 0
-        """Repairs since its last token."""
-        self.unconfirmed: tuple[int, int] | None = None
-        """End and version of tokens that were refused, since the member had not confirmed that version."""
         self._prefix = hashlib.sha256(pack_ids(request.response_ids))
         self._version = 0
         """The version of the last token that came out."""
@@ -67,15 +70,22 @@ class SwarmCall:
         """Take note that the call was given to a member that had confirmed ``version``: its engine never goes back."""
         self.least_version = max(self.least_version, version or 0)
 
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
     def came_out(self, piece: Piece) -> Piece:
-        """Take note of tokens that come out, and return what of the piece is to be delivered: all, but without its end
-        if that is refused. Raises ``ProtocolError`` for versions that go back."""
+        """Record the next tokens, and return what of the piece is to be delivered: all, but without its end if that is
+        refused. Raises ``OutOfOrder`` if they do not follow the last ones, and ``ProtocolError`` for versions that go
+        back."""
+        if piece.offset != self.position:
+            raise OutOfOrder(f"it sent tokens from position {piece.offset} on, but those from {self.position} are next")
         if piece.token_ids and piece.version < self._version:
             raise ProtocolError(
                 f"it sent tokens of version {piece.version} behind tokens of version {self._version} in one response"
             )
         self._version = max(self._version, piece.version)
-        self.num_repairs, self.unconfirmed = 0, None
+        self.position = piece.end
         self._prefix.update(pack_ids(piece.token_ids))
         if piece.token_ids:
             self._last_token = piece.token_ids[-1]
@@ -88,6 +98,7 @@ class SwarmCall:
         except EngineError as error:
             self.refused_end = str(error)
             return replace(piece, finish_reason=None)
+        self.finish_reason = piece.finish_reason
         return piece
 
     def assignment(self, call_id: str, sample_key: str) -> Assign:
@@ -110,14 +121,14 @@ class SwarmCall:
         )
 
     def adoption(self, held: str, call_id: str) -> Adopt:
-        """Return the message with which a member continues what it holds of the call, or sends it again."""
+        """Return the message with which a member continues what it holds of the call."""
         prefix = self._prefix.copy().hexdigest()
-        return Adopt(held=held, call_id=call_id, offset=self.stream.position, prefix=prefix)
+        return Adopt(held=held, call_id=call_id, offset=self.position, prefix=prefix)
 
     def ending(self, version: int) -> Piece:
         """Return the end of a call that is cut off here."""
         return Piece(
-            offset=self.stream.position,
+            offset=self.position,
             token_ids=(),
             logprobs=(),
             version=version,

@@ -113,13 +113,11 @@ def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
         counters={
             "fenced": counters.fenced,
             "late_tokens": counters.late_tokens,
-            "repeated_tokens": counters.repeated_tokens,
             "adopted_calls": counters.adopted_calls,
             "late_accepted": counters.late_accepted,
             "expired_leases": counters.expired_leases,
             "relieved_calls": counters.relieved_calls,
-            "repairs": sum(counters.repairs.values()),
-            "unconfirmed_tokens": counters.unconfirmed_tokens,
+            "out_of_order": counters.out_of_order,
             "workers_sent_away": sum(counters.refused.values()),
             "refused_logins": counters.turned_away["token"],
             "refused_protocols": counters.turned_away["protocol"],
@@ -160,10 +158,10 @@ def _workers(coordinator: Coordinator) -> Iterable[WorkerStatus]:
 def _assignments(coordinator: Coordinator, member: SwarmMember) -> Iterable[AssignmentStatus]:
     """Yield a member's longest calls: up to ``_MAX_EACH``, and up to ``_MAX_ASSIGNMENTS`` of all members together."""
     limit = min(_MAX_EACH, _MAX_ASSIGNMENTS // len(coordinator.members))
-    longest = sorted(coordinator.calls_of(member), key=lambda pair: -pair[1].stream.position)
+    longest = sorted(coordinator.calls_of(member), key=lambda pair: -pair[1].position)
     for _, call in longest[:limit]:
         sample = call.request.sample_key.rstrip(".")
-        yield AssignmentStatus(sample=sample, num_tokens=call.stream.position, max_tokens=call.limit)
+        yield AssignmentStatus(sample=sample, num_tokens=call.position, max_tokens=call.limit)
 
 
 def _note(member: SwarmMember, state: str) -> str:

@@ -26,14 +26,12 @@ _STEP = {
     "live_tokens": ("rollout/live_tokens", "Tokens that wait to be trained."),
 }
 _COUNTERS = {
-    "duplicates": ("repeated_tokens", "Tokens that arrived more than once and came out once."),
     "fenced_writes": ("fenced", "Messages under leases that had ended or were another's; they changed nothing."),
     "late_tokens": ("late_tokens", "Tokens in such messages."),
     "adopted_calls": ("adopted_calls", "Calls that continued with what a worker had kept."),
     "late_accepted": ("late_accepted", "Calls among them whose worker had lost its lease in between."),
     "expired_leases": ("expired_leases", "Workers that lost their lease because they were silent for too long."),
-    "repairs": ("repairs", "Messages that were sent again because they, or their answers, were lost."),
-    "unconfirmed_tokens": ("unconfirmed_tokens", "Tokens of versions that their worker had not confirmed; refused."),
+    "out_of_order": ("out_of_order", "Connections that ended since messages did not follow each other in order."),
     "workers_sent_away": ("workers_sent_away", "Workers that were sent away since they broke the protocol or lied."),
     "refused_logins": ("refused_logins", "Requests with a token that is unknown or was revoked."),
     "refused_protocols": ("refused_protocols", "Clients that speak another protocol."),

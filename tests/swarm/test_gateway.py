@@ -33,12 +33,18 @@ from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
+    MAX_HELD_CALLS,
+    MAX_SERVED,
+    PROTOCOL,
     SUBPROTOCOL,
     Abort,
     Beat,
+    CallFailed,
     FromWorker,
     Goodbye,
     Heartbeat,
+    HeldCall,
+    Hello,
     Welcome,
     decode_down,
     encode,
@@ -54,6 +60,9 @@ from tests.virtual_time import run as in_virtual_time
 DEADLINE_S = 60.0
 CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
+HELLO = Hello(protocols=(PROTOCOL,), software="a worker")
+HELD = HeldCall(call_id="a#1.", sample_key="a.", start=0, end=1, is_running=True)
+IDLE = Heartbeat(number=1, num_running=0, tokens_per_s=0.0, mean_running=0.0, num_held=0)
 
 
 def run(law: Callable[[], Awaitable[None]]) -> None:
@@ -276,10 +285,24 @@ def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Pa
         (b"\x01nonsense", "cannot be read"),
         ("text", "it sent a text frame, but all frames are binary"),
         (encode(0, head(1)), "cannot be read"),
+        (b"\x00\x81\xa5lease\xa2\xff\xfe", "cannot be read: Expected `int`"),
+        (
+            encode(0, CallFailed(call_id="a", reason="?????")).replace(b"?????", b"\xff" * 5),
+            "'utf-8' codec can't decode",
+        ),
+        (encode(0, structs.replace(IDLE, num_held=-1)), "Expected `int` >= 0 - at `$.message.num_held`"),
+        (
+            encode(0, structs.replace(HELLO, held=(HELD,) * (MAX_HELD_CALLS + 1))),
+            "of length <= 16384 - at `$.message.held`",
+        ),
+        (
+            encode(0, structs.replace(HELLO, served=(head(1),) * (MAX_SERVED + 1))),
+            "of length <= 64 - at `$.message.served`",
+        ),
     ],
 )
 def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(
-    tmp_path: Path, frame: bytes | str, says: str, has_joined: bool
+    tmp_path: Path, frame: bytes | str, says: str, has_joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def law() -> None:
         async with swarm(tmp_path) as engine:
@@ -294,6 +317,8 @@ def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_e
                 assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
                 assert goodbye.reason.startswith("this worker violates the protocol: ")
                 assert says in goodbye.reason
+                assert engine.coordinator.counters.turned_away["frame"] == 1
+                assert sum("b broke the protocol and was disconnected" in line for line in caplog.messages) == 1
             async with joined(engine, ModelWorker("b")):
                 pass
 
@@ -313,9 +338,8 @@ def test_a_flood_of_frames_arrives_whole_and_in_order(tmp_path: Path, monkeypatc
                     numbers.append(message.number)
 
             monkeypatch.setattr(engine, "received", watch)
-            idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0}
             for number in range(1, 1001):
-                await wire.say(Heartbeat(number=number, **idle))
+                await wire.say(structs.replace(IDLE, number=number))
             await until(lambda: member.last_heartbeat == 1000)
             assert numbers == [*range(1, 1001)]
 
@@ -339,11 +363,10 @@ def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
                     leases.append(lease)
 
             monkeypatch.setattr(engine, "received", watch)
-            idle: dict[str, Any] = {"num_running": 0, "tokens_per_s": 0.0, "mean_running": 0.0, "num_held": 0}
             for number in range(1, 41):  # all of them wait when the first is handed out
                 for worker in (first, second):
                     protocol = protocols[f"Bearer {worker.name}"]
-                    frame = encode(worker.lease, Heartbeat(number=number, **idle))
+                    frame = encode(worker.lease, structs.replace(IDLE, number=number))
                     protocol.queue.put_nowait({"type": "websocket.receive", "bytes": frame})
             await until(lambda: len(leases) == 80)
             assert abs(leases[:40].count(first.lease) - 20) <= gateway_module._FRAMES_PER_TURN

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
+    MAX_HELD_CALLS,
     Adopt,
     CallFailed,
     Decoded,
@@ -287,6 +288,13 @@ def test_an_offer_that_nobody_takes_up_is_forgotten_after_its_time() -> None:
     held.adopt(Adopt(held="b", call_id="b", offset=0, prefix=prefix(())))
     assert held.expired(1000.0) == []
     assert held.expired(1001.0) == ["a"]
+
+
+def test_a_hello_names_no_more_calls_than_a_coordinator_reads() -> None:
+    held = HeldCalls(100)
+    for number in range(MAX_HELD_CALLS + 1):
+        held.open(assign(f"{number}"))
+    assert [call.call_id for call in held.listed()] == [f"{number}" for number in range(MAX_HELD_CALLS)]
 
 
 def test_only_the_last_message_of_an_ended_call_has_its_ending() -> None:

@@ -60,6 +60,8 @@ def test_the_page_gives_the_type_of_each_key_and_whether_it_may_be_left_out(name
 def test_limits_and_names_are_those_of_the_code() -> None:
     assert messages.SUBPROTOCOL in PAGE
     assert f"{messages.MAX_FRAME_BYTES // 2**20} MiB" in PAGE
+    assert f"at\nmost {messages.MAX_HELD_CALLS:,}," in SECTIONS["hello"]
+    assert f"at most {messages.MAX_SERVED}," in SECTIONS["hello"]
 
 
 GOLDEN = [

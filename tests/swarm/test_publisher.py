@@ -174,9 +174,10 @@ def test_the_folder_of_another_run_and_an_earlier_start_are_refused(tmp_path: Pa
         open_publisher(tmp_path, run_epoch=1)
 
 
-def test_a_damaged_list_of_publications_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"{", b'{"run_id": "\xff"}'])
+def test_a_damaged_list_of_publications_is_said(tmp_path: Path, content: bytes) -> None:
     publish_all(open_publisher(tmp_path), 1)
-    (tmp_path / "swarm" / "publications.json").write_text("{")
+    (tmp_path / "swarm" / "publications.json").write_bytes(content)
     with pytest.raises(RunError, match=r"publications\.json cannot be read"):
         open_publisher(tmp_path)
 

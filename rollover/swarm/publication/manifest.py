@@ -188,7 +188,7 @@ def open_manifest(blob: bytes, key: Ed25519PublicKey) -> PublicationManifest:
             "the manifest is not signed by the publisher whose key this worker was given with its token: ask the run's"
             " owner for a new one"
         ) from None
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise PublicationRefused(
             f"the manifest cannot be read: {e}; install the same version of Rollover on both sides"
         ) from None

@@ -13,7 +13,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import zstandard
@@ -28,6 +28,11 @@ SUBPROTOCOL = f"rollover.swarm.v{PROTOCOL}"
 """Negotiated when the WebSocket is opened."""
 MAX_FRAME_BYTES = 16 * 2**20
 """Largest frame, before and after decompression."""
+MAX_HELD_CALLS = 16_384
+"""Most calls in ``Hello.held``."""
+MAX_SERVED = 64
+"""Most publications in ``Hello.served``."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 _COMPRESS_ABOVE_BYTES = 512
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 
@@ -65,9 +70,9 @@ class HeldCall(msgspec.Struct, frozen=True, kw_only=True):
 
     call_id: str
     sample_key: str
-    start: int
+    start: Count
     """Position in the response of the first token held."""
-    end: int
+    end: Count
     """Position after the last token held."""
     is_running: bool
     """The worker continues to decode it."""
@@ -84,10 +89,10 @@ class Hello(_Message, frozen=True, kw_only=True):
     software: str
     run_id: str = ""
     """The run it served last, and the epoch of it; empty and 0 when it served none."""
-    run_epoch: int = 0
-    served: tuple[Head, ...] = ()
+    run_epoch: Count = 0
+    served: Annotated[tuple[Head, ...], msgspec.Meta(max_length=MAX_SERVED)] = ()
     """The publications of that run that it has served, oldest first, as far back as tokens that it still holds."""
-    held: tuple[HeldCall, ...] = ()
+    held: Annotated[tuple[HeldCall, ...], msgspec.Meta(max_length=MAX_HELD_CALLS)] = ()
 
 
 class Ready(_Message, frozen=True, kw_only=True):
@@ -97,7 +102,7 @@ class Ready(_Message, frozen=True, kw_only=True):
     """
 
     max_running: int
-    max_context_tokens: int
+    max_context_tokens: Count
     seeded: bool
     number_format: str
     cuts_logprobs: bool = True
@@ -119,7 +124,7 @@ class Serving(_Message, frozen=True, kw_only=True):
     """Time to fetch, verify and materialise the weights, while the engine continued."""
     pause_s: float = 0.0
     """Time that the engine stood still."""
-    wire_bytes: int = 0
+    wire_bytes: Count = 0
     """Bytes fetched."""
 
 
@@ -139,14 +144,14 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     Example: ``Heartbeat(number=7, num_running=12, tokens_per_s=812.5, mean_running=11.4, num_held=512)``
     """
 
-    number: int
+    number: Count
     """Counts the heartbeats of a connection, from 1."""
-    num_running: int
+    num_running: Count
     tokens_per_s: float
     """Decoded tokens per second since the last heartbeat, over all calls."""
     mean_running: float
     """Calls that the engine had at a time, mean since the last heartbeat: they shared ``tokens_per_s``."""
-    num_held: int
+    num_held: Count
     """Decoded that wait for an acknowledgement."""
     is_full: bool = False
     """It holds as many tokens as it may, and resumes decoding once some of them are acknowledged."""
@@ -168,7 +173,7 @@ class Decoded(_Message, frozen=True, kw_only=True):
     kv_version: int
     finish_reason: Literal["stop", "length", "abort"] | None = None
     """Set on the last message of a call and on no other."""
-    num_prefilled_tokens: int = 0
+    num_prefilled_tokens: Count = 0
     """The number of prefilled tokens as in ``Chunk``; only in the first message of a call."""
 
 
@@ -376,7 +381,7 @@ def decode_down(frame: bytes) -> DownEnvelope:
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
     try:
         return decoder.decode(_body(frame))
-    except (msgspec.DecodeError, zstandard.ZstdError, RecursionError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, zstandard.ZstdError, RecursionError) as e:
         raise ProtocolError(f"a frame of {len(frame):,} bytes cannot be read: {e}") from None
 
 

@@ -13,9 +13,11 @@ the worker stand still, never by dropping one that may still be asked for.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
+    MAX_HELD_CALLS,
     Adopt,
     Assign,
     CallFailed,
@@ -71,8 +73,8 @@ class HeldCalls:
         return min((v for stream in self if (v := stream.oldest_version) is not None), default=None)
 
     def listed(self) -> tuple[HeldCall, ...]:
-        """Return what a ``Hello`` offers."""
-        return tuple(stream.listed() for stream in self)
+        """Return what a ``Hello`` offers: the oldest calls, if it cannot name all."""
+        return tuple(stream.listed() for stream in islice(self, MAX_HELD_CALLS))
 
     # -- from the engine ----------------------------------------------------------------------------------------
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from rollover.swarm.wire.messages import Head
+from rollover.swarm.wire.messages import MAX_SERVED, Head
 from rollover.swarm.worker.held import HeldCalls
-
-_KEPT = 64
-"""Number of entries kept, as many as a coordinator remembers."""
 
 
 class ServedHeads:
@@ -23,7 +20,7 @@ class ServedHeads:
         """Take note of weights that are served now. Tokens of those before may still come out of the engine, unless
         this is an older version, of a later epoch."""
         goes_back = any(head.version <= before.version for before in self._heads)
-        self._heads = [*(self.needed() if goes_back else self._heads), head][-_KEPT:]
+        self._heads = [*(self.needed() if goes_back else self._heads), head][-MAX_SERVED:]
 
     def clear(self) -> None:
         self._heads = []

@@ -208,6 +208,8 @@ class _WorkerSession:
             receiving.cancel()
             await asyncio.wait([receiving])
             if not receiving.cancelled() and (broken := receiving.result()) is not None:
+                self._sessions.refused("frame")
+                logger.warning("%s broke the protocol and was disconnected: %s", self._name, broken)
                 # It may come back: perhaps the way was to blame.
                 reason = f"this worker violates the protocol: {broken}"
                 self.send(encode(self._lease or 0, Goodbye(reason=reason, is_final=False)))
@@ -258,21 +260,16 @@ class _WorkerSession:
 
     def _take(self, frame: bytes) -> None:
         """Hand on the message of a frame. Raises ``ProtocolError``: the session must then be ended."""
-        try:
-            envelope = decode_up(frame)
-            if self._lease is not None:
-                if envelope.lease == self._lease:
-                    self._sessions.received(self._lease, envelope.message)
-                else:  # leases are small numbers: nobody may speak for another by naming theirs
-                    self._sessions.fenced(envelope.message)
-            elif isinstance(envelope.message, Hello):
-                self._lease = self._sessions.connected(self._name, envelope.message, self)
-            else:
-                raise ProtocolError("the first message of a connection must be a hello")
-        except ProtocolError as e:
-            self._sessions.refused("frame")
-            logger.warning("%s broke the protocol and was disconnected: %s", self._name, e)
-            raise
+        envelope = decode_up(frame)
+        if self._lease is not None:
+            if envelope.lease == self._lease:
+                self._sessions.received(self._lease, envelope.message)
+            else:  # leases are small numbers: nobody may speak for another by naming theirs
+                self._sessions.fenced(envelope.message)
+        elif isinstance(envelope.message, Hello):
+            self._lease = self._sessions.connected(self._name, envelope.message, self)
+        else:
+            raise ProtocolError("the first message of a connection must be a hello")
 
 
 class _BlobResponse(FileResponse):

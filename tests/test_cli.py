@@ -359,3 +359,24 @@ def test_a_command_whose_packages_are_not_installed_says_how_to_install_them(
             monkeypatch.setitem(sys.modules, module, None)
     assert f"pip install 'rollover[{extra}]'" in failed(capsys, *argv)
     assert [path.name for path in Path().iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize("argv", [["train", "run.toml"], ["train", "run.toml", "--dry-run"], ["--help"]])
+def test_a_reader_that_goes_away_does_not_end_the_work(
+    work: Jobs, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(argv) == 0
+    assert len(work.done) == (argv == ["train", "run.toml"])
+    assert capsys.readouterr().err.count("the reader of the output has gone: continuing without it") == 1
+
+
+def test_characters_that_an_encoding_lacks_are_escaped(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.run.dry_run.dry_run", lambda config: ["12 steps · 3 ± 1 µs"])
+    with Path("out").open("w", encoding="latin-1", errors="strict") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["train", "run.toml", "--dry-run", "--logging.run_name", "→"]) == 0
+    assert "12 steps · 3 ± 1 µs" in (out := Path("out").read_text(encoding="latin-1")) and "\\u2192" in out

@@ -22,7 +22,7 @@ LIMIT_S = 2.0
 """Processor time of a test that is not deep, in seconds of the machine on which ``LOOP_S`` was measured."""
 LOOP_S = 0.035
 """Seconds that ``_loop`` takes there."""
-TOOLS = frozenset({"git", "cc", "gcc", "c++"})
+TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname"})
 """Programs that any test may start: a run asks git for its commit and the compiler for its kernels."""
 
 FIXTURES = frozenset({"cluster", "four", "lies", "marked", "processes", "three", "two"})

@@ -28,6 +28,7 @@ from rollover.cli import (
     workload,
 )
 from rollover.cli.command import Commands
+from rollover.cli.output import lasting_output
 from rollover.errors import RolloverError, missing_extra, refusal
 from rollover.privacy import Redactor
 from rollover.run.signals import Stopped, handled, stop
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     redactor = Redactor(arguments)  # the commands tell it the secrets of their configs
+    with lasting_output():
+        return _run(arguments, redactor)
+
+
+def _run(arguments: list[str], redactor: Redactor) -> int:
     try:
         for argument in arguments:
             _check_text(argument)

@@ -129,6 +129,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         unit=unit,
         notes=notes,
         max_staleness=request.max_staleness,
+        one_device=recorded is not None and recorded.one_device and file.colocated is None,
     )
     return setup, recorded
 

@@ -18,14 +18,14 @@ from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.record import JOURNAL, read_config, read_timeline
 from rollover.report.timeline import SampleTrace, Timeline
-from rollover.rollout.events import GroupOpened, SampleScored, SegmentEnded
+from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
-from rollover.types import FinishReason, SampleId
+from rollover.types import FinishReason, SampleId, WasteCause
 from rollover.workload.source import read_run
 from rollover.workload.trace import Trace
 
@@ -48,6 +48,8 @@ class Recorded:
     num_steps: int
     step_tokens_per_s: tuple[tuple[int, float], ...]
     """(trained tokens, seconds) of each step."""
+    one_device: bool
+    """True if one device both trained and decoded."""
     notes: tuple[str, ...]
 
     def tokens_per_s(self, warmup: int) -> float:
@@ -71,11 +73,12 @@ def read_recorded(path: Path) -> Recorded:
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
-    num_prompt_tokens, reward_s = _prompts_and_rewards(path)
+    num_prompt_tokens, reward_s, filtered = _counted(path)
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
     reward = Latency(base_s=reward_s)
-    engine = config.get("engine") or {}
+    engine, trainer_section = config.get("engine") or {}, config.get("trainer") or {}
+    one_device = engine.get("kind") == "embedded" and engine.get("device") == trainer_section.get("device")
     return Recorded(
         trace=trace,
         rollout=rollout,
@@ -85,13 +88,18 @@ def read_recorded(path: Path) -> Recorded:
             reward=reward,
             kv_on_update="keep" if engine.get("kv_on_update") == "keep" else "recompute",
             colocated=engine.get("colocated") is True,
+            accuracy=_accuracy(filtered, rollout.group_size),
+            filter_zero_signal=filtered > 0,
         ),
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
+        one_device=one_device,
         notes=(
             how,
             f"Trainer: {1e6 * trainer.s_per_token:.1f} µs per trained token, rewards {1000 * reward.base_s:.1f} ms"
             " after a sample's end (means over the run).",
+            *[f"The run's filter dropped {filtered:.1%} of its groups; the simulated one drops as many."]
+            * (filtered > 0),
         ),
     )
 
@@ -156,9 +164,19 @@ def _pause_s(row: MetricRow) -> float:
     return row.values.get("time/publish_s", 0.0) + row.values.get("time/sleep_s", 0.0)
 
 
-def _prompts_and_rewards(path: Path) -> tuple[int, float]:
-    """Return the tokens of all prompts, and the mean time between the end of a sample and its reward."""
-    num_prompt_tokens, num_scored, waited_s = 0, 0, 0.0
+def _accuracy(filtered: float, group_size: int) -> float:
+    """Return the accuracy at which this fraction of the groups of independent samples have equal rewards."""
+    low, high = 0.0, 0.5
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle**group_size + (1 - middle) ** group_size > filtered else (low, middle)
+    return high
+
+
+def _counted(path: Path) -> tuple[int, float, float]:
+    """Return the tokens of all prompts, the mean time between the end of a sample and its reward, and the fraction of
+    the finished groups that the filter dropped."""
+    num_prompt_tokens, num_scored, num_trained, num_filtered, waited_s = 0, 0, 0, 0, 0.0
     ended: dict[SampleId, float] = {}
     for _, event in read_events(path / JOURNAL, effective=True, tokens=False):
         match event:
@@ -169,4 +187,8 @@ def _prompts_and_rewards(path: Path) -> tuple[int, float]:
             case SampleScored(sample_id=sample_id) if sample_id in ended:
                 num_scored += 1
                 waited_s += event.time_s - ended.pop(sample_id)
-    return num_prompt_tokens, waited_s / num_scored if num_scored else 0.0
+            case GroupDropped(cause=WasteCause.FILTER_ZERO_SIGNAL):
+                num_filtered += 1
+            case BatchConsumed(group_ids=group_ids):
+                num_trained += len(group_ids)
+    return num_prompt_tokens, waited_s / max(1, num_scored), num_filtered / max(1, num_filtered + num_trained)

@@ -181,6 +181,8 @@ def assumptions(study: Study) -> list[str]:
     found = [*study.setup.notes, f"Caches of unfinished samples {kept}."]
     if scenario.colocated:
         found.append("Replicas and trainer take turns on the same devices.")
+    if study.setup.one_device:
+        found.append("One device both trains and decodes: strategies that decode during training are left out.")
     if scenario.trainer.is_zero:
         found.append("Training takes no time: gains are of the rollout alone. Set [trainer] in a scenario file.")
     return found

@@ -32,12 +32,14 @@ def knob_of(name: str) -> Knob | None:
 
 def default_strategies(setup: Setup) -> tuple[str, ...]:
     """Return the strategies tried by default: all that the scenario can run."""
-    return tuple(name for name in DEFAULT_STRATEGIES if not _is_asleep(name, setup))
+    return tuple(name for name in DEFAULT_STRATEGIES if not is_asleep(name, setup))
 
 
-def _is_asleep(name: str, setup: Setup) -> bool:
+def is_asleep(name: str, setup: Setup) -> bool:
     """Return whether the strategy would generate while the trainer has the devices."""
-    return setup.scenario.colocated and SIMULATED[name.removesuffix(_SAMPLE)].builds.on_full is OnFull.KEEP
+    return (setup.scenario.colocated or setup.one_device) and SIMULATED[
+        name.removesuffix(_SAMPLE)
+    ].builds.on_full is OnFull.KEEP
 
 
 def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
@@ -57,11 +59,11 @@ def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
                 f"--strategies: {name!r} needs a replica for the fast lane: in the scenario file,"
                 " [engine] replicas = 2 and fast_lane_replicas = 1 (or more)"
             )
-        if _is_asleep(name, setup):
-            raise ConfigError(
-                f"--strategies: {name!r} generates while the trainer trains, but replicas and trainer take turns"
-                " (colocated = true): remove one of the two"
-            )
+        if is_asleep(name, setup):
+            cause = "replicas and trainer take turns (colocated = true): remove one of the two"
+            if setup.one_device:
+                cause = "one device did both in this run: remove it, or set colocated = false in a scenario file"
+            raise ConfigError(f"--strategies: {name!r} generates while the trainer trains, but {cause}")
     return tuple(dict.fromkeys(("sync", *names)))
 
 

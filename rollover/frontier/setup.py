@@ -119,6 +119,8 @@ class Setup:
     """Sentences on the origin of the parameters."""
     max_staleness: int | None = None
     """Staleness bound of all settings; ``None`` for a strategy that holds nothing back."""
+    one_device: bool = False
+    """True if one device both trains and decodes: generation during training would slow training down."""
 
     @property
     def cap_tokens(self) -> int:

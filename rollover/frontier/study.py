@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rollover.frontier.advice import Advice, advise
 from rollover.frontier.pictures import Picture, pictures
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
-from rollover.frontier.settings import name_of, place_of, setting, settings, value_of
+from rollover.frontier.settings import is_asleep, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
@@ -94,7 +94,8 @@ def study(
         points = bench.points("settings", tried)
         budgets: list[float | None] = [*lag_budgets] or [None]
         points = _ordered(_closer(bench, points, lag_budgets))
-        advice = tuple(advise(points, budget) for budget in budgets)
+        possible = [p for p in points if not is_asleep(name_of(p.config), setup)]
+        advice = tuple(advise(possible, budget) for budget in budgets)
         shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
         variations = tuple(bench.variations(shown))
     return Study(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollover.errors import DataError, RunError
+from rollover.errors import ConfigError, DataError, RunError
 from rollover.frontier.replay import read_recorded
-from rollover.frontier.settings import setting
+from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import Setup
 from rollover.report.metrics import MetricsWriter
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupOpened
@@ -74,6 +74,30 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
         found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
     )
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
+
+
+def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:
+    """At an accuracy of 0.1, 0.9^4 + 0.1^4 = 66% of groups of 4 have equal rewards."""
+    setup = small(scenario=Scenario(replicas=(TRUE,), accuracy=0.1, filter_zero_signal=True))
+    setup = replace(setup, rollout=setting("sync", setup, None))
+    found = read_recorded(recorded_run(tmp_path / "run", setup, 30))
+    assert found.scenario.filter_zero_signal
+    assert found.scenario.accuracy == pytest.approx(0.1, rel=0.15)
+    assert "filter dropped 6" in found.notes[-1]
+
+
+def test_what_decodes_during_training_is_left_out_on_one_device(tmp_path: Path) -> None:
+    setup = small()
+    setup = replace(setup, rollout=setting("sync", setup, None))
+    run = recorded_run(tmp_path / "run", setup, 6)
+    config = json.loads((run / "config.json").read_text())
+    for device, expected in (("cpu", True), ("cuda:1", False)):
+        engine = config["engine"] | {"kind": "embedded", "device": "cpu"}
+        (run / "config.json").write_text(json.dumps(config | {"engine": engine, "trainer": {"device": device}}))
+        shared = replace(setup, one_device=read_recorded(run).one_device)
+        assert ("bounded_async" not in default_strategies(shared)) is expected
+    with pytest.raises(ConfigError, match="one device did both in this run"):
+        check_strategies(["bounded_async"], replace(setup, one_device=True))
 
 
 @pytest.mark.parametrize(("said", "simulated"), [(None, 20.0), (70.0, 70.0)])

@@ -35,3 +35,14 @@ def resolve_model(name: str | Path, *, weights: bool = True) -> Path:
             f"model {str(name)!r} is not a folder here and could not be fetched from the hub "
             f"({type(error).__name__}): check the name and the connection, or give a local folder (--model.path)"
         ) from error
+
+
+def public_name(folder: Path) -> str:
+    """Return the hub id of a folder in the hub's cache, else the folder's name: never a path of this machine.
+
+    Example: ``public_name(Path(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de"))`` is ``"Qwen/Qwen3-0.6B"``.
+    """
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from rollover.errors import ConfigError, require
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.folder import write_folder
-from rollover.hf.hub import resolve_model
+from rollover.hf.hub import public_name, resolve_model
 from rollover.hf.weights import number_format
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.checks import check_targets
@@ -157,7 +157,7 @@ def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a number of either kind
         target_modules=list(config.targets),
-        base_model_name_or_path=str(base),
+        base_model_name_or_path=public_name(base),
         task_type="CAUSAL_LM",
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollover.errors import ModelError
-from rollover.hf.hub import resolve_model
+from rollover.hf.hub import public_name, resolve_model
 
 
 def test_a_folder_resolves_to_itself_and_a_missing_one_is_named(tmp_path: Path) -> None:
@@ -26,3 +26,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_told_with_the_mend(monkeypatch: pyte
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelError, match="'some/model' is not a folder here and could not be fetched from the hub"):
         resolve_model("some/model")
+
+
+def test_a_model_is_named_by_its_hub_id_or_its_folder_never_by_a_path(tmp_path: Path) -> None:
+    cached = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de"
+    assert public_name(cached) == "Qwen/Qwen3-0.6B"
+    assert public_name(tmp_path / "mine") == "mine"

@@ -178,6 +178,8 @@ def test_a_checkpoint_holds_adapters_alone(folder: Path, tmp_path: Path) -> None
         *("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"),
         *("trainer.json", "trainer/optimizer.safetensors"),
     }
+    settings = json.loads((tmp_path / "step_3" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == folder.name
     tensors = load_file(tmp_path / "step_3" / "adapter_model.safetensors")
     assert all(".lora_A." in name or ".lora_B." in name for name in tensors)
 

@@ -6,11 +6,14 @@ Each message names the setting, why it does not work, and what to do. Torch-free
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rollover.errors import ConfigError, MissingExtra, require
 from rollover.integrations.hosted import Given
+
+logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (1, 16), (1, 16)
 """First and last minor version of TRL with which the tests have run. The integration overrides private methods of TRL,
@@ -100,11 +103,18 @@ def check_dropout(names: Collection[str]) -> None:
 
 
 def check_correction(args: Any, *, is_on_policy: bool) -> None:
-    """Raise ``ConfigError`` when tokens of older weights would be treated as those of the current ones."""
+    """Raise ``ConfigError`` when tokens of older weights would be treated as those of the current ones; warn when most
+    of their responses would be dropped."""
     if not args.vllm_importance_sampling_correction and not is_on_policy:
         raise ConfigError(
             "GRPOConfig.vllm_importance_sampling_correction is False, so tokens sampled from older weights would be"
             " trained as if the current weights had sampled them: set it to True, or use rollover='sync'"
+        )
+    if args.vllm_importance_sampling_mode == "sequence_mask" and not is_on_policy:
+        logger.warning(
+            "GRPOConfig.vllm_importance_sampling_mode is 'sequence_mask', TRL's default, which drops every response"
+            " whose ratio is above vllm_importance_sampling_clip_max; with tokens of older weights, these are many:"
+            " 'token_truncate' keeps them"
         )
 
 

@@ -140,6 +140,18 @@ def test_dropout_is_refused_until_it_is_off(tiny_model: Path, tmp_path: Path) ->
         trainer(tiny_model, tmp_path, model_init_kwargs={"attention_dropout": 0.1})
 
 
+def test_a_mode_that_drops_stale_responses_is_warned_about(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tiny_model, tmp_path, vllm_importance_sampling_mode="token_truncate")
+    trainer(
+        tiny_model, tmp_path, vllm_importance_sampling_mode="sequence_mask", asked={"rollout": {"strategy": "sync"}}
+    )
+    assert not caplog.records
+    trainer(tiny_model, tmp_path, vllm_importance_sampling_mode="sequence_mask")
+    assert [r.message for r in caplog.records if "drops every response" in r.message]
+
+
 def test_vllm_is_refused_before_it_is_opened(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use_vllm is True, but Rollover opens the engine"):
         trainer(tiny_model, tmp_path, use_vllm=True)

@@ -6,6 +6,7 @@ that the model should learn to give.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -32,12 +33,23 @@ class Conversation(NamedTuple):
 
 
 def is_messages(content: Any) -> bool:
-    """Return whether ``content`` is a non-empty list of ``{"role", "content"}``."""
+    """Return whether ``content`` is a non-empty list of tables with a role."""
     return (
         isinstance(content, list)
         and bool(content)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in content)
+        and all(isinstance(message, Mapping) and "role" in message for message in content)
     )
+
+
+def parsed(content: Any) -> Any:
+    """Return messages that are given as JSON text as messages, and anything else unchanged."""
+    if not (isinstance(content, str) and content.lstrip().startswith("[{")):
+        return content
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    return found if is_messages(found) else content
 
 
 def ends_with_reply(content: Any) -> bool:
@@ -52,7 +64,7 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
     *prompt, last = messages
     if not prompt:
         raise DataError(f"{where}: the messages hold only an assistant's turn, so there is no prompt; fix the row")
-    text = _text(last["content"])
+    text = _text(last.get("content"))
     if not text:
         raise DataError(
             f"{where}: the messages end with an assistant's turn that has no text to learn from or compare with; "
@@ -102,5 +114,5 @@ def read_conversation(row: Mapping[str, Any], path: str | None) -> Conversation 
     """Read the messages at a dotted path; ``None`` if there is text or nothing."""
     if path is None or not has_value(row, path):
         return None
-    content = read_column(row, path)
+    content = parsed(read_column(row, path))
     return split_conversation(content, "the row") if is_messages(content) else None

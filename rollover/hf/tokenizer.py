@@ -24,19 +24,25 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> Any: ...
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Open the folder's fast tokenizer. Raises ``ModelError`` when there is none, or no end token is named."""
-    from transformers import AutoTokenizer
+    """Open the folder's fast tokenizer, as its ``tokenizer.json`` describes it: the class that transformers chooses by
+    the model's type may replace the way in which text is cut into words.
+
+    Raises ``ModelError`` when there is none, or no end token is named."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # Without its files, transformers makes up an empty tokenizer for some model types.
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(_VOCABULARY_FILES)}); put its files next to the model")
     _listed_stop_ids(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+        tokenizer = kind.from_pretrained(folder)
     except Exception as e:  # the tokenizers library raises plain Exception
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise ModelError(f"{folder}: the tokenizer cannot be loaded ({reason}); put its files next to the model") from e

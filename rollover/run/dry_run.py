@@ -5,6 +5,7 @@ Importing this module needs no torch.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import require
 from rollover.run.checks import check_context
 from rollover.run.config import RunConfig
+from rollover.types import Prompt
+
+_SHOWN_TOKENS = 120
 
 
 def dry_run(config: RunConfig) -> list[str]:
@@ -59,16 +63,40 @@ def dry_run(config: RunConfig) -> list[str]:
         )
     lines += [f"variant {name} changes {', '.join(config.variants[name])}" for name in config.variants]
     tokenizer = _tokenizer(config)
-    encoder = None if tokenizer is None else PromptEncoder(tokenizer, config.tasks)
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
+            encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
             facts = check_source(source, encoder)
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
             reply = f"; {facts.reply}" if facts.reply else ""
             lines.append(f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}")
+            if facts.first is not None:
+                lines += _first_prompt(facts.first, facts.reference, tokenizer)
     for source in () if config.sft is None else config.warmup_sources:
+        encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
         check_source(source, encoder, teaches=True)
+    if tokenizer is not None:
+        lines.append(_ends(config, tokenizer))
     return [*lines, *memory_lines(config)]
+
+
+def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any) -> list[str]:
+    """Show a prompt with the boundaries of its tokens, and its reference answer."""
+    shown = "|".join(tokenizer.decode([token]) for token in prompt.token_ids[:_SHOWN_TOKENS])
+    rest = f"|... {len(prompt.token_ids) - _SHOWN_TOKENS} more" if len(prompt.token_ids) > _SHOWN_TOKENS else ""
+    lines = [f"  first prompt, {len(prompt.token_ids)} tokens: {json.dumps(shown, ensure_ascii=False)[1:-1]}{rest}"]
+    if reference is not None:
+        lines.append(f"  its reference answer: {json.dumps(reference, ensure_ascii=False)[:200]}")
+    return lines
+
+
+def _ends(config: RunConfig, tokenizer: Any) -> str:
+    from rollover.hf.hub import resolve_model
+    from rollover.tasks.open import response_ends
+
+    assert config.model.path is not None
+    ends = response_ends(resolve_model(config.model.path, weights=False), tokenizer, config.tasks)
+    return f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 
 
 def _model_line(config: RunConfig) -> str:

@@ -154,11 +154,11 @@ def _compare(config: RunConfig, run: RunDir) -> None:
 async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import RewardScorer
-    from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.hf.tokenizer import load_tokenizer
     from rollover.run.engine import open_engine
     from rollover.run.evaluation import Evaluator
     from rollover.run.prepare import initial_policy
-    from rollover.tasks.open import eval_sources
+    from rollover.tasks.open import eval_sources, response_ends
 
     if config.engine.declared.serves_training_only:
         raise ConfigError(
@@ -178,7 +178,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
             engine=engine,
             sources=sources,
             scorer=scorer,
-            stops=stop_token_ids(folder, tokenizer),
+            stops=response_ends(folder, tokenizer, config.tasks),
             clock=SystemClock(),
             on_progress=progress.evaluating,
         )

@@ -23,7 +23,7 @@ from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
 from rollover.tasks.examples import examples
-from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.open import eval_sources, held_out_texts, reply_end, train_source
 from rollover.tasks.prompt_source import PromptSource
 
 NUM_TOKENIZER_TEXTS = 2000
@@ -130,7 +130,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     run_sft(
         base,
-        _Worked(source, tokenizer, warmup.bare_answers),
+        _Worked(source, tokenizer, end=reply_end(tokenizer, tasks), bare_answers=warmup.bare_answers),
         warmup,
         output=folder,
         deterministic=config.deterministic,
@@ -149,10 +149,11 @@ class _Worked:
 
     source: PromptSource
     tokenizer: Any
+    end: int
     bare_answers: float
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        return examples(self.source, self.tokenizer, bare_answers=self.bare_answers)
+        return examples(self.source, self.tokenizer, end=self.end, bare_answers=self.bare_answers)
 
 
 def _warmup_seed(config: RunConfig) -> int:
@@ -169,6 +170,9 @@ class _PlainText:
         return {"input_ids": [[ord(c) for c in t] for t in text]}
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise AssertionError("plain text has no chat template")
+
+    def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
         raise AssertionError("plain text has no chat template")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

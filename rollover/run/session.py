@@ -17,7 +17,7 @@ from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine, Sleeps
 from rollover.environments.scorer import RewardScorer
-from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+from rollover.hf.tokenizer import load_tokenizer
 from rollover.report.metrics import MetricsWriter, read_metrics
 from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
@@ -39,7 +39,7 @@ from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
-from rollover.tasks.open import eval_sources, held_out_texts, train_source
+from rollover.tasks.open import eval_sources, held_out_texts, response_ends, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
 from rollover.tasks.resume_check import same_datasets
 from rollover.weights.publisher import Publisher
@@ -93,7 +93,7 @@ async def open_session(
         needs_base = algorithm.needs_ref or config.trainer.lora is not None
         check_model(run, folder, needs_weights=checkpoint is None or needs_base)
         tokenizer = load_tokenizer(folder)
-        stops = stop_token_ids(folder, tokenizer)
+        stops = response_ends(folder, tokenizer, config.tasks)
         trainer = open_trainer(config, run, folder, checkpoint, progress)
         stack.callback(trainer.close)
         engine, folders = await open_engine(config, run, folder, progress.message)

@@ -20,12 +20,16 @@ from rollover.environments.columns import (
     has_value,
     is_messages,
     is_there,
+    parsed,
     read_column,
     split_conversation,
 )
 from rollover.errors import DataError
+from rollover.tasks.messages import Question, read_question
 
-PROMPT_COLUMNS = ("prompt", "question", "input", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
+EXTRA_INPUT = "input"
+"""Column of Alpaca's rows that belongs to the prompt beside ``instruction``."""
 ANSWER_COLUMNS = (
     "answer",
     "label",
@@ -45,7 +49,8 @@ class ColumnSettings:
 
     source: str
     """Name of the source, for messages."""
-    prompt: str | None = None
+    prompt: str | tuple[str, ...] | None = None
+    """The path of the prompt, or the paths of texts that make it up."""
     answer: str | None = None
     keep: tuple[str, ...] | None = None
     """Columns that travel with the prompt; ``None`` means all."""
@@ -67,9 +72,12 @@ class ColumnMap:
         self._settings = settings
         self._prompt_key = f"prompt_column of source {settings.source!r}"
         self._answer_key = f"answer_column of source {settings.source!r}"
-        self.prompt = settings.prompt or _choose(first, PROMPT_COLUMNS, key=self._prompt_key, where=where)
-        """The path of the prompt."""
-        self.replies = ends_with_reply(_require(first, self.prompt, key=self._prompt_key, where=where))
+        names = [name for name in PROMPT_COLUMNS if name != EXTRA_INPUT or not has_value(first, "instruction")]
+        chosen = settings.prompt or _choose(first, names, key=self._prompt_key, where=where)
+        self._parts = (chosen,) if isinstance(chosen, str) else chosen
+        self.prompt = self._parts[0]
+        """The path of the prompt, or of its first part."""
+        self.replies = ends_with_reply(parsed(_require(first, self.prompt, key=self._prompt_key, where=where)))
         """True if the messages of the first row end with an assistant's turn."""
         self.answer = settings.answer
         """The path of the reference answer; ``None`` when neither the reward nor the user asks for one. It is the
@@ -96,7 +104,14 @@ class ColumnMap:
         for name in self._needed:
             if name not in row:  # null is a value that functions may know how to handle
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
-        content = _require(row, self.prompt, key=self._prompt_key, where=where)
+        if self._parts != (self.prompt,):
+            return self._joined(row, where)
+        if self._settings.prompt is None and self.prompt == "instruction" and row.get(EXTRA_INPUT):
+            raise DataError(
+                f"{where}: column {EXTRA_INPUT!r} is filled beside 'instruction'; set {self._prompt_key} to"
+                f" ['instruction', {EXTRA_INPUT!r}]"
+            )
+        content = parsed(_require(row, self.prompt, key=self._prompt_key, where=where))
         if not is_messages(content):
             return content
         prompt, reply = split_conversation(content, where)
@@ -106,6 +121,26 @@ class ColumnMap:
                 f" source; fix the row or set {self._answer_key}"
             )
         return prompt
+
+    def _joined(self, row: Mapping[str, Any], where: str) -> str:
+        """Join the texts of several columns by an empty line; a column may be blank, but not all of them."""
+        texts = [read_column(row, path) if has_value(row, path) else "" for path in self._parts]
+        for path, text in zip(self._parts, texts, strict=True):
+            if not isinstance(text, str):
+                raise DataError(f"{where}: column {path!r} is not text, so {self._prompt_key} cannot join it")
+        return "\n\n".join(text for text in texts if text.strip())
+
+    def question(self, row: Mapping[str, Any], where: str) -> Question:
+        """Return what a row asks. Raises ``DataError`` as ``content`` does, and for media."""
+        return read_question(row, self.content(row, where), where)
+
+    def reference(self, row: Mapping[str, Any], where: str) -> str | None:
+        """Return the reference answer of a row, which is the reply if there is no other; ``None`` if the source has
+        none."""
+        if self.answer is None:
+            return None
+        value = parsed(read_column(row, self.answer))
+        return split_conversation(value, where).reply if is_messages(value) else str(value)
 
     def kept(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the columns that travel, as they come back from the journal: those wanted, the answer, and a prompt of
@@ -118,7 +153,7 @@ class ColumnMap:
         names = set(row if wanted is None else wanted)
         if self.answer is not None:
             names.add(_top(row, self.answer))
-        if isinstance(row.get(self.prompt), str):
+        if isinstance(parsed(row.get(self.prompt)), str) and self._parts == (self.prompt,):
             names.discard(self.prompt)
         else:
             names.add(_top(row, self.prompt))

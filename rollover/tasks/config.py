@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rollover.settings.changes import OnResume
@@ -30,6 +32,13 @@ class TasksConfig:
     chat_template: Literal["auto", "on", "off"] = "auto"
     """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text, unchanged. ``auto``: the
     template if the tokenizer has one."""
+    chat_template_file: str | None = None
+    """File with a chat template that is used in place of the tokenizer's own."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``{ enable_thinking = false }``. A source's own override them, and so
+    does a row's column ``chat_template_kwargs``."""
+    chat_template_date: str | None = None
+    """Date, as YYYY-MM-DD, for templates that write the date of today."""
     system_prompt: str | None = None
     """System message for prompts that do not have their own; needs a chat template."""
     prompt_suffix: str = ""
@@ -56,6 +65,13 @@ class TasksConfig:
                 raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
         if self.chat_template == "off" and self.system_prompt is not None:
             raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': remove one of them")
+        if self.chat_template_date is not None:
+            try:
+                datetime.date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                raise ValueError(
+                    f"tasks.chat_template_date must be a date as YYYY-MM-DD, got {self.chat_template_date!r}"
+                ) from None
         if self.max_prompt_tokens < 1:
             raise ValueError(f"tasks.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.eval_seed < 0:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.errors import DataError
-from rollover.hf.tokenizer import Tokenizer
+from rollover.hf.tokenizer import Tokenizer, stop_token_ids
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import NO_SOURCE, TasksConfig
 from rollover.tasks.mixture import MixtureSource
@@ -24,9 +25,9 @@ def train_source(
     anything wrong with a source."""
     if not config.train:
         raise DataError(NO_SOURCE)
-    encoder = PromptEncoder(tokenizer, config)
     sources: list[PromptSource] = []
     for source in config.train:
+        encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
         rows, name = source.open(gym_seed("train", source.name, seed)), source.name
         num_rows = _fewest(rows.num_rows, source.limit)
         if num_rows is None:
@@ -51,9 +52,9 @@ def train_source(
 def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int) -> tuple[RowSource, ...]:
     """Open the evaluation sets: the first ``num_prompts`` rows (or ``limit``, or all, if fewer) of each source in file
     order, without the skipped ones. Call ``prompt(i)`` for i below ``num_rows``."""
-    encoder = PromptEncoder(tokenizer, config)
     sources = []
     for source in config.eval:
+        encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
         rows, name = source.open(gym_seed("eval", source.name, config.eval_seed)), f"eval/{source.name}"
         num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
         assert num_rows is not None
@@ -75,6 +76,18 @@ def held_out_texts(config: TasksConfig, evaluation: Sequence[RowSource]) -> froz
     return frozenset(source.prompt(i).text for source in evaluation for i in range(source.num_rows))
 
 
+def reply_end(tokenizer: Any, config: TasksConfig) -> int:
+    """Return the token that ends a response: the marker with which the chat template ends an assistant's turn, or else
+    the tokenizer's end token."""
+    end = PromptEncoder(tokenizer, config).turn_end
+    return int(tokenizer.eos_token_id) if end is None else end
+
+
+def response_ends(folder: Path, tokenizer: Any, config: TasksConfig) -> tuple[int, ...]:
+    """Return the tokens that end a response: those that the model's folder names, and the chat template's."""
+    return tuple(dict.fromkeys([*stop_token_ids(folder, tokenizer), reply_end(tokenizer, config)]))
+
+
 class SourceFacts(NamedTuple):
     """Facts about a source that was opened and not yet read.
 
@@ -86,6 +99,10 @@ class SourceFacts(NamedTuple):
     """Number of rows; ``None`` if endless, or unknown without a download."""
     reply: str = ""
     """The use of the turn that ends the messages, if it is an assistant's."""
+    first: Prompt | None = None
+    """The first prompt, if there is a tokenizer."""
+    reference: str | None = None
+    """Its reference answer, if the source has one."""
 
 
 def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *, teaches: bool = False) -> SourceFacts:
@@ -103,13 +120,15 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
     spec = config.reward_spec(columns, config.name)
     config.reward.check(spec)
     config.reward.build(spec)
+    first = None
     if encoder is not None:
-        text, token_ids = encoder.encode(columns.content(rows[0], where), where=where)
+        text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)
         kept = columns.kept(rows[0], where)
         first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
         if teaches:
             config.solution(first, columns.prompt)
-    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns))
+    reference = columns.reference(rows[0], where)
+    return SourceFacts(_fewest(rows.num_rows, config.limit), _use_of_reply(columns), first, reference)
 
 
 def _use_of_reply(columns: ColumnMap) -> str:

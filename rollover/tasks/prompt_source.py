@@ -83,7 +83,7 @@ class _DatasetSource:
 
     def _read(self, row: int, epoch: int) -> Prompt:
         values, where = self._rows[row], self._rows.where(row)
-        encoded = self._encoder.encode(self._columns.content(values, where), where=where)
+        encoded = self._encoder.encode(self._columns.question(values, where), where=where)
         return Prompt(
             prompt_id=f"{self._name}/{row}@{epoch}",
             token_ids=encoded.token_ids,
@@ -149,8 +149,9 @@ class RowSource(_DatasetSource):
         admissible = array("q")
         for start in range(0, num_rows, _SCAN_ROWS):
             chunk = range(start, min(start + _SCAN_ROWS, num_rows))
-            contents = [(self._columns.content(self._rows[r], self._rows.where(r)), self._rows.where(r)) for r in chunk]
-            for row, encoded in zip(chunk, self._encoder.encode_many(contents), strict=True):
+            places = [(self._rows[r], self._rows.where(r)) for r in chunk]
+            questions = [(self._columns.question(values, where), where) for values, where in places]
+            for row, encoded in zip(chunk, self._encoder.encode_many(questions), strict=True):
                 if self._admits(encoded, row):
                     admissible.append(row)
         if not admissible:

@@ -1,18 +1,34 @@
-"""Turns the prompt of a row into token ids, once and for all.
+"""Turns what a row asks into token ids, once and for all, and proves that the ids say what the row says.
 
-``Prompt.text`` is exactly the string that was tokenised. A chat template writes its own special tokens, so
-after it the tokenizer adds none; plain text gets those the tokenizer adds by itself (a leading BOS, say).
+``Prompt.text`` is exactly the string that was tokenised. A chat template writes its own special tokens, so after it the
+tokenizer adds none; plain text gets those the tokenizer adds by itself (a leading BOS, say). Three laws hold for every
+prompt that a template wrote:
+
+* the text of each message is in it once and whole, apart from white space at its ends;
+* the markers among its ids, such as ``<|im_end|>``, are those that the template writes: a marker that a message spells
+  out is encoded as text;
+* a prompt in which no message spells a marker out has the ids of the whole text, as in any other library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollover.environments.columns import is_messages
 from rollover.errors import DataError
+from rollover.hf.markers import Markers
 from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.config import TasksConfig
+from rollover.tasks.messages import Question
+from rollover.tasks.template import ChatTemplate, Written
+
+_OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Markers that an assistant writes itself, and that therefore stay markers in its turns."""
 
 
 class Encoded(NamedTuple):
@@ -26,24 +42,43 @@ class Encoded(NamedTuple):
 
 
 class PromptEncoder:
-    """Writes prompts out and tokenises them. Raises ``DataError`` when a needed chat template is missing.
+    """Writes prompts out and tokenises them. Raises ``DataError`` when a needed chat template is missing or cannot be
+    used.
 
-    Example: with a chat template, ``encode("1+1", where="row 0").text`` is ``"<user>1+1\\n<assistant>"``, say.
+    Args:
+        arguments: arguments of the chat template, in addition to ``tasks.chat_template_kwargs``.
+
+    Example: with a chat template, ``encode(Question("1+1"), where="row 0").text`` is ``"<user>1+1\\n<assistant>"``,
+    say.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: TasksConfig) -> None:
-        has_template = bool(tokenizer.chat_template)
+    def __init__(self, tokenizer: Tokenizer, config: TasksConfig, arguments: Mapping[str, Any] | None = None) -> None:
+        source = _read_template(config.chat_template_file)
+        has_template = bool(source or tokenizer.chat_template)
         if not has_template and config.chat_template == "on":
             raise DataError("tasks.chat_template = 'on', but the tokenizer has no chat template; set it to 'off'")
         if not has_template and config.system_prompt is not None:
             raise DataError("tasks.system_prompt needs a tokenizer with a chat template; omit it")
         self._tokenizer = tokenizer
         self._config = config
-        self._templated = has_template and config.chat_template != "off"
+        self._arguments = {**config.chat_template_kwargs, **(arguments or {})}
+        self._template: ChatTemplate | None = None
+        if has_template and config.chat_template != "off":
+            day = config.chat_template_date
+            day_seen = None if day is None else datetime.date.fromisoformat(day)
+            self._template = ChatTemplate(tokenizer, source=source, day=day_seen)
+            self._markers = Markers(tokenizer)
+            self._marks_of = lru_cache(maxsize=256)(self._count)
+        self._check_arguments(self._arguments, "tasks.chat_template_kwargs")
 
     @property
     def max_tokens(self) -> int:
         return self._config.max_prompt_tokens
+
+    @property
+    def turn_end(self) -> int | None:
+        """Return the marker that ends an assistant's turn; ``None`` without a template, or if it writes none."""
+        return None if self._template is None else self._markers.starting(self._template.after_reply())
 
     def fits(self, token_ids: Sequence[int], where: str) -> bool:
         """Return whether a prompt is short enough. Raises ``DataError`` when it is not and ``long_prompts`` is
@@ -56,48 +91,131 @@ class PromptEncoder:
             )
         return fits
 
-    def encode(self, content: Any, *, where: str) -> Encoded:
-        """Tokenise one prompt: text, or messages ``[{"role", "content"}, ...]``."""
-        return self.encode_many([(content, where)])[0]
+    def encode(self, question: Question, *, where: str) -> Encoded:
+        """Tokenise one prompt."""
+        return self.encode_many([(question, where)])[0]
 
-    def encode_many(self, contents: Sequence[tuple[Any, str]]) -> list[Encoded]:
-        """Tokenise (content, where) pairs in one call, which fast tokenizers do in parallel."""
-        texts = [self._render(content, where) for content, where in contents]
-        ids = self._tokenizer(texts, add_special_tokens=not self._templated)["input_ids"]
-        for one, (_, where) in zip(ids, contents, strict=True):
+    def encode_many(self, questions: Sequence[tuple[Question, str]]) -> list[Encoded]:
+        """Tokenise (question, where) pairs in one call, which fast tokenizers do in parallel.
+
+        Raises:
+            DataError: a prompt is empty, or breaks one of the laws.
+        """
+        if self._template is None:
+            texts = [self._plain(question, where) for question, where in questions]
+            ids = self._tokenizer(texts, add_special_tokens=True)["input_ids"]
+            found = [_with_one_bos(self._tokenizer, one) for one in ids]
+        else:
+            written = [self._write(question, where) for question, where in questions]
+            texts = [one.text for one in written]
+            ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            found = [
+                self._proved(one, w, question, where)
+                for one, w, (question, where) in zip(ids, written, questions, strict=True)
+            ]
+        for one, (_, where) in zip(found, questions, strict=True):
             if not one:
                 raise DataError(f"{where}: the prompt is empty")
-        return [Encoded(text, tuple(one)) for text, one in zip(texts, ids, strict=True)]
+        return [Encoded(text, tuple(one)) for text, one in zip(texts, found, strict=True)]
 
-    def _render(self, content: Any, where: str) -> str:
-        if isinstance(content, str):
-            if not self._templated:
-                return content + self._config.prompt_suffix
-            messages = [{"role": "user", "content": content}]
-        elif is_messages(content):
-            messages = [dict(message) for message in content]
-            if not self._templated:
-                raise DataError(
-                    f"{where}: the prompt is a list of messages, which needs a chat template; use a "
-                    "tokenizer that has one and chat_template = 'auto' or 'on', or a column of plain text"
-                )
-        else:
+    def _plain(self, question: Question, where: str) -> str:
+        if question.tools or question.arguments:
+            raise DataError(f"{where}: tools and template arguments need a chat template; leave their columns out")
+        if isinstance(question.content, str):
+            if not question.content.strip():
+                raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
+            return question.content + self._config.prompt_suffix
+        if isinstance(question.content, list):
             raise DataError(
-                f"{where}: a prompt is text or a list of messages with role and content, "
-                f"got {type(content).__name__}: {str(content)[:60]!r}"
+                f"{where}: the prompt is a list of messages, which needs a chat template; use a "
+                "tokenizer that has one and chat_template = 'auto' or 'on', or a column of plain text"
             )
-        return self._apply_template(messages, where)
+        raise _not_a_prompt(question.content, where)
 
-    def _apply_template(self, messages: list[dict[str, Any]], where: str) -> str:
+    def _write(self, question: Question, where: str) -> Written:
+        assert self._template is not None
+        if isinstance(question.content, str):
+            if not question.content.strip():
+                raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
+            messages = [{"role": "user", "content": question.content}]
+        elif isinstance(question.content, list):
+            messages = [dict(message) for message in question.content]
+        else:
+            raise _not_a_prompt(question.content, where)
         if self._config.prompt_suffix:
-            last = messages[-1]
-            if last["role"] != "user" or not isinstance(last["content"], str):
+            if messages[-1]["role"] != "user":
                 raise DataError(f"{where}: tasks.prompt_suffix needs a last message of plain text by the user")
-            last["content"] += self._config.prompt_suffix
+            messages[-1]["content"] += self._config.prompt_suffix
         if self._config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+        self._check_arguments(question.arguments, f"{where}, chat_template_kwargs")
+        if self._markers.find(json.dumps([question.tools, [m.get("tool_calls") for m in messages]], default=str)):
+            raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise jinja's errors, and their own on roles they refuse
-            raise DataError(f"{where}: the chat template rejects these messages: {error}") from error
-        return str(text)
+            return self._template.write(
+                messages, tools=question.tools, arguments={**self._arguments, **question.arguments}
+            )
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+
+    def _proved(self, ids: Sequence[int], written: Written, question: Question, where: str) -> Sequence[int]:
+        """Return ids whose markers are the template's."""
+        expected = self._marks_of(written.sample) + self._own_marks(written)
+        if self._markers.count(ids) == expected:
+            return ids
+        literal = [
+            found
+            for span in written.spans
+            for found in self._markers.find(written.text, span.start, span.end)
+            if span.role != "assistant" or written.text[slice(*found)] not in _OWN_MARKERS
+        ]
+        cut = self._markers.encode(written.text, literal)
+        if cut is None or self._markers.count(cut) != expected:
+            raise DataError(
+                f"{where}: the prompt cannot be written without a marker of the tokenizer that is not the template's;"
+                " leave the row out"
+            )
+        return cut
+
+    def _count(self, sample: str) -> Counter[int]:
+        return self._markers.count(self._tokenizer([sample], add_special_tokens=False)["input_ids"][0])
+
+    def _own_marks(self, written: Written) -> Counter[int]:
+        spelled = [
+            written.text[slice(*found)]
+            for span in written.spans
+            if span.role == "assistant"
+            for found in self._markers.find(written.text, span.start, span.end)
+        ]
+        return Counter(self._markers.id_of(marker) for marker in spelled if marker in _OWN_MARKERS)
+
+    def _check_arguments(self, arguments: Mapping[str, Any], key: str) -> None:
+        for name, value in arguments.items():
+            if self._template is None:
+                raise DataError(f"{key}.{name} needs a chat template; omit it")
+            if not self._template.names(name):
+                raise DataError(f"{key}.{name}: the chat template reads no argument of this name; omit it")
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                raise DataError(f"{key}.{name} is the text {value!r}, which templates take for true; omit the quotes")
+
+
+def _with_one_bos(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+    """Leave out the BOS that a tokenizer puts before a text that begins with one."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"tasks.chat_template_file: {path} cannot be read ({error}); correct the path") from None
+
+
+def _not_a_prompt(content: Any, where: str) -> DataError:
+    return DataError(
+        f"{where}: a prompt is text or a list of messages with role and content, "
+        f"got {type(content).__name__}: {str(content)[:60]!r}"
+    )

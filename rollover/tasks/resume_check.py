@@ -8,12 +8,12 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.fingerprint import Fingerprint
-from rollover.tasks.sources.base import SourceSettings
+from rollover.tasks.fingerprint import DataFile, Fingerprint
 
 
 def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:
@@ -23,16 +23,20 @@ def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | Non
     Raises:
         DataError: a dataset is missing, or is not the recorded one.
     """
+    fingerprints: dict[str, Callable[[], Fingerprint | None]]
     roles = (("train", config.train), ("eval", config.eval))
     datasets = {f"{role}/{source.name}": source for role, sources in roles for source in sources}
-    now = {name: _same(source, (recorded or {}).get(name), name) for name, source in datasets.items()}
+    fingerprints = {name: source.fingerprint for name, source in datasets.items()}
+    if config.chat_template_file is not None:
+        fingerprints["chat_template"] = DataFile(Path(config.chat_template_file)).fingerprint
+    now = {name: _same(take, (recorded or {}).get(name), name) for name, take in fingerprints.items()}
     return {name: found for name, found in now.items() if found is not None}
 
 
-def _same(source: SourceSettings, before: Fingerprint | None, name: str) -> Fingerprint | None:
+def _same(take: Callable[[], Fingerprint | None], before: Fingerprint | None, name: str) -> Fingerprint | None:
     mend = f"restore the original dataset, give its new path on --resume, or start a new run ({name})"
     try:
-        now = source.fingerprint()
+        now = take()
     except DataError as error:
         if before is None:
             raise

@@ -37,7 +37,7 @@ def opened(source: SourceConfig, **fields: Any) -> PromptSource:
 
 
 def taught(source: SourceConfig, num: int = 1) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return list(islice(examples(opened(source), char_tokenizer(CHAT)), num))
+    return list(islice(examples(opened(source), char_tokenizer(CHAT), end=1), num))
 
 
 def score(source: SourceConfig, completion: str) -> float:

@@ -43,7 +43,7 @@ SUMS = ReasoningGymConfig(
 def shown(config: SourceConfig, num: int, bare_answers: float = 0.0) -> list[tuple[str, str]]:
     tokenizer = Characters()
     source = train_source(TasksConfig(train=(config,), prompt_suffix="\n"), tokenizer, seed=0)
-    drawn = islice(examples(source, tokenizer, bare_answers=bare_answers), num)
+    drawn = islice(examples(source, tokenizer, end=tokenizer.eos_token_id, bare_answers=bare_answers), num)
     made = []
     for prompt_ids, response_ids in drawn:
         assert response_ids[-1] == 0, "the model must learn to stop"

@@ -227,7 +227,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
         (
             [{"text": "1+1", "answer": "2"}],
             {},
-            "line 1: none of the columns prompt, question, input, messages exists; "
+            "line 1: none of the columns prompt, question, problem, query, instruction, input, messages exists; "
             "the columns are text, answer; set prompt_column of source 'file'",
         ),
         (
@@ -332,10 +332,10 @@ def test_text_of_a_parquet_file_that_is_none_is_told_with_its_row(tmp_path: Path
 
 
 def test_a_column_json_cannot_hold_is_told(tmp_path: Path) -> None:
-    table = pa.table({"question": ["1"], "answer": ["2"], "image": [b"\x00"]})
+    table = pa.table({"question": ["1"], "answer": ["2"], "scan": [b"\x00"]})
     pq.write_table(table, tmp_path / "a.parquet")
     config = ParquetConfig(name="p", path=str(tmp_path / "a.parquet"), reward=EXACT)
-    with pytest.raises(DataError, match=r"a.parquet, row 0: column 'image' cannot travel.*keep_columns"):
+    with pytest.raises(DataError, match=r"a.parquet, row 0: column 'scan' cannot travel.*keep_columns"):
         opened(config)
     assert opened(replace(config, keep_columns=())).prompt(0).columns == {"answer": "2"}
 

@@ -36,6 +36,8 @@ class SourceSettings(ABC):
     """Share in the training mixture, relative to the other sources; ignored in evaluation."""
     reward: Annotated[RewardConfig, ByKind()] = field(default_factory=VerifierConfig)
     """The reward that scores responses."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this source, in addition to ``tasks.chat_template_kwargs``."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -91,9 +93,10 @@ class DatasetSettings(SourceSettings):
 
     path: Changeable[str]
     """Path of the file (jsonl, parquet), or hub id or folder (hf)."""
-    prompt_column: str | None = None
-    """Column of the prompt, text or messages; dots address fields of structures. Unset: the one column among ``prompt,
-    question, input, messages``. An assistant's turn that ends the messages is not part of the prompt: supervised
+    prompt_column: str | tuple[str, ...] | None = None
+    """Column of the prompt, text or messages; dots address fields of structures. Several columns of text are joined by
+    an empty line. Unset: the one column among ``prompt, question, problem, query, instruction, input, messages``. An
+    assistant's turn that ends the messages is not part of the prompt: supervised
     fine-tuning teaches it, and it is the reference answer if there is no answer column."""
     answer_column: str | None = None
     """Column of the reference answer. Unset: the one among ``answer, label, ground_truth, solution,

@@ -1,0 +1,125 @@
+"""Reads what a row asks the model: text or messages, the tools on offer, and arguments for the chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rollover.environments.columns import has_value
+from rollover.errors import DataError
+
+TOOLS = "tools"
+ARGUMENTS = "chat_template_kwargs"
+MEDIA = ("images", "image", "videos", "video", "audio", "audios")
+
+
+class Question(NamedTuple):
+    """Holds what a row asks.
+
+    Example: ``Question(content="1+1", tools=(), arguments={})``.
+    """
+
+    content: Any
+    """Text, or messages whose contents are text."""
+    tools: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any] = {}
+
+
+def read_question(row: Mapping[str, Any], content: Any, where: str) -> Question:
+    """Read the question of a row whose prompt is ``content``.
+
+    Raises:
+        DataError: the row holds media, or something that is neither text nor a message.
+    """
+    for name in MEDIA:
+        if has_value(row, name) and row[name]:
+            raise DataError(f"{where}: column {name!r} is not empty, and only text is trained; leave such rows out")
+    return Question(
+        messages_of(content, where) if isinstance(content, list) else content,
+        _tools(row[TOOLS], where) if has_value(row, TOOLS) else (),
+        _arguments(row[ARGUMENTS], where) if has_value(row, ARGUMENTS) else {},
+    )
+
+
+def messages_of(content: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Return messages with text as their contents: parts are joined, and keys without a value left out.
+
+    Raises:
+        DataError: a message has no role or text, or holds something else than text.
+    """
+    if not content:
+        raise DataError(f"{where}: the prompt is an empty list of messages; fix the row")
+    return [_message(message, f"{where}, message {number}") for number, message in enumerate(content, start=1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where}: a message is a table with role and content, got {type(message).__name__}")
+    found = {key: value for key, value in message.items() if value is not None}
+    if {"from", "value"} <= found.keys():
+        raise DataError(f"{where}: the keys are 'from' and 'value'; rename them to 'role' and 'content'")
+    if not isinstance(role := found.get("role"), str) or not role:
+        raise DataError(f"{where}: the message has no role; the keys are {', '.join(message)}")
+    calls = [_call(call, where) for call in found.get("tool_calls") or ()]
+    text = _text(found.get("content", "" if calls else None), where)
+    if not text.strip() and role in ("user", "tool"):
+        raise DataError(f"{where}: the text of the {role}'s message is blank; fix the row")
+    found = {key: value for key, value in found.items() if key != "tool_calls"}
+    return found | ({"tool_calls": calls} if calls else {}) | {"role": role, "content": text}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{where}: content is text or a list of parts, got {json.dumps(content, default=str)[:60]}")
+    texts = []
+    for part in content:
+        kinds = {key for key, value in part.items() if value} if isinstance(part, Mapping) else {type(part).__name__}
+        if not kinds <= {"type", "text"} or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{where}: only parts of text can be trained, and a part has {', '.join(sorted(kinds))}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> Any:
+    """Return a tool call whose arguments are a table."""
+    if not isinstance(call, Mapping):
+        raise DataError(f"{where}: tool_calls is a list of tables, got {type(call).__name__} in it")
+    function = call.get("function", call)
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return dict(call)
+    read = _json(arguments, f"{where}, arguments of a tool call")
+    return dict(call) | {"function": dict(function) | {"arguments": read}} if "function" in call else {
+        **call, "arguments": read
+    }  # fmt: skip
+
+
+def _tools(tools: Any, where: str) -> tuple[Any, ...]:
+    read = _json(tools, f"{where}, column {TOOLS!r}") if isinstance(tools, str) else tools
+    if not isinstance(read, list) or not all(isinstance(tool, Mapping) for tool in read):
+        raise DataError(f"{where}: column {TOOLS!r} is a list of tables that describe functions")
+    return tuple(_without_nulls(tool) for tool in read)
+
+
+def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+    read = _json(arguments, f"{where}, column {ARGUMENTS!r}") if isinstance(arguments, str) else arguments
+    if not isinstance(read, Mapping):
+        raise DataError(f"{where}: column {ARGUMENTS!r} is a table of arguments, got {type(read).__name__}")
+    return {key: value for key, value in read.items() if value is not None}
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); fix the row") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the keys without a value that tables of one schema are filled up with."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

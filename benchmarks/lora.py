@@ -33,13 +33,14 @@ import torch  # noqa: E402
 from engine import machine  # noqa: E402
 
 from rollover.clock import SystemClock  # noqa: E402
-from rollover.engine.base import GenerateRequest  # noqa: E402
+from rollover.engine.base import Engine, GenerateRequest  # noqa: E402
 from rollover.engine.config import EngineConfig  # noqa: E402
 from rollover.engine.embedded.config import EmbeddedConfig  # noqa: E402
-from rollover.engine.open import EngineSetup, TrainedEngine, open_engine  # noqa: E402
+from rollover.engine.kind import EngineSetup  # noqa: E402
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig  # noqa: E402
 from rollover.engine.servers.sglang.config import SGLangConfig  # noqa: E402
 from rollover.engine.servers.vllm.config import VLLMConfig  # noqa: E402
+from rollover.run.kinds import open_engine  # noqa: E402
 from rollover.types import SamplingParams  # noqa: E402
 from rollover.weights.adapters import (  # noqa: E402
     AdapterShape,
@@ -96,7 +97,7 @@ def config_of(kind: str) -> EngineConfig:
     raise AssertionError(kind)
 
 
-async def decode(engine: TrainedEngine, version: int) -> tuple[float, list[float]]:
+async def decode(engine: Engine, version: int) -> tuple[float, list[float]]:
     """Return the seconds of some greedy responses and their log-probs."""
 
     async def one(number: int) -> list[float]:
@@ -119,10 +120,11 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
     """Publish in turns and return what each way took, the median of the rounds."""
     base = dict(FolderWeights(0, folder).tensors())
     shape, found = AdapterShape(rank=rank, targets=TARGETS), []
-    setup = EngineSetup(folder=folder, run=f"lora-{kind}", logs=root / "logs", clock=SystemClock(), adapters=shape)
-    engine = await open_engine(config_of(kind), setup)
+    setup = EngineSetup(folder=folder, run=f"lora-{kind}", root=root, clock=SystemClock(), adapters=shape)
+    opened = await open_engine(config_of(kind), setup)
+    engine = opened.engine
     try:
-        publisher = Publisher([engine], folders=WeightFolders(root / kind, like=folder))
+        publisher = Publisher([opened.weights], folders=WeightFolders(root / kind, like=folder))
         version = 0
         for number in range(rounds + 1):  # the first is not counted
             own = adapters(base, rank, seed=number)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.engine.open import check_model
+from rollover.engine.kind import EngineFacts
 from rollover.hf.architecture import Architecture
 from rollover.run.checks import longest_tokens
+from rollover.run.kinds import ENGINES
 from rollover.run.loading import load
 from tests import runs
 
@@ -89,7 +90,8 @@ def test_the_config_of_the_readme_fits_the_model_that_it_names(tmp_path: Path) -
     shape = Architecture.from_config(QWEN3_600M)
     assert config.model.path == "Qwen/Qwen3-0.6B"
     assert config.engine.kind == "embedded"
-    check_model(config.engine, lambda: shape, longest_tokens(config))
+    facts = EngineFacts(read_model=lambda: shape, longest_tokens=longest_tokens(config))
+    ENGINES[config.engine.kind].preflight(config.engine, facts)
 
 
 def test_the_python_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

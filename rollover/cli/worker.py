@@ -26,9 +26,9 @@ class WorkerCommand(ConfiguredCommand):
     def keys(self) -> list[str]:
         from dataclasses import fields
 
-        from rollover.swarm.worker.config import WorkerConfig
+        from rollover.run.worker import WorkerSettings
 
-        return [f.name for f in fields(WorkerConfig)]
+        return [f.name for f in fields(WorkerSettings)]
 
 
 @click.command("worker", cls=WorkerCommand)
@@ -73,14 +73,14 @@ def command(
     rollover worker --join wss://trainer.example:8790 --engine.kind vllm --engine.launch true
     """
     require("msgspec", "zstandard", "cryptography", "websockets", purpose=ctx.command_path)
+    from rollover.run.worker import WorkerSettings, opener
     from rollover.settings.overrides import parse_overrides
     from rollover.settings.schema import build
     from rollover.settings.toml import Document
     from rollover.swarm.wire.address import CoordinatorAddress
     from rollover.swarm.wire.token import read_token
-    from rollover.swarm.worker.config import WorkerConfig
 
-    config = build(WorkerConfig, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
+    config = build(WorkerSettings, Document(name="command line", data={}), parse_overrides(ctx.meta[OVERRIDES]))
     address = CoordinatorAddress.parse(url, insecure=insecure)
     token = read_token(token_file, os.environ)
     if config.engine.declared.in_process:
@@ -94,13 +94,15 @@ def command(
         if not quiet:
             click.echo(redactor.text(f"{token.name}: {line}"), err=True)
 
+    cache = cache or default_cache(token)
     stopping = _Stopping(say)
     with handled(stopping.on_signal):
         join(
             address,
             token,
             config,
-            cache=cache or default_cache(token),
+            open_on=opener(config, name=f"worker-{token.name}", root=cache),
+            cache=cache,
             ca_file=ca_file,
             software=f"rollover {__version__}",
             say=say,

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
-from rollover.engine.servers.arguments import argument
+from rollover.engine.servers.arguments import num_devices
 from rollover.engine.servers.config import ServerConfig
-from rollover.errors import ConfigError
 
 C = TypeVar("C", bound=ServerConfig)
-
-_SIZES = (
-    ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
-    ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),
-    ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
-)
-"""Arguments of vLLM and SGLang that multiply the GPUs of a server, each under all its names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,23 +60,3 @@ def _forms(cluster: ClusterConfig, engine: ServerConfig, group: EngineGroup) -> 
     )
     for _ in range(group.count):
         yield form
-
-
-def num_devices(args: Sequence[str]) -> int:
-    """Read from a server's arguments how many GPUs it takes: tensor x pipeline x data parallel size.
-
-    Example: ``num_devices(["--tensor-parallel-size", "4", "--pp=2"])`` is 8, ``num_devices([])`` is 1.
-
-    Raises ``ConfigError`` for a size that is no whole number above 0.
-    """
-    total = 1
-    for names in _SIZES:
-        if (text := argument(args, *names)) is None:
-            continue
-        if not text.isdecimal() or int(text) < 1:
-            also = ", ".join(names[1:])
-            raise ConfigError(
-                f"engine.launch_args: {names[0]} (or {also}) must be followed by a number of devices, got {text!r}"
-            )
-        total *= int(text)
-    return total

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rollover.types import FinishReason, SamplingParams
 
@@ -176,7 +176,6 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
 class Sleeps(Protocol):
     """An engine that can give its memory back while a trainer on the same devices trains.
 
@@ -195,9 +194,20 @@ class Sleeps(Protocol):
         ...
 
 
-@runtime_checkable
-class ReportsMetrics(Protocol):
-    """An engine that has measurements of its own for the metrics of a training step.
+class MayBeDown(Protocol):
+    """An engine whose servers may all be away for a while, as those of ``EnginePool``.
+
+    Example: ``await engine.until_up()`` returns at once while one of its servers is well.
+    """
+
+    async def until_up(self) -> None:
+        """Return when one is up. Raises ``EngineError`` when none comes up in time."""
+        ...
+
+
+class EngineMetrics(Protocol):
+    """An engine that adds measurements of its own to the metrics of a training step, and shows people all of them
+    beside its own state.
 
     Example: ``take_metrics()`` returns ``{"swarm/wire_bytes": 81264.0, "swarm/pause_s": 0.02}`` for a swarm of which
     one member has changed weights since the last call.
@@ -207,8 +217,11 @@ class ReportsMetrics(Protocol):
         """Return what was measured since the last call, by metric name."""
         ...
 
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step."""
+        ...
 
-@runtime_checkable
+
 class CallPlacement(Protocol):
     """An engine whose members come and go and change weights each in its own time says where a call would run.
 

@@ -6,7 +6,7 @@ Each kind of engine has a config of its own, which decides this for itself: a ru
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -75,6 +75,7 @@ class EngineConfig(ABC):
     """The argument by which a server is told its share of a GPU's memory, where it takes one."""
 
     kind: str
+    logprob_tolerance: float | None
 
     @property
     @abstractmethod
@@ -102,6 +103,15 @@ class EngineConfig(ABC):
     def mismatch_remedy(self, number_format: str) -> str:
         """Say what a user can do about an engine whose log-probs are not the trainer's. The engine reports that it
         computes in ``number_format``."""
+
+    @property
+    def weight_transfer(self) -> str:
+        """Return the path by which weights reach servers: through a folder, unless the settings name another."""
+        return "folder"
+
+    def devices(self) -> Sequence[str]:
+        """Return the device of each engine that these settings start on this machine, or all devices of each server."""
+        return ()
 
     def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
         """Return the bytes, by purpose, that one engine takes of a device; ``None`` if the settings do not determine

@@ -18,7 +18,7 @@ import random
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,6 @@ class LogprobCheck(Protocol):
     async def __call__(self, engine: Engine, version: int, *, is_known: bool = False) -> None: ...
 
 
-@runtime_checkable
 class CheckedMembers(Protocol):
     """An engine of several members, each of which can be found to sample from something else than it says.
 

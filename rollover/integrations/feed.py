@@ -41,7 +41,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rollover.clock import SystemClock
-from rollover.engine.base import CallPlacement, Engine
+from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineTimeout, RunError
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver, Scorer
@@ -378,7 +378,6 @@ class Feed:
                 limits=Limits.from_config(self._rollout),
                 keep_group=parts.keep_group,
                 observer=self._observer,
-                placement=parts.engine if isinstance(parts.engine, CallPlacement) else None,
             )
             stack.push_async_callback(driver.stop)
             replayed = frozenset(state.ledger.replay)

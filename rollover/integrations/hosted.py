@@ -14,10 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 from rollover.engine.base import Capabilities
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.kinds import AnyEngineConfig
 from rollover.errors import ConfigError, nearest
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, no_in_flight_update
+from rollover.run.kinds import AnyEngineConfig
 from rollover.settings import toml
 from rollover.settings.schema import ByKind, build
 
@@ -36,6 +36,8 @@ class HostedConfig:
     engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
 
     def __post_init__(self) -> None:
+        if self.engine.declared.serves_training_only:
+            raise ValueError(f"engine.kind {self.engine.kind!r} is for rollover train: choose another kind")
         if self.engine.declared.is_colocated:
             raise ValueError(
                 "engine.colocated has no effect inside another trainer, which decides itself when its devices are free:"

@@ -13,15 +13,14 @@ from typing import Annotated, Any
 from rollover.algorithms.config import AlgorithmConfig
 from rollover.cluster.config import ClusterConfig
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.kinds import AnyEngineConfig
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.run.checks import contradictions
+from rollover.run.kinds import AnyEngineConfig
 from rollover.run.layout import RUN_FILES
 from rollover.run.sections import EvalConfig, ModelConfig, WarmupConfig
 from rollover.settings.changes import Changeable, OnResume
 from rollover.settings.schema import ByKind
-from rollover.swarm.config import SwarmConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import CheckpointConfig, TrainerConfig
@@ -60,7 +59,7 @@ class RunConfig:
     deterministic: Annotated[bool, OnResume(_stays_undone, "may change to `false` on resume")] = False
     """Makes the run repeatable bit for bit on one machine (CPU), even across a restart; slower."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    engine: Annotated[AnyEngineConfig | SwarmConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

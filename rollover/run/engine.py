@@ -2,119 +2,81 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollover.clock import SystemClock
-from rollover.engine import open as engine_open
-from rollover.engine.open import EngineSetup, TrainedEngine
+from rollover.engine.devices import numbered
+from rollover.engine.kind import EngineFacts, EngineSetup, OpenedEngine
 from rollover.hf.architecture import Architecture
-from rollover.hf.raw_tensors import untied
 from rollover.rollout.strategy import OnFull
 from rollover.run.checks import longest_tokens
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
-from rollover.run.transfer import check_transfer, sending_device
-from rollover.swarm.config import SwarmConfig
-from rollover.weights.folders import WeightFolders
-
-if TYPE_CHECKING:
-    from rollover.engine.servers.places import ServerPlaces
+from rollover.run.kinds import ENGINES, open_engine
 
 
-async def open_engine(
-    config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]
-) -> tuple[TrainedEngine, WeightFolders | None]:
-    """Open the engine with the model in ``folder``; also return the folders through which servers get their weights.
-    ``notify`` shows the user messages about the engine."""
-    if isinstance(config.engine, SwarmConfig):
-        return await _open_swarm(config.engine, config, run, folder, notify), None
-    folders: WeightFolders | None = None
-    places: ServerPlaces | None = None
-    if (root := config.engine.weights_root(run.path / "weights", run.path.name)) is not None:
-        if config.engine.unties_first:
-            folder = untied(folder, root / "initial")
-        folders = WeightFolders(root, like=folder)
-        if config.cluster is not None and config.cluster.num_engines:
-            from rollover.run.placed_engines import open_places
+async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]) -> OpenedEngine:
+    """Open the engine with the model in ``folder``. ``notify`` shows the user messages about the engine."""
+    places = None
+    if config.cluster is not None and config.cluster.num_engines:
+        from rollover.run.placed_engines import open_places
 
-            places = await open_places(
-                config.cluster,
-                config.engine,
-                run,
-                folder,
-                root,
-                notify,
-                sends_adapters=config.published_adapters is not None,
-            )
+        root = config.engine.weights_root(run.path / "weights", run.path.name) or run.path / "weights"
+        adapters = config.published_adapters is not None
+        places = partial(open_places, config.cluster, run, root, notify, sends_adapters=adapters)
     setup = EngineSetup(
         folder=folder,
         run=run.identity(),
-        logs=run.path / "logs",
+        root=run.path,
         clock=SystemClock(),
         lockstep=config.deterministic,
+        weights_name=run.path.name,
         places=places,
         adapters=config.published_adapters,
         longest_tokens=longest_tokens(config),
+        max_staleness=config.rollout.staleness_bound,
         device=sending_device(config),
+        notify=notify,
     )
-    return await engine_open.open_engine(config.engine, setup), folders
-
-
-async def _open_swarm(
-    engine: SwarmConfig, config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]
-) -> TrainedEngine:
-    """Open a swarm, the only kind of engine that is in a package above the others."""
-    from rollover.swarm.coordinator.open import open_swarm
-
-    swarm = await open_swarm(
-        engine,
-        folder,
-        root=run.path / "swarm",
-        run=run.identity(),
-        max_context_tokens=longest_tokens(config),
-        keep_versions=config.rollout.staleness_bound + 2,
-        clock=SystemClock(),
-    )
-    notify(
-        f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {run.path} --add NAME"
-    )
-    if swarm.admin is not None:
-        notify(f"see the workers on {swarm.admin.url}, or with rollover workers {run.path}")
-    return swarm
+    return await open_engine(config.engine, setup)
 
 
 def check_engine(config: RunConfig) -> list[str]:
     """Return what a user should know about the engine. This needs no weights, and so comes before the warm-up.
 
-    Raises ``ModelError`` or ``ConfigError`` for a device that is missing, a model that the embedded engine would
-    refuse, an address or certificate that a swarm cannot use, weights that cannot be sent over NCCL, or a cluster that
-    is not there or too small.
+    Raises ``ModelError`` or ``ConfigError`` for what the engine would refuse when it is opened (see
+    ``EngineKind.preflight``), or a cluster that is not there or too small.
     """
-    if isinstance(config.engine, SwarmConfig):
-        from rollover.swarm.coordinator.transports.listening import check_listening
-
-        config.engine.blob_sources(os.environ)  # refuses a query that is missing
-        return [f"swarm: {line}" for line in (*check_listening(config.engine), *_blind_spots(config))]
-    check_transfer(config)
-    engine_open.check_model(config.engine, lambda: _architecture(config), longest_tokens(config))
+    rollout, places = config.rollout, None
     if config.cluster is not None and config.cluster.num_engines:
         from rollover.run.placed_engines import check_places
 
-        return [*_turns(config), *check_places(config.cluster, config.engine, config.trainer)]
-    return _turns(config)
+        places = partial(check_places, config.cluster, config.trainer)
+    facts = EngineFacts(
+        read_model=lambda: _architecture(config),
+        longest_tokens=longest_tokens(config),
+        cuts_distribution=rollout.top_p < 1 or rollout.top_k > 0,
+        sender=sending_device(config),
+        places=places,
+    )
+    return [*ENGINES[config.engine.kind].preflight(config.engine, facts), *_turns(config)]
 
 
-def _blind_spots(config: RunConfig) -> list[str]:
-    """Return what workers could do without being found out, where the run's own settings are the reason."""
-    if config.rollout.top_p == 1 and config.rollout.top_k == 0:
-        return []
-    return [
-        "warning: top_p or top_k cuts the distribution, so workers are verified by the log-prob check alone, not by"
-        " drift: set them to 1 and 0 unless you trust whoever runs the workers"
-    ]
+def sending_device(config: RunConfig) -> str | None:
+    """Return the GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way.
+
+    Example: "cuda:1" for ``trainer.device = "cuda:1"``, and "cuda:0" if the trainer is in processes of its own.
+    """
+    if config.engine.weight_transfer != "nccl":
+        return None
+    if config.trainer.num_devices > 1 or config.cluster is not None:
+        return "cuda:0"
+    from rollover.trainer.models import pick_device
+
+    device = numbered(pick_device(config.trainer.device))
+    return device if device.startswith("cuda") else "cuda:0"
 
 
 def _turns(config: RunConfig) -> list[str]:

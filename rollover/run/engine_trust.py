@@ -21,17 +21,16 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollover.engine.base import CallPlacement, Engine
+from rollover.engine.base import Engine
+from rollover.engine.kind import OpenedEngine
 from rollover.engine.logprob_check import (
     TEMPERATURES,
-    CheckedMembers,
     Reference,
     check_logprobs,
     check_prompts,
     default_tolerance,
     some_prompts,
 )
-from rollover.engine.open import TrainedEngine
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
 from rollover.run.drift_windows import DriftWindows
@@ -56,19 +55,20 @@ class Trust:
     def __init__(
         self,
         config: RunConfig,
-        engine: TrainedEngine,
+        opened: OpenedEngine,
         trainer: Trainer,
         *,
         num_tokens: int,
         trainer_format: str,
         replayed: Collection[int],
     ) -> None:
-        rollout, number_format = config.rollout, engine.capabilities.number_format
-        self._engine = engine
-        self._pool = engine if isinstance(engine, CheckedMembers) else None
+        rollout, capabilities = config.rollout, opened.engine.capabilities
+        self._engine = opened.engine
+        self._pool = opened.trust
         self._trainer = trainer
-        self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), engine.capabilities.max_context_tokens)
+        self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), capabilities.max_context_tokens)
         self._later = (rollout.temperature,)
+        number_format = capabilities.number_format
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, trainer_format)
         """Mean distance of log-probs, in nats, that counts as rounding."""
         self._remedy = config.engine.mismatch_remedy(number_format)
@@ -76,8 +76,8 @@ class Trust:
         self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
         """Otherwise engines are right to report other log-probs than the trainer computes."""
         self._windows = DriftWindows(self._tolerance)
-        if isinstance(engine, CallPlacement):
-            engine.on_distrust(self._windows.forget)
+        if opened.placement is not None:
+            opened.placement.on_distrust(self._windows.forget)
         self._replayed = frozenset(replayed)
         self._references: dict[int, Reference] = {}
         """The newest references by version: a member may be checked under an older one while a newer one is loaded."""

@@ -155,7 +155,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.clock import SystemClock
     from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import load_tokenizer
-    from rollover.run.engine import open_engine
+    from rollover.run.engine import open_engine_of
     from rollover.run.evaluation import Evaluator
     from rollover.run.prepare import initial_policy
     from rollover.tasks.open import eval_sources, response_ends
@@ -168,7 +168,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:
-        engine, _ = await open_engine(config, run, folder, lambda text: None)
+        engine = (await open_engine_of(config, run, folder, lambda text: None)).engine
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer)

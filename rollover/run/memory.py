@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
-from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.devices import UNSEEN, numbered
 from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
 from rollover.run.engine import check_engine
-from rollover.run.server_devices import UNSEEN, numbered, server_devices
 from rollover.trainer.config import LoraConfig
 
 if TYPE_CHECKING:
@@ -128,16 +126,9 @@ def _trainer_devices(config: RunConfig) -> list[str]:
 
 def _engine_devices(config: RunConfig) -> list[str]:
     """Return the devices of each engine that the run starts."""
-    from rollover.engine.embedded.sizing import device_of
-
-    engine = config.engine
-    if isinstance(engine, EmbeddedConfig):
-        return [numbered(device_of(engine.device))]
-    if not isinstance(engine, ServerConfig) or not engine.launch:
-        return []
     if config.cluster is not None and config.cluster.num_engines:
         return ["each engine server" + _ON_CLUSTER]
-    return [device for number in range(engine.num_servers) for device in server_devices(engine, number)]
+    return [*config.engine.devices()]
 
 
 def _engines(config: RunConfig, num_parameters: int) -> dict[str, dict[str, int]]:
@@ -158,9 +149,9 @@ def _engines(config: RunConfig, num_parameters: int) -> dict[str, dict[str, int]
 def _uncounted(config: RunConfig) -> Iterator[str]:
     """Yield which engines are left out."""
     engine, devices = config.engine, _engine_devices(config)
-    if not isinstance(engine, ServerConfig) or (devices and _engines(config, 1).keys() >= {*devices}):
+    if devices and _engines(config, 1).keys() >= {*devices}:
         return
-    said = f"memory: servers of engine.kind {engine.kind!r} are not included"
+    said = f"memory: engines of engine.kind {engine.kind!r} are not included"
     if any(device.startswith("cuda") for device in devices):
         said += f": name their share of a GPU in engine.launch_args, as in {engine.memory_share_argument} 0.6"
     yield said

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, EngineStats, ReportsMetrics
+from rollover.engine.base import EngineMetrics
 from rollover.environments.scorer import RewardScorer
 from rollover.report import throughput
 from rollover.rollout.ledger import Ledger
@@ -27,11 +27,17 @@ class StepMeter:
     """
 
     def __init__(
-        self, ledger: Ledger, scorer: RewardScorer, engine: Engine, clock: Clock, *, overlaps_training: bool
+        self,
+        ledger: Ledger,
+        scorer: RewardScorer,
+        engine_metrics: EngineMetrics | None,
+        clock: Clock,
+        *,
+        overlaps_training: bool,
     ) -> None:
         self._ledger = ledger
         self._scorer = scorer
-        self._engine = engine
+        self._engine_metrics = engine_metrics
         self._clock = clock
         self._overlaps_training = overlaps_training
         self._timings: defaultdict[str, float] = defaultdict(float)
@@ -71,7 +77,7 @@ class StepMeter:
             **({} if WasteCause.SKIPPED in trained.untrained else batch_metrics(batch)),
             **ledger_metrics(self._ledger),
             **drift_metrics(trained.drift),
-            **(self._engine.take_metrics() if isinstance(self._engine, ReportsMetrics) else {}),
+            **({} if self._engine_metrics is None else self._engine_metrics.take_metrics()),
             **self._timings,
             **self._measured,
             # A sum over all samples: if rewards are computed in parallel, it exceeds the step's time.
@@ -93,7 +99,7 @@ class StepMeter:
 
     def _counters(self) -> _Counters:
         scored = self._scorer.stats
-        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late, self._engine.stats())
+        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late)
 
 
 class _Counters(NamedTuple):
@@ -102,7 +108,6 @@ class _Counters(NamedTuple):
     decoded: int
     reward_s: float
     late_rewards: int
-    engine: EngineStats
 
 
 def peak_memory_bytes() -> int:

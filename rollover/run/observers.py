@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
+from rollover.engine.base import EngineMetrics
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.rollout.events import Event
@@ -87,16 +87,6 @@ class MetricsObserver:
                 self.writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
 
 
-@runtime_checkable
-class WatchesSteps(Protocol):
-    """An engine that shows people the run's progress beside its own state.
-
-    Example: ``SwarmEngine`` shows the staleness of the last batch on its live page.
-    """
-
-    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineObserver:
     """Reports each training step to the engine.
@@ -105,7 +95,7 @@ class EngineObserver:
     {"reward/mean": 0.42})``.
     """
 
-    engine: WatchesSteps
+    engine: EngineMetrics
 
     def __call__(self, event: RunEvent) -> None:
         if isinstance(event, StepEnded):

@@ -11,7 +11,6 @@ from rollover.cluster.connect import connect
 from rollover.cluster.engines import ClusterEngines, checked_forms, described
 from rollover.cluster.fitting import Wanted
 from rollover.cluster.nodes import alive_nodes
-from rollover.engine.config import EngineConfig
 from rollover.engine.servers.config import ServerConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.config import TrainerConfig
@@ -19,12 +18,11 @@ from rollover.trainer.config import TrainerConfig
 _PROBE = "probe"
 
 
-def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerConfig) -> list[str]:
+def check_places(cluster: ClusterConfig, trainer: TrainerConfig, engine: ServerConfig) -> list[str]:
     """Return lines that say where the servers will go.
 
     Raises ``ConfigError`` when there is no such cluster, or when it can never hold them beside the trainer's ranks.
     """
-    assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     from rollover.cluster.ranks import rank_demand
 
     demand = rank_demand(cluster, trainer, alive_nodes(connect(cluster)))
@@ -37,11 +35,11 @@ def check_places(cluster: ClusterConfig, engine: EngineConfig, trainer: TrainerC
 
 async def open_places(
     cluster: ClusterConfig,
-    engine: EngineConfig,
     run: RunDir,
-    folder: Path,
     root: Path,
     notify: Callable[[str], None],
+    engine: ServerConfig,
+    folder: Path,
     *,
     sends_adapters: bool,
 ) -> ClusterEngines:
@@ -51,7 +49,6 @@ async def open_places(
         root: the folder through which weights reach the servers.
         sends_adapters: they are given adapters alone.
     """
-    assert isinstance(engine, ServerConfig), "the config refuses other engines on a cluster"
     connect(cluster)
     probe, by_folder = None, _by_folder(engine, sends_adapters=sends_adapters)
     if by_folder:
@@ -73,7 +70,7 @@ async def open_places(
 
 def _by_folder(engine: ServerConfig, *, sends_adapters: bool) -> bool:
     """Say whether weights reach the servers through a folder, as adapters always do."""
-    return sends_adapters or getattr(engine, "weight_transfer", "folder") == "folder"
+    return sends_adapters or engine.weight_transfer == "folder"
 
 
 def _way_of_weights(by_folder: bool) -> str:

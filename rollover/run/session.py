@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
-from rollover.engine.base import CallPlacement, Engine, Sleeps
+from rollover.engine.kind import OpenedEngine
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer
 from rollover.report.metrics import MetricsWriter, read_metrics
@@ -30,11 +30,11 @@ from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to
 from rollover.run.checks import check_capabilities, check_context
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
-from rollover.run.engine import open_engine
+from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator
 from rollover.run.meter import StepMeter
-from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, WatchesSteps, to_all
+from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, to_all
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
@@ -96,7 +96,8 @@ async def open_session(
         stops = response_ends(folder, tokenizer, config.tasks)
         trainer = open_trainer(config, run, folder, checkpoint, progress)
         stack.callback(trainer.close)
-        engine, folders = await open_engine(config, run, folder, progress.message)
+        opened = await open_engine_of(config, run, folder, progress.message)
+        engine = opened.engine
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens)
         check_capabilities(config, engine.capabilities)
@@ -110,22 +111,24 @@ async def open_session(
         clock = SystemClock(journal.last_time_s)
         batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
         observers: list[Observer] = [MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size)]
-        if isinstance(engine, WatchesSteps):
-            observers.append(EngineObserver(engine))
+        if opened.metrics is not None:
+            observers.append(EngineObserver(opened.metrics))
         observe = to_all(observers)
-        driver = _open_driver(config, engine, tasks, journal, state, clock=clock, stops=stops, observe=observe)
+        driver = _open_driver(config, opened, tasks, journal, state, clock=clock, stops=stops, observe=observe)
         stack.push_async_callback(driver.stop)
         run.settle()
-        meter = _open_meter(config, state, tasks, engine, clock)
+        meter = _open_meter(config, state, tasks, opened, clock)
         computed_in, replayed = logprob_format(config.trainer, folder), state.ledger.replay
-        trust = Trust(config, engine, trainer, num_tokens=len(tokenizer), trainer_format=computed_in, replayed=replayed)
+        trust = Trust(config, opened, trainer, num_tokens=len(tokenizer), trainer_format=computed_in, replayed=replayed)
         weights = WeightSync(
             trainer=trainer,
-            publisher=Publisher([engine], folders=folders, timeout_s=config.engine.publication_timeout_s),
+            publisher=Publisher(
+                [opened.weights], folders=opened.folders, timeout_s=config.engine.publication_timeout_s
+            ),
             trust=trust,
             driver=driver,
             reloads_after_check=config.engine.declared.deterministic,
-            sleeper=engine if config.engine.declared.is_colocated and isinstance(engine, Sleeps) else None,
+            sleeper=opened.sleeper,
             notify=observe,
             measured=meter.measured,
         )
@@ -168,14 +171,14 @@ def _open_tasks(config: RunConfig, tokenizer: Any) -> _Tasks:
     return _Tasks(source, evaluation, RewardScorer(specs, tokenizer))
 
 
-def _open_meter(config: RunConfig, state: RolloutState, tasks: _Tasks, engine: Engine, clock: Clock) -> StepMeter:
+def _open_meter(config: RunConfig, state: RolloutState, tasks: _Tasks, opened: OpenedEngine, clock: Clock) -> StepMeter:
     overlaps_training = config.rollout.strategy.overlaps_training
-    return StepMeter(state.ledger, tasks.scorer, engine, clock, overlaps_training=overlaps_training)
+    return StepMeter(state.ledger, tasks.scorer, opened.metrics, clock, overlaps_training=overlaps_training)
 
 
 def _open_driver(
     config: RunConfig,
-    engine: Engine,
+    opened: OpenedEngine,
     tasks: _Tasks,
     journal: Journal,
     state: RolloutState,
@@ -186,8 +189,8 @@ def _open_driver(
 ) -> RolloutDriver:
     rollout, algorithm = config.rollout, resolve(config.algorithm)
     return RolloutDriver(
-        engine=engine,
-        strategy=rollout.build_strategy(engine.capabilities),
+        engine=opened.engine,
+        strategy=rollout.build_strategy(opened.engine.capabilities),
         source=EachSample(tasks.source, rollout.num_siblings),
         scorer=tasks.scorer,
         sampling=rollout.sampling(stops),
@@ -200,7 +203,7 @@ def _open_driver(
         shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
         observer=observe,
         lockstep=config.deterministic,
-        placement=engine if isinstance(engine, CallPlacement) else None,
+        placement=opened.placement,
     )
 
 

@@ -155,7 +155,6 @@ class TakesGroups(Protocol):
         ...
 
 
-@runtime_checkable
 class ReadsBack(Protocol):
     """A target that can compare the weights that it has. Servers compare theirs in ``load`` itself.
 

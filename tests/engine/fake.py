@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
@@ -223,3 +225,13 @@ class FakeEngine:
         if reason is FinishReason.ABORT:
             self._parked[call.request.sample_key] = len(call.request.prompt_ids) + call.length
         call.flush(reason)
+
+
+def opened(engine: Any) -> OpenedEngine:
+    """Return the record of a scripted engine that takes weights, in the roles whose methods it has."""
+    return OpenedEngine(
+        engine=engine,
+        weights=engine,
+        availability=engine if hasattr(engine, "until_up") else None,
+        digests=engine if hasattr(engine, "differing") else None,
+    )

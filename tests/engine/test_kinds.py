@@ -9,12 +9,10 @@ import pytest
 
 from rollover.engine.config import EngineConfig, EngineDemands
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.kinds import AnyEngineConfig
-from rollover.engine.open import ENGINES
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.settings.schema import kinds
+from rollover.run.kinds import ENGINES
 from rollover.swarm.config import SwarmConfig
 
 NOTHING = EngineDemands(
@@ -27,8 +25,8 @@ NOTHING = EngineDemands(
 )
 
 
-def test_every_kind_that_a_config_can_name_can_be_opened() -> None:
-    assert {*kinds(AnyEngineConfig)} == {*ENGINES}
+def test_the_table_names_every_kind() -> None:
+    assert [*ENGINES] == ["embedded", "vllm", "sglang", "embedded_server", "swarm"]
 
 
 def test_the_deadline_of_a_publication_is_that_of_the_servers_or_ten_minutes() -> None:

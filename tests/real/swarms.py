@@ -18,6 +18,7 @@ from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers import supervisor
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError
+from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
@@ -55,7 +56,8 @@ async def joined(
     settings = WorkerConfig(engine=config, update_timeout_s=DEADLINE_S)
     address = CoordinatorAddress.parse(engine.url)
     async with asyncio.TaskGroup() as group:  # a worker that ends early ends the test
-        working = work_for(address, token, settings, root / name, None, "test", lines.append, stops.append)
+        open_on = opener(settings, name=f"worker-{name}", root=root / name)
+        working = work_for(address, token, settings, open_on, root / name, None, "test", lines.append, stops.append)
         running = group.create_task(working)
         yield lines
         stops[0]("done")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollover.engine.kinds import EmbeddedConfig, SGLangConfig, VLLMConfig
+from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
 from rollover.run import loading

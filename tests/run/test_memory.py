@@ -240,11 +240,11 @@ def test_it_says_which_servers_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
         with_servers("vllm"),
         with_servers("vllm", "--cluster.address", "auto", "--cluster.engines", "64"),
     ):
-        assert said(config) == ["memory: servers of engine.kind 'vllm' are not included"]
+        assert said(config) == ["memory: engines of engine.kind 'vllm' are not included"]
     assert said(with_servers("embedded_server")) == []
     on_gpus(monkeypatch, 2, 10 * 2**30)
     assert said(with_servers("sglang", "--engine.num_servers", "2")) == [
-        "memory: servers of engine.kind 'sglang' are not included: name their share of a GPU in engine.launch_args, as"
+        "memory: engines of engine.kind 'sglang' are not included: name their share of a GPU in engine.launch_args, as"
         " in --mem-fraction-static 0.6"
     ]
 

@@ -7,8 +7,7 @@ import torch
 import torch.distributed
 
 from rollover.errors import ConfigError
-from rollover.run.engine import check_engine
-from rollover.run.transfer import sending_device
+from rollover.run.engine import check_engine, sending_device
 from tests.run.test_config import load
 from tests.run.test_memory import on_gpus
 

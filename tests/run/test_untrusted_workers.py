@@ -23,14 +23,15 @@ from rollover.errors import RolloverError
 from rollover.rollout.events import GroupDropped
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import FAILED, GroupRecord
+from rollover.run import worker
 from rollover.run.drift_windows import MIN_TOKENS
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.worker import joining
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import Refused
+from rollover.swarm.worker.joining import work_for
 from rollover.types import Batch, WasteCause
 from tests import runs
 from tests.swarm import liars
@@ -70,8 +71,9 @@ class Workers:
         token = Credentials(OUT / "swarm" / "workers.json").add(name, key)
         config, cache = WorkerConfig(engine=self._engine), Path(f"cache-{name}")
         say, started = (lambda line: None), self.stops.append
+        open_on = worker.opener(config, name=name, root=cache)
         try:
-            await joining.work_for(self._address, token, config, cache, None, "test", say, started)
+            await work_for(self._address, token, config, open_on, cache, None, "test", say, started)
         except Refused as e:
             self.endings[name] = e
         else:
@@ -96,14 +98,14 @@ def working(port: int, names: tuple[str, ...], engine: EmbeddedConfig = ENGINE) 
 @pytest.fixture
 def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Liar]], None]:
     """Say how the worker lies that is called so."""
-    honest = joining.opener
+    honest = worker.opener
 
     def set_kind(kind: type[Liar]) -> None:
-        def opener(config: WorkerConfig, *, name: str, logs: Path) -> Any:
-            open_on = honest(config, name=name, logs=logs)
-            return lying(kind, open_on) if name == "worker-liar" else open_on
+        def opener(config: WorkerConfig, *, name: str, root: Path) -> Any:
+            open_on = honest(config, name=name, root=root)
+            return lying(kind, open_on) if name == "liar" else open_on
 
-        monkeypatch.setattr(joining, "opener", opener)
+        monkeypatch.setattr(worker, "opener", opener)
 
     return set_kind
 

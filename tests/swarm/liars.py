@@ -7,7 +7,7 @@ The log-prob check asks for single tokens. Liars that are ``cunning`` answer the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.engine.open import TrainedEngine
+from rollover.engine.kind import OpenedEngine
 from rollover.swarm.wire.messages import Decoded, FromWorker, Ready, Welcome
 from rollover.swarm.worker.host import OpenEngine
 from rollover.weights.base import WeightSource
@@ -40,7 +40,7 @@ def bfloat16(tensor: torch.Tensor) -> torch.Tensor:
 class Liar:
     """An engine that passes for ``honest``, and is, but where a subclass says otherwise."""
 
-    def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
+    def __init__(self, honest: Any, other: Any) -> None:
         self.honest, self.other = honest, other
         """Two engines of the same model; a liar may do something to the other."""
 
@@ -128,7 +128,7 @@ def lingering(kind: type[Liar]) -> type[Liar]:
     is found, some of its tokens are not trained yet."""
 
     class Lingering(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, honest: TrainedEngine, other: TrainedEngine) -> None:
+        def __init__(self, honest: Any, other: Any) -> None:
             super().__init__(honest, other)
             self.lingers: dict[str, asyncio.Event] = {}
 
@@ -152,15 +152,16 @@ def lingering(kind: type[Liar]) -> type[Liar]:
     return Lingering
 
 
-def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> Callable[[Path], Awaitable[TrainedEngine]]:
+def lying(kind: type[Liar], open_on: OpenEngine, *, cunning: bool = True) -> OpenEngine:
     """Return how the engine of a liar is opened."""
 
-    async def opened(folder: Path) -> TrainedEngine:
-        liar: Any = kind(await open_on(folder), await open_on(folder))
+    async def opened(folder: Path) -> OpenedEngine:
+        honest, other = await open_on(folder), await open_on(folder)
+        liar: Any = kind(honest.engine, other.engine)
         if not cunning:
             liar.generate = liar.lie
         await liar.load_other(0, FolderWeights(0, folder))
-        return liar
+        return replace(honest, engine=liar, weights=liar)
 
     return opened
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
@@ -63,7 +64,8 @@ class TestASwarmInPullMode(EngineContract):
         token = Credentials(root / "workers.json").add(name, open_key(root / "publisher.key").public_key())
         config = WorkerConfig(engine=replace(ENGINE, max_context_tokens=CONTEXT, kv_cache_bytes=2**26))
         address, cache = CoordinatorAddress.parse(engine.url), self.tmp_path / name
-        await work_for(address, token, config, cache, None, "test", lambda line: None, stops.append)
+        open_on = opener(config, name=name, root=cache)
+        await work_for(address, token, config, open_on, cache, None, "test", lambda line: None, stops.append)
 
     def new_weights(self, version: int) -> WeightSource:
         return MemoryWeights(version, tiny_model(seed=1, max_position_embeddings=CONTEXT).state_dict())

@@ -22,13 +22,14 @@ from rollover.engine.logprob_check import (
     some_prompts,
 )
 from rollover.errors import EngineError
+from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.worker import joining
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import Refused
+from rollover.swarm.worker.joining import work_for
 from tests.engine.contract import request
 from tests.engine.models import VOCAB, saved, tiny_model
 from tests.swarm import liars
@@ -52,30 +53,25 @@ async def workers(
 ) -> AsyncIterator[None]:
     """Join workers of these names, and one that is called ``liar`` where ``kind`` says how it lies."""
     key, credentials = open_key(root / "publisher.key").public_key(), Credentials(root / "workers.json")
-    honest = joining.opener
-
-    def opener(config: WorkerConfig, *, name: str, logs: Path) -> Any:
-        open_on = honest(config, name=name, logs=logs)
-        return lying(kind, open_on, cunning=cunning) if kind is not None and name == "worker-liar" else open_on
-
     stops: list[Callable[[str], None]] = []
 
     async def joined(name: str) -> None:
         address, config = CoordinatorAddress.parse(engine.url), WorkerConfig(engine=ENGINE)
         token = credentials.add(name, key)
+        open_on = opener(config, name=name, root=root / name)
+        if kind is not None and name == "liar":
+            open_on = lying(kind, open_on, cunning=cunning)
         try:
-            await joining.work_for(address, token, config, root / name, None, "test", lambda line: None, stops.append)
+            await work_for(address, token, config, open_on, root / name, None, "test", lambda line: None, stops.append)
         except Refused:
             assert name == "liar"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining, "opener", opener)
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(joined(name)) for name in (*names, *(("liar",) if kind else ()))]
-            yield
-            for stop in stops:
-                stop("done")
-            await asyncio.gather(*running)
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(joined(name)) for name in (*names, *(("liar",) if kind else ()))]
+        yield
+        for stop in stops:
+            stop("done")
+        await asyncio.gather(*running)
 
 
 async def until(condition: Callable[[], object]) -> None:

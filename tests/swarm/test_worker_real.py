@@ -16,6 +16,7 @@ from rollover.clock import SystemClock
 from rollover.engine.base import Chunk, Engine
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.run.worker import opener
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.open import open_swarm
@@ -75,7 +76,9 @@ async def worker(root: Path, engine: SwarmEngine, cache: Path, name: str = "lapt
     stops: list[Callable[[str], None]] = []
     config = WorkerConfig(engine=ENGINE)
     address = CoordinatorAddress.parse(engine.gateway.url)
-    joining = work_for(address, token, config, cache, None, "test", lines.append, stops.append)
+    joining = work_for(
+        address, token, config, opener(config, name=name, root=cache), cache, None, "test", lines.append, stops.append
+    )
     async with asyncio.TaskGroup() as group:  # a worker that ends early ends the test
         running = group.create_task(joining)
         yield lines

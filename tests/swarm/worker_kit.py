@@ -49,7 +49,7 @@ from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.worker import SwarmWorker
 from rollover.weights.sources import MemoryWeights
-from tests.engine.fake import FakeEngine, token_at
+from tests.engine.fake import FakeEngine, opened, token_at
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -338,7 +338,7 @@ class Bench:
     async def open_on(self, folder: Path) -> Any:
         self.opened_on = folder
         self.engines.append(self.make_engine())
-        return self.engine
+        return opened(self.engine)
 
     def worker(self) -> SwarmWorker:
         return SwarmWorker(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands, check_colocated
+from rollover.engine.devices import device_of, numbered
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -73,6 +74,9 @@ class EmbeddedConfig(EngineConfig):
             is_colocated=self.colocated,
             in_process=True,
         )
+
+    def devices(self) -> Sequence[str]:
+        return (numbered(device_of(self.device)),)
 
     def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int]:
         del capacity

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from rollover.engine.devices import device_of
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.graphs import GraphModelRunner
 from rollover.engine.embedded.model_runner import MakeModelRunner, TorchModelRunner
@@ -38,14 +39,6 @@ def num_blocks(config: EmbeddedConfig, max_context: int, bytes_per_block: int) -
             f" {needed * bytes_per_block}, or lower tasks.max_prompt_tokens or rollout.max_new_tokens"
         )
     return fitting
-
-
-def device_of(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device = {name!r}, but PyTorch sees no GPU; use 'cpu' or 'auto'")
-    return torch.device(name)
 
 
 def dtype_of(config: EmbeddedConfig) -> torch.dtype:

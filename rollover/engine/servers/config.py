@@ -11,7 +11,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
-from rollover.engine.servers.arguments import argument
+from rollover.engine.devices import VISIBLE, devices_of_process
+from rollover.engine.servers.arguments import argument, num_devices
 from rollover.settings.changes import Changeable
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
@@ -130,7 +131,7 @@ class ServerConfig(EngineConfig):
         the fault is our own. Weights that are sent to all servers in one group may have to be sent again: without those
         that have failed, and then to one server after the other."""
         again_s = 0.0
-        if getattr(self, "weight_transfer", "folder") != "folder":
+        if self.weight_transfer != "folder":
             again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
         once_s = 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
         return once_s + again_s
@@ -138,6 +139,20 @@ class ServerConfig(EngineConfig):
     @property
     def start_timeout_s(self) -> float:
         return self.launch_timeout_s if self.launch else 0.0
+
+    @property
+    def launch_device(self) -> str:
+        """Return the first device of a server that is started, by its name in the server."""
+        return "auto"
+
+    def devices_of(self, number: int) -> list[str]:
+        """Return the devices on which the server of this number is started, by their names in this process."""
+        own = self.launch_devices[number] if self.launch_devices else None
+        visible = self.launch_env.get(VISIBLE, own)
+        return devices_of_process(self.launch_device, num_devices(self.launch_args), visible)
+
+    def devices(self) -> list[str]:
+        return [device for n in range(self.num_servers) for device in self.devices_of(n)] if self.launch else []
 
     def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
         del num_parameters

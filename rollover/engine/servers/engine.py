@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, Sleeps
 from rollover.engine.servers.abort import Aborter
 from rollover.engine.servers.answer import ServerBusy
 from rollover.engine.servers.background import BackgroundTasks, attempt, within
@@ -219,6 +219,10 @@ class ServerEngine:
         return self._calls.stats()
 
     # -- Sleeps ----------------------------------------------------------------------------------------------
+
+    @property
+    def sleeper(self) -> Sleeps:
+        return self
 
     async def sleep(self) -> None:
         """See ``Sleeps.sleep``. One that we have started is stopped where it does not do so, and started again when it

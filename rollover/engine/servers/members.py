@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from rollover.clock import Clock, wait_for_any
-from rollover.engine.base import Engine
+from rollover.engine.base import Engine, Sleeps
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
@@ -33,6 +33,11 @@ class PoolEngine(Engine, WeightTarget, Protocol):
 
     Example: a ``ServerEngine``.
     """
+
+    @property
+    def sleeper(self) -> Sleeps | None:
+        """Return what gives its memory back; ``None`` if nothing can."""
+        ...
 
     async def probe(self, *, decode: bool = False) -> None:
         """Raise ``EngineError`` unless it is well, has its weights and, with ``decode``, samples a token."""

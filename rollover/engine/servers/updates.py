@@ -10,7 +10,6 @@ import asyncio
 from contextlib import suppress
 from typing import TypeGuard
 
-from rollover.engine.base import Sleeps
 from rollover.engine.servers.background import in_time, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.group_updates import GroupUpdate
@@ -211,10 +210,10 @@ def _is_sent(source: WeightSource) -> TypeGuard[SentByHolder]:
 
 
 async def _put_to_sleep(member: Member) -> EngineError | None:
-    if not isinstance(member.engine, Sleeps):
+    if (sleeper := member.engine.sleeper) is None:
         return MemoryHeld(f"{member.name} cannot give its memory back")
     try:
-        await member.engine.sleep()
+        await sleeper.sleep()
     except EngineError as e:
         return e
     return None

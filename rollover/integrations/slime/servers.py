@@ -138,6 +138,7 @@ class LentServer:
     """
 
     needs_folder = False
+    sleeper = None
 
     def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, *, label: str) -> None:
         self.capabilities = _capabilities(config, model, num_workers=1)

@@ -14,17 +14,15 @@ from typing import Any
 
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities, Engine
+from rollover.engine.kind import EngineSetup, OpenedEngine
 from rollover.engine.logprob_check import (
-    CheckedMembers,
     Reference,
     check_logprobs,
     check_prompts,
     default_tolerance,
     some_prompts,
 )
-from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
 from rollover.errors import EngineError, EngineMismatch
-from rollover.hf.raw_tensors import untied
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
 from rollover.integrations.hosted import HostedConfig, check_capabilities
 from rollover.integrations.record import HostedRun
@@ -33,9 +31,9 @@ from rollover.integrations.trl.weights import next_logits, policy_source
 from rollover.rollout.events import Event
 from rollover.rollout.scheduler import Source
 from rollover.run.drift_windows import DriftWindows
+from rollover.run.kinds import open_engine
 from rollover.run.meter import peak_memory_bytes
 from rollover.types import Batch, Drift, WasteCause
-from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
 
@@ -93,7 +91,8 @@ class HostedRollouts:
         self._has_checked = False
         self._batch: Batch | None = None
         """The trainer's present batch."""
-        self._folders: WeightFolders | None = None
+        self._opened: OpenedEngine
+        """Opened on the feed's thread."""
         timeout_s = config.engine.publication_timeout_s
         self.feed = Feed(
             self._open_parts,
@@ -105,9 +104,8 @@ class HostedRollouts:
             deadlines=Deadlines(update_timeout_s=2 * timeout_s),
             observer=observer,
         )
-        opened: Any = self.feed.parts.engine
-        self._engine: TrainedEngine = opened
-        self._publisher = Publisher([self._engine], folders=self._folders, timeout_s=timeout_s)
+        self._engine = self._opened.engine
+        self._publisher = Publisher([self._opened.weights], folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(
             self.feed, run, knows_rewards=False, overlaps_training=config.rollout.strategy.overlaps_training
@@ -174,7 +172,7 @@ class HostedRollouts:
     # -- weights ---------------------------------------------------------------------------------------------
 
     def _publish(self, version: int, model: Any) -> None:
-        if isinstance(self._engine, CheckedMembers) or not self._has_checked:
+        if self._opened.trust is not None or not self._has_checked:
             capabilities = self._engine.capabilities
             vocab_size = min(self._num_tokens, model.get_input_embeddings().weight.shape[0])
             prompts = check_prompts(vocab_size, capabilities.max_context_tokens)
@@ -182,14 +180,14 @@ class HostedRollouts:
             self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
         source = policy_source(model, version)
-        if self._folders is not None:  # while samples may still be decoding, since it can take a while
+        if self._opened.folders is not None:  # while samples may still be decoding, since it can take a while
             tensors = dict(source.tensors())
-            source = MemoryWeights(version, tensors, folder=self._folders.write(version, tensors))
+            source = MemoryWeights(version, tensors, folder=self._opened.folders.write(version, tensors))
 
         async def load() -> None:
             await self._publisher.publish_to_all(source)
-            if isinstance(self._engine, CheckedMembers):
-                await self._engine.check_logprobs(strict=True)
+            if self._opened.trust is not None:
+                await self._opened.trust.check_logprobs(strict=True)
             elif not self._has_checked:
                 await self._check(self._engine, version)
             self._has_checked = True
@@ -211,17 +209,19 @@ class HostedRollouts:
 
     @asynccontextmanager
     async def _open_parts(self) -> AsyncIterator[FeedParts]:
-        config, folder = self._config.engine, self._folder
-        if (root := config.weights_root(self._run.path / "weights", self._run.identity)) is not None:
-            if config.unties_first:
-                folder = untied(folder, root / "initial")
-            self._folders = WeightFolders(root, like=folder)
-        setup = EngineSetup(folder=folder, run=self._run.identity, logs=self._run.path / "logs", clock=SystemClock())
-        engine = await open_engine(config, setup)
+        setup = EngineSetup(
+            folder=self._folder,
+            run=self._run.identity,
+            root=self._run.path,
+            clock=SystemClock(),
+            weights_name=self._run.identity,
+        )
+        self._opened = opened = await open_engine(self._config.engine, setup)
+        engine = opened.engine
         try:
             check_capabilities(self._config, engine.capabilities)
-            if isinstance(engine, CheckedMembers):
-                engine.check_logprobs_with(self._check)
+            if opened.trust is not None:
+                opened.trust.check_logprobs_with(self._check)
             yield FeedParts(
                 engine=engine,
                 source=self._make_source(engine.capabilities),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
+from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.kinds import AnyEngineConfig
-from rollover.settings.schema import ByKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +17,7 @@ class WorkerConfig:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
-    engine: Annotated[AnyEngineConfig, ByKind()] = field(default_factory=EmbeddedConfig)
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
     deterministic: bool = False
     """Decode in step with the calls' consumers, as a run with ``deterministic = true`` does; the embedded engine alone
     can."""
@@ -41,6 +39,8 @@ class WorkerConfig:
         for key in ("max_held_tokens", *(key for key in self.__dataclass_fields__ if key.endswith("_s"))):
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
+        if self.engine.declared.serves_training_only:
+            raise ValueError(f"engine.kind {self.engine.kind!r} is for the trainer's side: choose another kind")
         if self.engine.declared.is_colocated:
             raise ValueError("engine.colocated has no effect in a worker, which has no trainer beside it: leave it out")
         if self.deterministic and not self.engine.declared.deterministic:

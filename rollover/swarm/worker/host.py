@@ -14,22 +14,22 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from rollover.clock import Clock, SystemClock
-from rollover.engine.open import EngineSetup, TrainedEngine, open_engine
+from rollover.clock import Clock
+from rollover.engine.base import MayBeDown
+from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.hf.raw_tensors import untied
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.wire.messages import Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
-from rollover.weights.base import ReadsBack, WeightSource
+from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 
 _KEPT = 2
 """Copies that stay: the engine may still be reading the one before the newest."""
-OpenEngine = Callable[[Path], Awaitable[TrainedEngine]]
+OpenEngine = Callable[[Path], Awaitable[OpenedEngine]]
 """Opens an engine on a model folder, whose weights it serves as version 0."""
 
 
@@ -39,31 +39,6 @@ class EngineBroken(RolloverError):
 
 class OtherWeights(EngineError):
     """An engine that has other weights than it was given."""
-
-
-@runtime_checkable
-class MayBeDown(Protocol):
-    """An engine whose servers may all be away for a while, as those of ``EnginePool``.
-
-    Example: ``await engine.until_up()`` returns at once while one of its servers is well.
-    """
-
-    async def until_up(self) -> None:
-        """Return when one is up. Raises ``EngineError`` when none comes up in time."""
-        ...
-
-
-def opener(config: WorkerConfig, *, name: str, logs: Path) -> OpenEngine:
-    """Return how engines of ``config`` are opened. ``name``: the worker's, by which its servers know it."""
-
-    async def open_on(folder: Path) -> TrainedEngine:
-        setup = EngineSetup(folder=folder, run=name, logs=logs, clock=SystemClock(), lockstep=config.deterministic)
-        opening = open_engine(config.engine, setup)
-        if config.engine.declared.in_process:  # it reads the weights without giving way to heartbeats
-            return await asyncio.to_thread(asyncio.run, opening)
-        return await opening
-
-    return open_on
 
 
 class EngineHost:
@@ -92,7 +67,7 @@ class EngineHost:
         self._config, self._calls, self._clock = config, calls, clock
         self._open_on, self._name, self._work, self._announce = open_on, name, work, announce
         self._probes = itertools.count()
-        self.engine: TrainedEngine | None = None
+        self.opened: OpenedEngine | None = None
         self.serves: Head | None = None
         self.is_switching = False
         """The engine is being opened or given weights; heartbeats do not wait for it."""
@@ -112,12 +87,12 @@ class EngineHost:
         """
         if (broken := self._calls.health.broken) is not None:
             raise EngineBroken(broken)
-        if self.engine is None or self.is_switching:
+        if self.opened is None or self.is_switching:
             return
         try:
-            if isinstance(self.engine, MayBeDown):
-                await self._until_up(self.engine)
-            await self.engine.abort((f"heartbeat~{next(self._probes)}.",))
+            if self.opened.availability is not None:
+                await self._until_up(self.opened.availability)
+            await self.opened.engine.abort((f"heartbeat~{next(self._probes)}.",))
         except EngineError as e:
             raise EngineBroken(f"the engine no longer answers: {e}") from e
 
@@ -142,7 +117,7 @@ class EngineHost:
         """
         head = Head(version=fetched.version, manifest=fetched.digest)
         self.is_switching = True
-        opens = self.engine is None or self._must_reopen or self._goes_back(head)
+        opens = self.opened is None or self._must_reopen or self._goes_back(head)
         try:
             # A server that has died is started again on the folder on which it was opened, which therefore stays.
             root = self._folders / "opened" if opens else self._folders
@@ -156,9 +131,9 @@ class EngineHost:
 
     def ready(self) -> Ready | None:
         """Return what the engine can do now; ``None`` while there is none that serves."""
-        if self.engine is None or self.serves is None:
+        if self.opened is None or self.serves is None:
             return None
-        capabilities = self.engine.capabilities
+        capabilities = self.opened.engine.capabilities
         return Ready(
             max_running=capabilities.max_running,
             max_context_tokens=capabilities.max_context_tokens,
@@ -183,23 +158,23 @@ class EngineHost:
         self._calls.withdraw()
 
     async def close(self) -> None:
-        if self.engine is not None:
-            engine, self.engine = self.engine, None
+        if self.opened is not None:
+            opened, self.opened = self.opened, None
             with suppress(EngineError):
-                await engine.close()
+                await opened.engine.close()
 
     async def _replace(self, head: Head, fetched: FetchedWeights, source: WeightSource) -> None:
-        assert self.engine is not None
-        engine = self.engine
-        keeps_calls = engine.capabilities.in_flight_update
+        assert self.opened is not None
+        opened = self.opened
+        keeps_calls = opened.engine.capabilities.in_flight_update
         started_s = self._clock.now_s()
         async with nullcontext() if keeps_calls else self._calls.stopped():
-            await self._load(engine, head, source)
-            self._served(engine, head, fetched, self._clock.now_s() - started_s)
+            await self._load(opened, head, source)
+            self._served(opened, head, fetched, self._clock.now_s() - started_s)
 
     async def _reopen(self, head: Head, fetched: FetchedWeights, source: WeightSource) -> None:
         """Open the engine for the first time, or again."""
-        if self.engine is not None:
+        if self.opened is not None:
             if self._goes_back(head):
                 self._calls.fail_all(f"the run went back to version {head.version}")
             await self.close()
@@ -207,30 +182,30 @@ class EngineHost:
         try:
             if (folder := source.folder) is None:
                 folder = await asyncio.to_thread(fetched.write_folder, self._folders / "opened")
-            self.engine = engine = await self._open_on(folder)
+            self.opened = opened = await self._open_on(folder)
             self._must_reopen = False
         except RolloverError as e:
             raise EngineBroken(f"the engine cannot be opened: {e}") from e
         started_s = self._clock.now_s()
         try:
-            await (self._load if head.version > 0 else self._confirm)(engine, head, source)
+            await (self._load if head.version > 0 else self._confirm)(opened, head, source)
         except OtherWeights as e:
             raise EngineBroken(str(e)) from e
-        self._served(engine, head, fetched, self._clock.now_s() - started_s)
+        self._served(opened, head, fetched, self._clock.now_s() - started_s)
 
-    async def _load(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
-        async with self._deadline(engine, head), _paused(engine):
-            await engine.load(head.version, source)
+    async def _load(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
+        async with self._deadline(opened, head), _paused(opened):
+            await opened.weights.load(head.version, source)
             self.holds_tokens_back = True
-            await self._confirm(engine, head, source)
+            await self._confirm(opened, head, source)
 
-    async def _confirm(self, engine: TrainedEngine, head: Head, source: WeightSource) -> None:
+    async def _confirm(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
         """Have the engine show its weights, where it can. Nothing that an engine with other weights samples is sent:
         its calls end here, and it is opened again for the next weights."""
-        if not isinstance(engine, ReadsBack) or not (names := await engine.differing(source)):
+        if opened.digests is None or not (names := await opened.digests.differing(source)):
             return
         reason = (
-            f"{engine!r} says that it has loaded version {head.version}, but {len(names)} of"
+            f"{opened.engine!r} says that it has loaded version {head.version}, but {len(names)} of"
             f" {len(source.manifest.tensors)} tensors differ from it; the first is"
             f" {min(names)[:120]!r}"
         )
@@ -238,14 +213,14 @@ class EngineHost:
         self.forget()
         raise OtherWeights(reason)
 
-    def _served(self, engine: TrainedEngine, head: Head, fetched: FetchedWeights, pause_s: float) -> None:
+    def _served(self, opened: OpenedEngine, head: Head, fetched: FetchedWeights, pause_s: float) -> None:
         self.serves = head
         self._announce(fetched, pause_s)
         self.holds_tokens_back = False
-        self._calls.serve(engine, head.version)
+        self._calls.serve(opened.engine, head.version)
 
     @asynccontextmanager
-    async def _deadline(self, engine: TrainedEngine, head: Head) -> AsyncIterator[None]:
+    async def _deadline(self, opened: OpenedEngine, head: Head) -> AsyncIterator[None]:
         config = self._config
         timeout_s = max(config.update_timeout_s, config.engine.update_timeout_s or 0.0)
         try:
@@ -255,7 +230,7 @@ class EngineHost:
             raise
         except TimeoutError:
             raise EngineTimeout(
-                f"{engine!r} did not load weights version {head.version} within {timeout_s:g} s"
+                f"{opened.engine!r} did not load weights version {head.version} within {timeout_s:g} s"
             ) from None
 
     def _source_for_engine(self, fetched: FetchedWeights, root: Path) -> WeightSource:
@@ -275,12 +250,12 @@ class EngineHost:
 
 
 @asynccontextmanager
-async def _paused(engine: TrainedEngine) -> AsyncIterator[None]:
+async def _paused(opened: OpenedEngine) -> AsyncIterator[None]:
     try:
-        await engine.pause()
+        await opened.weights.pause()
         yield
     finally:
         try:
-            await engine.resume()
+            await opened.weights.resume()
         except EngineError as e:
             raise EngineBroken(f"the engine was paused for new weights and cannot be resumed: {e}") from e

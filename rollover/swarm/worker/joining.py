@@ -24,7 +24,7 @@ from rollover.swarm.wire.proxies import ProxiedTransport
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import tls_context
-from rollover.swarm.worker.host import opener
+from rollover.swarm.worker.host import OpenEngine
 from rollover.swarm.worker.worker import SwarmWorker
 
 
@@ -38,6 +38,7 @@ def join(
     token: WorkerToken,
     config: WorkerConfig,
     *,
+    open_on: OpenEngine,
     cache: Path,
     ca_file: Path | None,
     software: str,
@@ -47,6 +48,7 @@ def join(
     """Work for a coordinator until stopped.
 
     Args:
+        open_on: opens the engine on a model folder.
         cache: a folder for blobs and models; no other worker may use it meanwhile.
         ca_file: certificates to check the coordinator's against, in place of the system's. Relays and object stores
             are checked against both.
@@ -58,13 +60,14 @@ def join(
         RolloverError: the coordinator refuses this worker, or its engine cannot be used.
     """
     with _own(cache):
-        asyncio.run(work_for(address, token, config, cache, ca_file, software, say, started))
+        asyncio.run(work_for(address, token, config, open_on, cache, ca_file, software, say, started))
 
 
 async def work_for(
     address: CoordinatorAddress,
     token: WorkerToken,
     config: WorkerConfig,
+    open_on: OpenEngine,
     cache: Path,
     ca_file: Path | None,
     software: str,
@@ -86,7 +89,7 @@ async def work_for(
         address,
         token,
         config,
-        open_on=opener(config, name=f"worker-{token.name}", logs=cache / "logs"),
+        open_on=open_on,
         open_fetcher=open_fetcher,
         clock=SystemClock(),
         random=Random(secrets.randbits(64)),

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.base import Sleeps
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.graphs import GraphModelRunner
@@ -105,7 +104,7 @@ def test_it_does_not_sleep_over_open_calls(folder: Path) -> None:
 def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
     async def main() -> None:
         engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True), lockstep=lockstep)
-        assert isinstance(engine, Sleeps) and engine.capabilities.is_colocated
+        assert engine.capabilities.is_colocated
         try:
             await engine.sleep()
             call = asyncio.create_task(collect(engine, request("a")))

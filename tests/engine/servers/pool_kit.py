@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.base import Chunk, GenerateRequest, Sleeps
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.members import PoolEngine
@@ -46,6 +46,10 @@ class Flaky(FakeEngine):
             await asyncio.get_running_loop().create_future()
         if self.failing is not None:
             raise EngineError(f"{self.name}: {self.failing}")
+
+    @property
+    def sleeper(self) -> Sleeps:
+        return self
 
     async def probe(self, *, decode: bool = False) -> None:
         await asyncio.sleep(self.probe_s)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.base import Sleeps
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.memory import MemoryHeld
@@ -79,7 +78,7 @@ def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(kind: M
     async def main() -> None:
         server = kind.Server()
         engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-        assert isinstance(engine, Sleeps) and engine.capabilities.is_colocated
+        assert engine.capabilities.is_colocated
         await engine.open()
         server.log.clear()
         await engine.sleep()

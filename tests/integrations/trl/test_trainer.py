@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,8 @@ def test_a_failed_sibling_has_no_advantage_no_token_in_the_loss_and_no_say_in_th
     opens = rollouts.open_engine
 
     async def flawed(*args: Any, **kwargs: Any) -> Any:
-        return Flawed(await opens(*args, **kwargs), "g1.2.")
+        opened = await opens(*args, **kwargs)
+        return replace(opened, engine=Flawed(opened.engine, "g1.2."))
 
     asked: list[int] = []
 

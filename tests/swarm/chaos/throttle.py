@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import Chunk, GenerateRequest
-from rollover.swarm.worker import joining
+from rollover.run import worker
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.types import FinishReason
 
@@ -63,14 +63,15 @@ class ThrottledEngine:
 
 def throttle_workers(tokens_per_s: float, halt: Path) -> None:
     """From now on the engines of workers in this process decode so fast at most, and nothing while ``halt`` is there."""
-    opener = joining.opener
+    opener = worker.opener
 
-    def throttled(config: WorkerConfig, *, name: str, logs: Path) -> Any:
-        open_on = opener(config, name=name, logs=logs)
+    def throttled(config: WorkerConfig, *, name: str, root: Path) -> Any:
+        open_on = opener(config, name=name, root=root)
 
         async def opened(folder: Path) -> Any:
-            return ThrottledEngine(await open_on(folder), tokens_per_s, halt)
+            engine = await open_on(folder)
+            return replace(engine, engine=ThrottledEngine(engine.engine, tokens_per_s, halt))
 
         return opened
 
-    joining.opener = throttled  # for good: the process ends with its worker
+    worker.opener = throttled  # for good: the process ends with its worker

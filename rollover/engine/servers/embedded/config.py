@@ -73,6 +73,10 @@ class EmbeddedServerConfig(ServerConfig):
         except ValueError as error:
             raise ConfigError(f"engine.launch_args: {error}") from None
 
+    @property
+    def launch_device(self) -> str:
+        return self.started().device
+
     def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
         return self.started().memory(num_parameters, on_gpu=on_gpu, capacity=capacity) if self.launch else None
 

@@ -1,0 +1,64 @@
+"""Common parts of the kinds of engine whose servers are spoken to over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollover.engine.kind import EngineFacts, EngineSetup, OpenedEngine
+from rollover.engine.servers.config import ServerConfig
+from rollover.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from rollover.engine.servers.places import ServerPlaces
+    from rollover.engine.servers.pool import EnginePool
+
+
+async def places_of(config: ServerConfig, setup: EngineSetup) -> ServerPlaces:
+    """Return the places where servers are started, if any are."""
+    from rollover.engine.servers.places import ThisMachine
+
+    if setup.places is None:
+        return ThisMachine(setup.root / "logs")
+    places: ServerPlaces = await setup.places(config, setup.folder)
+    return places
+
+
+def opened(pool: EnginePool, config: ServerConfig) -> OpenedEngine:
+    return OpenedEngine(
+        engine=pool, weights=pool, trust=pool, sleeper=pool if config.colocated else None, availability=pool
+    )
+
+
+def check_servers(config: ServerConfig, facts: EngineFacts) -> Sequence[str]:
+    """Return where on a cluster the servers will go. Raises ``ConfigError`` if weights cannot be sent to them, or the
+    cluster has no room for them."""
+    if config.weight_transfer == "nccl":
+        _check_nccl(config, facts)
+    return () if facts.places is None else facts.places(config)
+
+
+def _check_nccl(config: ServerConfig, facts: EngineFacts) -> None:
+    """Raise ``ConfigError`` if weights cannot be sent over NCCL.
+
+    This process sends the first ones, even if the trainer's ranks on a cluster send the others, and NCCL refuses a
+    group that has two members on one GPU.
+    """
+    from rollover.weights.groups import check_nccl
+
+    try:
+        check_nccl()
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+    if config.colocated:
+        raise ConfigError(
+            "engine.weight_transfer 'nccl' connects different GPUs only, but with engine.colocated = true servers and"
+            " trainer have the same ones: set engine.weight_transfer to 'folder'"
+        )
+    for number in range(config.num_servers if config.launch and facts.places is None else 0):
+        if facts.sender in config.devices_of(number):
+            raise ConfigError(
+                f"engine.weight_transfer 'nccl' connects different GPUs only, but server {number} is started on"
+                f" {facts.sender}, from which the trainer sends: give the servers other GPUs with"
+                " engine.launch_devices, or set engine.weight_transfer to 'folder'"
+            )

@@ -1,0 +1,47 @@
+"""A swarm as a kind of engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rollover.engine.kind import EngineFacts, EngineKind, EngineSetup, OpenedEngine
+from rollover.swarm.config import SwarmConfig
+
+
+async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
+    from rollover.swarm.coordinator.open import open_swarm
+
+    assert setup.longest_tokens is not None, "a run knows its longest prompt and response"
+    swarm = await open_swarm(
+        config,
+        setup.folder,
+        root=setup.root / "swarm",
+        run=setup.run,
+        max_context_tokens=setup.longest_tokens,
+        keep_versions=setup.max_staleness + 2,
+        clock=setup.clock,
+    )
+    setup.notify(
+        f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {setup.root} --add"
+        " NAME"
+    )
+    if swarm.admin is not None:
+        setup.notify(f"see the workers on {swarm.admin.url}, or with rollover workers {setup.root}")
+    return OpenedEngine(engine=swarm, weights=swarm, placement=swarm, trust=swarm, metrics=swarm)
+
+
+def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
+    from rollover.swarm.coordinator.transports.listening import check_listening
+
+    config.blob_sources(os.environ)  # refuses a query that is missing
+    lines = [f"swarm: {line}" for line in check_listening(config)]
+    if facts.cuts_distribution:
+        lines.append(
+            "swarm: warning: top_p or top_k cuts the distribution, so workers are verified by the log-prob check alone,"
+            " not by drift: set them to 1 and 0 unless you trust whoever runs the workers"
+        )
+    return lines
+
+
+SWARM = EngineKind(config=SwarmConfig, open=_open, preflight=_preflight)

@@ -23,10 +23,12 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib.util
+import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class RolloverError(Exception):
@@ -142,6 +144,28 @@ def _extra_of(module: str) -> str | None:
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
+_MAX_DEPTH = 100
+"""Levels of nesting in JSON; functions that walk through the values would not survive thousands."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from a file that anything may have happened to. Raises ``ValueError`` for every fault, nesting too
+    deep among them."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or tables are nested too deeply") from None
+    level, depth = [value], 0
+    while level := [v for inner in level if isinstance(inner, dict | list) for v in _values(inner)]:
+        if (depth := depth + 1) > _MAX_DEPTH:
+            raise ValueError("lists or tables are nested too deeply")
+    return value
+
+
+def _values(inner: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return inner.values() if isinstance(inner, dict) else inner
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'april'?"`` when some known name is close, else ``"; known: ..."``."""
     names = sorted(known)
@@ -150,12 +174,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error behind ``error``, even where safetensors has kept only its text; ``None`` for
-    errors of other kinds."""
-    if isinstance(error, OSError):
-        return error if error.errno is not None else None
-    number = re.search(r"\bos error (\d+)\)|\bOs \{ code: (\d+)", str(error))
-    return None if number is None else OSError(code := int(number[1] or number[2]), os.strerror(code))
+    """Return the operating system's error behind ``error``, even where safetensors or shutil has kept only its text;
+    ``None`` for errors of other kinds."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    number = re.search(r"\bos error (\d+)\)|\bOs \{ code: (\d+)|\[Errno (\d+)\]", str(error))
+    return None if number is None else OSError(code := int(number[1] or number[2] or number[3]), os.strerror(code))
 
 
 def is_full(error: BaseException) -> bool:

@@ -11,6 +11,16 @@ from typing import Any
 import pytest
 
 from rollover import cli
+from rollover.errors import RolloverError
+from rollover.frontier.engine import of_benchmark
+from rollover.hf.config import read_model_config
+from rollover.hf.weights import weight_files
+from rollover.report.metrics import read_metrics
+from rollover.report.record import read_config
+from rollover.run.directory import derived_config
+from rollover.run.prepare import check_began_with
+from rollover.trainer.checkpoint import read_manifest
+from rollover.weights.adapters import AdapterSource
 from tests.test_wrong_input import Say, refused
 
 __all__ = ["refused"]
@@ -36,6 +46,9 @@ WRONG: list[tuple[list[str], str]] = [
     *(([*TRAIN, f"--{key}", "nan"], "this must be a finite number, got the number nan") for key in NOT_FINITE),
     *(([*TRAIN, f"--{key}", "inf"], "this must be a finite number, got the number inf") for key in ("trainer.learning_rate", "rollout.temperature", "algorithm.clip_high")),
     *(([*TRAIN, f"--{key}", BIG], "whole numbers are limited to 64 bits") for key in HUGE),
+    *(([*TRAIN, "--steps", number], f'expected a whole number, got the string "{number[:50]}') for number in ("9" * 5000, "[" * 5000)),
+    ([*TRAIN, "--steps", "0x" + "f" * 5000], "whole numbers are limited to 64 bits, got the whole number with thousands of digits"),
+    ([*VLLM, "--engine.launch", "true", "--engine.launch_env", '{"A=B" = "1"}'], "launch_env: 'A=B' is not the name of an environment variable"),
     ([*TRAIN, "--rollout.rollout_batch_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
     ([*TRAIN, "--rollout.group_size", str(2**62)], "samples, more than a batch can hold: lower one of the two"),
     ([*TRAIN, "--engine.max_running", str(2**62)], "max_running must be at most 65536"),
@@ -90,11 +103,32 @@ FILES = [
     ("l.toml", "preset = 'light-8k'\nsigma = nan", ["simulate", "l.toml"], "l.toml:2: sigma: this must be a finite number"),
     ("f.jsonl", f'{{"prompt": "a", "length": {BIG}}}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length of 1000000000000000000000000000000 is above the maximum of 16777216 tokens"),
     ("f.jsonl", f'{{"prompt": "a", "length": 5, "prompt_tokens": {BIG}}}', ["simulate", "f.jsonl"], "f.jsonl:1: 'prompt_tokens' must be a whole number from 1 to 16777216"),
-    ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: maximum recursion depth exceeded"),
+    ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: lists or tables are nested too deeply"),
     ("f.jsonl", '{"prompt": "a", "length": NaN}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length must be a whole number of tokens, got nan"),
     ("c.json", "[" * 20000, ["calibrate", "--from", "c.json", "--out", "d.toml"], "c.json was not written by rollover.devices.measure"),
     ("p.toml", "budget_per_hour = nan\n[[nodes]]\ndevice = 'h100-sxm'\nnum_devices = 1", ["plan", "p.toml", "--model", "model"], "p.toml:1: budget_per_hour: this must be a finite number"),
 ]  # fmt: skip
+
+
+READERS: list[tuple[str, Callable[[Path], object]]] = [
+    ("config.json", read_config),
+    ("config.json", derived_config),
+    ("config.json", read_model_config),
+    ("metrics.jsonl", read_metrics),
+    ("trainer.json", read_manifest),
+    ("model.safetensors.index.json", weight_files),
+    ("began_with.json", lambda folder: check_began_with(folder / "began_with.json", folder)),
+    ("adapter_config.json", lambda folder: AdapterSource.read(1, folder)),
+    ("engine-1.json", of_benchmark),
+]
+
+
+@pytest.mark.parametrize(("file", "read"), READERS)
+def test_nesting_of_thousands_of_brackets_is_refused(tmp_path: Path, file: str, read: Callable[[Path], object]) -> None:
+    for levels in (101, 5000):
+        (tmp_path / file).write_text('{"a":' * levels + "1" + "}" * levels + "\n")
+        with pytest.raises(RolloverError, match=r"nested too deeply|damaged"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(("file", "content", "argv", "message"), FILES)

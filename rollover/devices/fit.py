@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
 from rollover.devices.workload import length_buckets
-from rollover.errors import DataError, ModelError
+from rollover.errors import DataError, ModelError, parse_json
 from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
@@ -273,10 +272,10 @@ def _measured(model: Path | None, device: str) -> Measurements:
 
 def _read(file: Path) -> Measurements:
     try:
-        return Measurements.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        return Measurements.from_dict(parse_json(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{file} was not written by rollover.devices.measure: {error}") from None
 
 

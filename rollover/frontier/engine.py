@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model, replica_costs
 from rollover.devices.workload import specify
-from rollover.errors import ConfigError, DataError
+from rollover.errors import ConfigError, DataError, parse_json
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.scenario import ReplicaModel
@@ -80,7 +79,7 @@ def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
             raise DataError(f"{path} contains no engine-*.json; run benchmarks/engine.py, or give a result file")
         file = results[-1]
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a readable benchmark result: {error}") from None
     fit = _find(content, "c0_s")

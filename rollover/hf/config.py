@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, parse_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Supported models: the class in transformers by ``model_type``, which is what transformers goes by."""
@@ -31,8 +30,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"model folder {str(folder)!r} has no config.json; is it a Hugging Face model folder?")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not a model config: it cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a model config: expected a table of keys, got {type(config).__name__}")

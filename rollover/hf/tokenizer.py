@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, parse_json
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -70,8 +69,8 @@ def _listed_stop_ids(folder: Path) -> list[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}; fix or delete it") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a table of keys; fix or delete it")

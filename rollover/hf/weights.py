@@ -5,12 +5,11 @@ Only headers are read, no tensors, and torch is not needed.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, parse_json
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the input and the output matrix, which are one tensor where a model ties them."""
@@ -54,7 +53,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
             raise ModelError(f"{index} is not a safetensors index: {e}") from e
         return [folder / name for name in names]
@@ -93,7 +92,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= _MAX_HEADER_BYTES:
             raise ValueError(f"its header would have {size} bytes")
-        header = json.loads(stream.read(size))
+        header = parse_json(stream.read(size))
     return {
         name: TensorInfo(
             shape=tuple(entry["shape"]),

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, cast, get_args
 
-from rollover.errors import ResourceError, RunError
+from rollover.errors import ResourceError, RunError, parse_json
 
 FILE_NAME = "metrics.jsonl"
 
@@ -141,7 +141,7 @@ def _encode(row: MetricRow) -> str:
 
 def _decode(line: bytes, where: str) -> MetricRow:
     try:
-        fields: dict[str, Any] = json.loads(line)
+        fields: dict[str, Any] = parse_json(line)
         kind, step, time_s = fields.pop("kind"), int(fields.pop("step")), float(fields.pop("time_s"))
         if kind not in get_args(Kind):
             raise ValueError(f"unknown kind {kind!r}")

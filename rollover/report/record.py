@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import RunError
+from rollover.errors import RunError, parse_json
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, read_metrics
 from rollover.report.timeline import Timeline
@@ -60,7 +59,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (FileNotFoundError, NotADirectoryError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from rollover.errors import ResourceError, RunError
+from rollover.errors import ResourceError, RunError, parse_json
 from rollover.privacy import make_private
 from rollover.rollout.events import (
     BatchConsumed,
@@ -55,7 +55,7 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
 
 def _decode(kind: str, body: str, blob: bytes | int) -> Event:
     """Decode an event; ``blob`` is the size of the blob if its tokens are left out."""
-    fields: dict[str, Any] = json.loads(body)
+    fields: dict[str, Any] = parse_json(body)
     if "sample_id" in fields:
         fields["sample_id"] = SampleId(*fields["sample_id"])
     match kind:
@@ -190,7 +190,7 @@ class Journal:
     def last_time_s(self) -> float:
         """Return the run clock at the newest event; 0 when there is none."""
         row = self._db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT 1").fetchone()
-        return 0.0 if row is None else float(json.loads(row[0])["time_s"])
+        return 0.0 if row is None else float(parse_json(row[0])["time_s"])
 
     def read(self, *, effective: bool = False) -> Iterator[tuple[int, Event]]:
         """Yield (sequence number, event) from the first event to the newest. With ``effective``, leave out the events

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollover import locks
-from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError
+from rollover.errors import ConfigError, DataError, MissingExtra, ModelError, ResourceError, RunError, parse_json
 from rollover.privacy import make_private, redacted_command
 from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.run import layout
@@ -310,7 +310,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config and the meta data of a run directory."""
     file = path / layout.CONFIG
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_text())
         meta = config.pop("meta") if isinstance(config, dict) and "meta" in config else None
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path} is not a run directory: it has no config.json") from None

@@ -7,13 +7,12 @@ that is killed in its warm-up repeats it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import ModelError, RunError
+from rollover.errors import ModelError, RunError, parse_json
 from rollover.hf.companions import fingerprint
 from rollover.hf.tokenizer import load_tokenizer
 from rollover.report.metrics import MetricsWriter
@@ -83,7 +82,7 @@ def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) 
     """
     found = fingerprint(folder)
     try:
-        began_with = dict(json.loads(record.read_text())["model"])
+        began_with = dict(parse_json(record.read_text())["model"])
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{record} is damaged: delete it if {folder} is the model that the run started from") from None
     for name in sorted(found.keys() | began_with.keys()):

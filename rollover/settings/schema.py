@@ -241,7 +241,7 @@ def _value(text: str, expected: Sequence[Any]) -> object:
         return None
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also a number of thousands of digits, or lists nested as deep
         return text
     if table.keys() != {"value"} or (not isinstance(table["value"], str) and expected and all(map(_is_text, expected))):
         return text
@@ -467,6 +467,9 @@ def _show(value: object) -> str:
         list: "the list ",
         dict: "the table ",
     }
-    text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    try:
+        text = str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    except ValueError:
+        text = "with thousands of digits"
     text = text.encode(errors="backslashreplace").decode()
     return kinds.get(type(value), "") + (text if len(text) <= 60 else text[:57] + "...")

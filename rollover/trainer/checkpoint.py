@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, parse_json
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     ``DamagedCheckpoint`` when it was one."""
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         found = values["format_version"]
         if found != FORMAT_VERSION:
             raise ModelError(f"{path}: format version {found} cannot be read; this program reads {FORMAT_VERSION}")

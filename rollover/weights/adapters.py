@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.errors import ModelError
+from rollover.errors import ModelError, parse_json
 from rollover.weights.base import Manifest, TensorSpec, WeightSource
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class AdapterSource:
         from safetensors.torch import load_file
 
         try:
-            settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            settings = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             tensors = load_file(folder / ADAPTER_WEIGHTS)
             scale = settings["lora_alpha"] / settings["r"]
             ends = ".lora_A.weight"

@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import DataError, nearest
+from rollover.errors import DataError, nearest, parse_json
 from rollover.workload.law import MAX_TOKENS
 from rollover.workload.trace import Trace, TracePrompt
 
@@ -53,8 +52,8 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parsed(place: str, line: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{place}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected an object with a prompt and its lengths, got {line.strip()[:60]}")

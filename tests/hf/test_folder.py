@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,13 @@ def test_a_full_disk_is_reported_with_the_mend_and_leaves_what_was_there(tmp_pat
     def write(partial: Path) -> None:
         raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors words it
 
-    with pytest.raises(ResourceError, match=r"v2 was not written, earlier ones are intact; buy a disk"):
-        write_folder(tmp_path / "v2", write, remedy="buy a disk")
-    assert not list(tmp_path.iterdir())
+    def copy(partial: Path) -> None:
+        raise shutil.Error([("a", "b", str(OSError(errno.ENOSPC, "No space left on device")))])
+
+    for fails in (write, copy):
+        with pytest.raises(ResourceError, match=r"v2 was not written, earlier ones are intact; buy a disk"):
+            write_folder(tmp_path / "v2", fails, remedy="buy a disk")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

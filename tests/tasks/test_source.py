@@ -219,7 +219,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
             {},
             "a.jsonl, line 1: not valid JSON (Exceeds the limit",
         ),
-        (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
+        (["[" * 200_000], {}, "a.jsonl, line 1: not valid JSON (lists or tables are nested too deeply"),
         ([r'{"question": "1", "answer": "2", "a": [{"b\ud83d": 1}]}'], {}, r"line 1: '\ud83d' is half a char"),
         ([*sums(1), r'{"question": "1\uDE00+", "answer": "2"}'], {}, r"line 2: '\ude00' is half a character"),
         (['{"question": "1"', "{}"], {}, "a.jsonl, line 1: not valid JSON"),

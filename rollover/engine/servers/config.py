@@ -205,6 +205,9 @@ class ServerConfig(EngineConfig):
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
         if self.launch and not self.launch_command:
             raise ValueError("launch_command must name a program, got an empty list")
+        for name in self.launch_env:
+            if not name or "=" in name:
+                raise ValueError(f"launch_env: {name!r} is not the name of an environment variable")
         if self.launch_devices and len(self.launch_devices) != self.num_servers:
             raise ValueError(
                 f"launch_devices names the devices of {len(self.launch_devices)} servers,"

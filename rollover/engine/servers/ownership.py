@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from rollover import locks
-from rollover.errors import EngineError
+from rollover.errors import EngineError, parse_json
 
 Part = Literal["weights", "cache"]
 """The parts of a server that take memory."""
@@ -127,7 +127,7 @@ def _opened(file: Path) -> int:
 
 def _note(descriptor: int) -> dict[str, Any]:
     try:
-        note = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
+        note = parse_json(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

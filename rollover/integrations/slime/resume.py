@@ -14,14 +14,13 @@ What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollover.errors import RunError
+from rollover.errors import RunError, parse_json
 from rollover.run.directory import replace_json
 
 FOLDER = "rollover"
@@ -68,7 +67,7 @@ class SlimeProgress:
         if not file.exists():
             return None
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            found: Any = parse_json(file.read_text(encoding="utf-8"))
             if found["format"] != _FORMAT:
                 raise RunError(
                     f"{file} has format {found['format']}, and this version of Rollover reads {_FORMAT}: resume the run"

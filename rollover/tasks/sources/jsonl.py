@@ -6,14 +6,13 @@ names the file and the line.
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollover.errors import DataError
+from rollover.errors import DataError, parse_json
 from rollover.tasks.fingerprint import DataFile
 from rollover.tasks.rows import DatasetRows
 from rollover.tasks.sources.base import FileSettings
@@ -70,8 +69,8 @@ class JsonlRows:
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:  # broken, of more digits than Python reads, or nested too deep
+            value = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{self._path}, line {number}: not valid JSON ({error}); fix or delete the line") from None
         if not isinstance(value, dict):
             raise DataError(f"{self._path}, line {number}: expected a JSON object, got {type(value).__name__}")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.speed import within
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,7 +46,7 @@ class PackageCopy:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=within(300),
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -17,6 +17,7 @@ from rollover.run.directory import RunDir
 from rollover.run.loading import load
 from rollover.run.sections import WarmupConfig
 from rollover.version import __version__
+from tests.speed import within
 
 TEXT = """\
 steps = 12
@@ -303,7 +304,7 @@ def test_help_is_printed_on_request_and_in_want_of_a_command(
 def test_the_module_and_the_console_script_are_the_same_program() -> None:
     script = Path(sys.executable).with_name("rollover")
     outputs = [
-        subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60).stdout
+        subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=within(60)).stdout
         for program in ([sys.executable, "-m", "rollover"], *([[str(script)]] if script.exists() else []))
     ]
     assert set(outputs) == {f"rollover {__version__}\n"}

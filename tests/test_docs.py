@@ -17,6 +17,7 @@ from rollover.algorithms.registry import ALGORITHMS, Algorithm
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
 from rollover.run.config import RunConfig
 from rollover.settings.schema import types_at
+from tests.speed import within
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -133,6 +134,6 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="make check and make docs install it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=within(240))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "reference" / "api" / "index.html").exists()

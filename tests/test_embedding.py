@@ -14,6 +14,7 @@ import pytest
 from rollover.errors import EXTRAS
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
+from tests.speed import within
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 75
@@ -54,7 +55,7 @@ def run(program: str, folder: Path, printed: str) -> None:
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=within(60),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed

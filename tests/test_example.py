@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.speed import within
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"
 STEP = re.compile(r"^step (\d+): reward ([\d.]+), \d+ tokens, (\d+) of them sampled by older weights", re.MULTILINE)
@@ -17,7 +19,7 @@ ACCOUNT = re.compile(r"decoded (\d+) = trained (\d+) \+ wasted (\d+) \+ live (\d
 def run(model: Path, folder: Path, steps: int) -> str:
     command = [sys.executable, str(EXAMPLE), str(model), str(folder), "--steps", str(steps)]
     options = ["--learning-rate", "3e-3", "--max-new-tokens", "60"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=ROOT, timeout=within(300))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.speed import within
+
 ROOT = Path(__file__).parent.parent
 ROOMS_WITHOUT_TORCH = ("cli", "rollout", "report", "tasks", "workload", "frontier", "planner")
 
@@ -15,7 +17,7 @@ ROOMS_WITHOUT_TORCH = ("cli", "rollout", "report", "tasks", "workload", "frontie
 def python(code: str) -> str:
     """Output of ``code`` in a fresh interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=within(120), check=True
     )
     return done.stdout.strip()
 
@@ -25,7 +27,7 @@ def test_help_answers_within_half_a_second_and_without_torch() -> None:
     times_s = []
     for _ in range(5):
         start_s = cpu_s_of_children()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=within(60), check=True)
         times_s.append(cpu_s_of_children() - start_s)
     imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
     assert "click" in imported

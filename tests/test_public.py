@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rollover
+from tests.speed import within
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [
@@ -120,7 +121,7 @@ def test_all_public_names_but_engine_and_trainer_need_the_core_alone() -> None:
         "else:\n"
         "    raise AssertionError('torch is not there')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=within(120))
     assert done.returncode == 0, done.stderr
 
 

@@ -18,10 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from tests.speed import slowness
+
 LIMIT_S = 2.0
-"""Processor time of a test that is not deep, in seconds of the machine on which ``LOOP_S`` was measured."""
-LOOP_S = 0.035
-"""Seconds that ``_loop`` takes there."""
+"""Processor time of a test that is not deep, in seconds of the reference machine of ``tests/speed.py``."""
 TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname"})
 """Programs that any test may start: a run asks git for its commit and the compiler for its kernels."""
 
@@ -90,15 +90,3 @@ def shallow(test_id: str) -> Iterator[None]:
             f"{test_id} used {used_s:.1f} s of processor time, of {limit_s:.1f} s: make it smaller, or list it in"
             " tests/deep.txt"
         )
-
-
-def slowness() -> float:
-    """Return how many times longer than the reference machine this one takes now; at least 1."""
-    return max(1.0, min(_loop() for _ in range(3)) / LOOP_S)
-
-
-def _loop() -> float:
-    start_s, total = time.process_time(), 0
-    for number in range(1_000_000):
-        total += number % 7
-    return time.process_time() - start_s

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.speed import within
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,7 +27,7 @@ def recorded(tmp_path: Path, script: str, *argv: str) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=within(240),
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(out.read_text())

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.speed import within
+
 ROOT = Path(__file__).parent.parent.parent
 NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
 """What every node is started with."""
@@ -54,7 +56,7 @@ def add_node(cluster: Any, resources: dict[str, float]) -> Any:
 
 def until(is_so: Callable[[], bool], what: str) -> None:
     """Wait for something in another process, and fail where it has not come within two minutes."""
-    deadline_s = time.monotonic() + 120.0
+    deadline_s = time.monotonic() + within(120.0)
     while not is_so():
         assert time.monotonic() < deadline_s, f"{what}: not within 120 s"
         time.sleep(0.05)

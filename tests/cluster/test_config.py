@@ -14,6 +14,7 @@ from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
 from rollover.run.loading import load, restore
 from rollover.settings.plain import resolved
+from tests.speed import within
 
 SECTION = """\
 [model.scratch]
@@ -80,7 +81,7 @@ def test_ray_is_not_imported_to_read_it() -> None:
         "print({'ray', 'torch'} & {*sys.modules})"
     )
     root = Path(__file__).parent.parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=within(120))
     assert done.stdout.strip() == "set()", done.stderr
 
 

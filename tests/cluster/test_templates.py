@@ -16,6 +16,7 @@ import yaml
 
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
+from tests.speed import within
 
 FOLDER = Path(__file__).parents[2] / "docs" / "how-to" / "clusters"
 STUB = """\
@@ -74,7 +75,12 @@ def started(tmp_path: Path, *argv: str, says: str = "", **env: str) -> tuple[int
         **env,
     }
     done = subprocess.run(
-        ["bash", str(FOLDER / "slurm.sh"), *argv], env=given, timeout=60, capture_output=True, text=True, check=False
+        ["bash", str(FOLDER / "slurm.sh"), *argv],
+        env=given,
+        timeout=within(60),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert says in done.stderr
     return done.returncode, [shlex.split(line, posix=False) for line in calls.read_text().splitlines()]
@@ -115,7 +121,11 @@ def test_the_slurm_script_does_not_begin_a_run_without_all_nodes(
 def test_the_slurm_script_counts_the_nodes_of_a_cluster(cluster: Any) -> None:
     (program,) = re.findall(r"python -c '\n(.*?)'", (FOLDER / "slurm.sh").read_text(), re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", program, cluster.address], timeout=120, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, cluster.address],
+        timeout=within(120),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     there = connect(ClusterConfig(address=cluster.address)).nodes()
     assert int(done.stdout.splitlines()[-1]) == sum(node["Alive"] for node in there) >= 3
@@ -130,7 +140,7 @@ def test_the_slurm_script_launches_plans_and_hands_the_exit_code_on(tmp_path: Pa
 
 
 def test_the_slurm_script_has_no_error_that_bash_sees() -> None:
-    subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True, timeout=within(60))
     head = (FOLDER / "slurm.sh").read_text().split("set -euo")[0]
     assert all(f"#SBATCH --{key}" in head for key in ("nodes=", "ntasks-per-node=1", "gpus-per-node=", "time="))
 

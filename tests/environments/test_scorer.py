@@ -21,6 +21,7 @@ from rollover.tasks.open import train_source
 from rollover.tasks.sources import ReasoningGymConfig
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.environments.words import char_tokenizer, ids
+from tests.speed import within
 
 FUNCTIONS = "tests.environments.functions"
 
@@ -95,7 +96,7 @@ def test_a_hanging_reward_is_killed_and_fails_its_sample_alone() -> None:
 
 def test_a_reward_frozen_in_c_is_killed_too() -> None:
     async def use(scorer: RewardScorer) -> None:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(within(60.0)):
             with pytest.raises(RewardError, match=r"timed out after 0.3 s"):
                 await scorer.score(trajectory(prompt(), "x"))
 

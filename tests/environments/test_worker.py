@@ -15,8 +15,9 @@ import pytest
 from rollover.environments.channel import LOST
 from rollover.environments.rewards import FunctionConfig
 from rollover.environments.rewards.base import RewardSample, RewardSpec
+from tests.speed import within
 
-_PATIENCE_S = 120.0
+_PATIENCE_S = within(120.0)
 
 
 def line(message: dict[str, Any]) -> bytes:
@@ -127,6 +128,6 @@ keep(lambda: os._exit(7))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as keeper:
         try:
-            assert keeper.wait(30) == 7
+            assert keeper.wait(within(30)) == 7
         finally:
             keeper.kill()

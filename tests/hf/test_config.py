@@ -10,6 +10,7 @@ import pytest
 
 from rollover.errors import ModelError
 from rollover.hf.config import read_config, read_model_config
+from tests.speed import within
 from tests.trainer.builders import make_folder
 
 
@@ -32,7 +33,7 @@ def test_configs_and_folder_checks_need_no_torch(tmp_path: Path) -> None:
         f"read_model_config(pathlib.Path({str(tmp_path)!r}))\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=within(60))
 
 
 def test_a_config_that_is_no_table_is_refused_with_its_type(tmp_path: Path) -> None:

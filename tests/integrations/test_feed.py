@@ -28,6 +28,7 @@ from rollover.rollout.strategies.config import StrategyConfig
 from rollover.types import Batch, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.rollout.kit import Prompts, lognormal
+from tests.speed import within
 from tests.weights.kit import FakeWeights
 
 SEED = 5
@@ -322,7 +323,7 @@ def test_an_event_loop_that_is_blocked_is_noticed(hosts: Any, monkeypatch: pytes
     host, let_go = hosts(stall_timeout_s=0.1), threading.Event()
 
     async def blocks() -> None:
-        let_go.wait(60)
+        let_go.wait(within(60))
 
     try:
         with pytest.raises(EngineTimeout, match=r"event loop has been blocked .* cannot publish version 0"):
@@ -346,7 +347,7 @@ def test_a_parts_close_that_hangs_is_named(tmp_path: Path) -> None:
             feed.close()
     finally:
         let_go.set()
-        feed._thread.join(60)
+        feed._thread.join(within(60))
 
 
 def test_a_closed_feed_says_so_and_closes_once(hosts: Any) -> None:
@@ -403,14 +404,14 @@ def test_the_core_of_the_integrations_needs_neither_torch_nor_a_host() -> None:
         [sys.executable, "-c", f"import sys; {code}; print({{'torch', 'trl', 'transformers'}} & {{*sys.modules}})"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=within(60),
         check=True,
     )
     assert done.stdout.strip() == "set()"
 
 
 def _until(done: Callable[[], bool], otherwise: str) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + within(60)
     while not done():
         assert time.monotonic() < deadline_s, otherwise
         time.sleep(0.005)

@@ -26,6 +26,7 @@ from rollover.integrations.slime.settings import slime_settings, zero_signal_fil
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
 from tests.integrations.slime.kit import BATCH, GROUP, arguments, journaled, known, shows_its_run, slime_over_servers
+from tests.speed import within
 
 FUNCTION = "rollover.integrations.miles.RolloutFn"
 SOURCE = "rollover.integrations.miles.DataSource"
@@ -222,7 +223,7 @@ def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path)
         process.source.get_samples = announced
         with ThreadPoolExecutor(1) as others:
             rollout = others.submit(process.generate, 2)
-            assert drawn.wait(30.0)
+            assert drawn.wait(within(30.0))
             process.source.save(1)
             steps.append(rollout.result(60.0))
         end(process)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from rollover import cli
 from rollover.planner.plan import Plan
+from tests.speed import within
 
 MODEL = {
     "model_type": "qwen2",
@@ -158,6 +159,6 @@ def test_it_plans_where_torch_is_not_installed(folder: Path) -> None:
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     argv = ["plan", "fleet.toml", "--model", "model", "--workload", "light-8k", "--num-groups", "16"]
-    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=within(300))
     assert done.returncode == 0, done.stderr
     assert "Training throughput" in done.stdout

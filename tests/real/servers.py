@@ -14,8 +14,9 @@ import httpx
 
 from rollover.engine.servers import supervisor
 from rollover.engine.servers.launch import free_port
+from tests.speed import within
 
-START_S = 900.0
+START_S = within(900.0)
 
 
 class RealServer:
@@ -58,7 +59,7 @@ class RealServer:
         """Return whether it samples a token for somebody whom it has not met."""
         body = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}
         try:
-            done = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+            done = httpx.post(f"{self.url}/v1/completions", json=body, timeout=within(60.0), trust_env=False)
         except httpx.HTTPError:
             return False
         return done.status_code == 200
@@ -84,7 +85,7 @@ class RealServer:
         self.thaw()
         self._process.stdin.close()
         try:
-            self._process.wait(30.0)
+            self._process.wait(within(30.0))
         finally:
             if self._process.poll() is None:
                 self._signal(signal.SIGKILL)

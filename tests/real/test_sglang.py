@@ -40,6 +40,7 @@ from tests.engine.servers.vllm.kit import model_folder
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
+from tests.speed import within
 
 pytestmark = pytest.mark.sglang
 
@@ -243,7 +244,7 @@ def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, 
             await engine.abort([call.request_id for call in calls])
             ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
             assert FinishReason.ABORT in ended  # some may have come to their length before
-            async with client_of(url) as client, asyncio.timeout(120):
+            async with client_of(url) as client, asyncio.timeout(within(120)):
                 while await SGLangDialect(client, config_of(url), ModelFolder.read(folders[0])).num_calls():
                     await asyncio.sleep(0.05)
 
@@ -303,7 +304,7 @@ async def to_the_end(client: HTTPClient, call: dict[str, Any]) -> dict[str, Any]
 
 def quirk(url: str, law: Callable[[HTTPClient], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(600), client_of(url) as client:
+        async with asyncio.timeout(within(600)), client_of(url) as client:
             await law(client)
 
     asyncio.run(main())

@@ -18,6 +18,7 @@ from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
 from tests import runs
 from tests.integrations.slime.kit import shows_its_run
+from tests.speed import within
 
 pytestmark = pytest.mark.verl
 
@@ -99,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=800,
+        timeout=within(800),
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return [json.loads(line) for line in written.read_text().splitlines()], folder

@@ -37,6 +37,7 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.servers import RealServer
+from tests.speed import within
 
 pytestmark = pytest.mark.vllm
 
@@ -56,7 +57,7 @@ ARGUMENTS = ("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-e
 ENV = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENV |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 MAX_RUNNING = 16
-DEADLINE_S = 900.0
+DEADLINE_S = within(900.0)
 PATIENT = {
     "connect_timeout_s": 300.0,
     "first_token_timeout_s": 900.0,
@@ -410,7 +411,7 @@ async def until_back(pool: EnginePool, server: RealServer) -> None:
     """Wait until the pool has both servers again. vLLM itself now and then hangs after it was frozen: one that answers
     nobody is started anew, and the pool has to take that in."""
     for has_been_started_anew in (False, True):
-        give_up_s = time.monotonic() + 240.0
+        give_up_s = time.monotonic() + within(240.0)
         while pool.capabilities.max_running < 2 * MAX_RUNNING and time.monotonic() < give_up_s:
             await asyncio.sleep(0.1)
         if pool.capabilities.max_running == 2 * MAX_RUNNING:

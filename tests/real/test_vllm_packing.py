@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rollover.weights.base import TensorSpec
 from rollover.weights.buckets import buckets, flattened
+from tests.speed import within
 
 pytestmark = pytest.mark.vllm
 
@@ -73,7 +74,7 @@ def test_vllm_reads_buckets_as_they_are_sent(tmp_path: Path) -> None:
     save_file(sent, tmp_path / "sent")
     (tmp_path / "told").write_text(json.dumps([piece.described("dtype_names") for piece in pieces]))
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    subprocess.run([PYTHON, "-c", RECEIVE, str(LIMIT)], cwd=tmp_path, env=env, timeout=300, check=True)
+    subprocess.run([PYTHON, "-c", RECEIVE, str(LIMIT)], cwd=tmp_path, env=env, timeout=within(300), check=True)
     found = load_file(tmp_path / "found")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

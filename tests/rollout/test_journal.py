@@ -54,6 +54,7 @@ from tests.rollout.kit import (
 )
 from tests.rollout.test_ledger import state_of
 from tests.rollout.test_statistics import numbers_of
+from tests.speed import within
 from tests.virtual_time import run
 
 # -- the file -----------------------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ def test_kill_9_loses_nothing_that_was_handed_out(name: str, seed: int, tmp_path
         [sys.executable, "-m", "tests.rollout.victim", name, str(seed), str(path), str(seen)],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=60,
+        timeout=within(60),
     )
     assert child.returncode == -signal.SIGKILL
     handed_out = [line.split() for line in seen.read_text().splitlines()]

@@ -21,6 +21,7 @@ from rollover.settings.plain import resolved
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import JsonlConfig
 from rollover.trainer.config import TrainerConfig
+from tests.speed import within
 
 CONFIG = RunConfig(model=ModelConfig(path="models/tiny"), seed=5)
 
@@ -66,7 +67,7 @@ def test_the_lock_of_a_killed_process_is_gone(tmp_path: Path) -> None:
         "import os, sys, signal; from pathlib import Path; from rollover.run.directory import RunDir\n"
         "run = RunDir(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=within(60))
     assert killed.returncode == -9
     directory.open_for_resume(tmp_path / "run")[1].close()
 
@@ -88,7 +89,7 @@ def test_a_child_process_does_not_hold_the_lock(tmp_path: Path) -> None:
             assert child.stdout is not None and child.stdout.readline() == b"running\n"
             assert lock not in open_files(str(child.pid)), "it would keep the run of a killed trainer locked"
         finally:
-            child.communicate(b"\n", timeout=60)
+            child.communicate(b"\n", timeout=within(60))
 
 
 def test_the_lock_is_free_at_once_though_a_child_is_being_started(tmp_path: Path) -> None:

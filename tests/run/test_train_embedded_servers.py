@@ -18,8 +18,9 @@ import httpx
 
 from rollover.types import WasteCause
 from tests import runs
+from tests.speed import within
 
-DEADLINE_S = 240.0
+DEADLINE_S = within(240.0)
 ENGINE = [
     *("--engine.kind", "embedded_server", "--engine.launch", "true", "--engine.num_servers", "2"),
     *("--engine.launch_args", '["--device", "cpu", "--cpu_kernels", "torch"]', "--engine.max_running", "12"),
@@ -81,7 +82,7 @@ def until_dead(pids: list[int]) -> None:
 def version_of(server: Process) -> int | None:
     """The version of the weights that a server says it has; ``None`` while it has none of the run's."""
     try:
-        label = httpx.get(f"{server.url}/info", trust_env=False, timeout=10.0).json()["label"]
+        label = httpx.get(f"{server.url}/info", trust_env=False, timeout=within(10.0)).json()["label"]
     except httpx.HTTPError:
         return None
     return int(label.split(":")[2]) if label.startswith("rollover:") else None

@@ -17,6 +17,7 @@ from rollover import cli
 from rollover.run.directory import RunDir
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
+from tests.speed import within
 
 CONTEXT = 80
 
@@ -91,10 +92,10 @@ def test_ctrl_c_in_an_update_that_hangs_ends_the_run_soon_and_leaves_no_server_s
         paths = os.pathsep.join([str(Path(__file__).parents[2]), str(experiment)])
         training = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths})
         try:
-            assert hung.wait(120.0)
+            assert hung.wait(within(120.0))
             assert server.paused
             training.send_signal(signal.SIGINT)
-            assert training.wait(100.0) == 130
+            assert training.wait(within(100.0)) == 130
         finally:
             training.kill()
             training.wait()

@@ -21,6 +21,7 @@ from rollover.sim.scenario import ReplicaModel
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import run
 from tests.sim.test_replica import call, drain
+from tests.speed import within
 from tests.virtual_time import VirtualClock
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ def test_the_benchmark_decodes_what_was_foretold(tmp_path: Path) -> None:
         check=True,
         cwd=ROOT,
         capture_output=True,
-        timeout=300,
+        timeout=within(300),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     (found,) = json.loads(out.read_text())["repeats"]

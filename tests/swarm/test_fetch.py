@@ -32,6 +32,7 @@ from rollover.swarm.publication.manifest import (
 )
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
+from tests.speed import within
 from tests.swarm.weights_kit import (
     Answer,
     BlobServer,
@@ -48,7 +49,7 @@ from tests.swarm.weights_kit import (
 )
 
 VERSIONS = versions(7)
-DEADLINE_S = 20.0
+DEADLINE_S = within(20.0)
 
 
 @pytest.fixture
@@ -561,7 +562,7 @@ def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: P
     def held_up(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         if digest == name:
             arrived.set()
-            gate.wait(20)
+            gate.wait(within(20))
         return None
 
     async def scenario() -> None:

@@ -32,6 +32,7 @@ from rollover.swarm.worker.connection import Refused
 from rollover.swarm.worker.joining import work_for
 from tests.engine.contract import request
 from tests.engine.models import VOCAB, saved, tiny_model
+from tests.speed import within
 from tests.swarm import liars
 from tests.swarm.liars import Liar, lying
 from tests.swarm.test_worker_real import ENGINE, swarm, weights
@@ -75,7 +76,7 @@ async def workers(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(within(60)):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -128,7 +129,7 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
         torch.set_num_threads(1)
         root, told = tmp_path / "swarm", list[str]()
         async with (
-            asyncio.timeout(120),
+            asyncio.timeout(within(120)),
             swarm(root, models[0]) as engine,
             workers(root, engine, HONEST, kind, cunning=False),
         ):

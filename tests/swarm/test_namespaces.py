@@ -20,9 +20,10 @@ import pytest
 
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from tests import runs
+from tests.speed import within
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240.0
+DEADLINE_S = within(240.0)
 STEPS = 40
 """So many that one worker alone has not done them all before the other is there."""
 PAGE = (ROOT / "docs" / "how-to" / "swarm.md").read_text()
@@ -33,7 +34,7 @@ TRAINER = "192.168.1.10"
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=within(20))
 
 
 def may_make_namespaces() -> bool:
@@ -46,7 +47,7 @@ def may_make_namespaces() -> bool:
     except (subprocess.CalledProcessError, OSError):
         return False
     finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=within(20), check=False)
     return True
 
 
@@ -238,7 +239,7 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(
         )
         assert it.first.started["train"].wait(DEADLINE_S) == 0, it.first.log("train")
         for laptop in (it.kitchen, it.attic):
-            assert laptop.started["worker"].wait(60) == 0, "the run has ended, and its workers are told so"
+            assert laptop.started["worker"].wait(within(60)) == 0, "the run has ended, and its workers are told so"
             assert "the run has ended" in laptop.log("worker")
         if has_router:
             assert "unreachable" in _ping(it.first, "10.0.7.2"), "nobody can dial in behind the router"
@@ -252,4 +253,4 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(
 def _ping(laptop: Laptop, address: str) -> str:
     code = f"import socket; s = socket.socket(); s.settimeout(5); s.connect(({address!r}, 1))"
     command = laptop.command(shlex.join([sys.executable, "-c", code]))
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stderr
+    return subprocess.run(command, capture_output=True, text=True, timeout=within(30), check=False).stderr

@@ -25,6 +25,7 @@ from rollover.swarm.wire.messages import PROTOCOL, Hello, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection
 from tests.engine.models import saved, tiny_model
+from tests.speed import within
 from tests.swarm.test_worker_real import swarm
 
 NONSENSE = Serving(version=0, manifest="0" * 64)
@@ -63,7 +64,7 @@ def test_a_liar_is_refused_after_the_trainer_was_killed_until_somebody_trusts_it
     (run / "config.json").write_text('{"meta": {}}')
 
     async def main() -> None:
-        async with asyncio.timeout(60), AsyncExitStack() as stack:
+        async with asyncio.timeout(within(60)), AsyncExitStack() as stack:
             before = await stack.enter_async_context(swarm(run / "swarm", model))
             liar, honest = token_of(run, "liar"), token_of(run, "anna")
             before.on_distrust(told.append)
@@ -99,7 +100,7 @@ def test_a_disk_that_is_full_keeps_nobody_in(tmp_path: Path, model: Path, caplog
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def main() -> None:
-        async with asyncio.timeout(60), swarm(tmp_path / "swarm", model) as engine:
+        async with asyncio.timeout(within(60)), swarm(tmp_path / "swarm", model) as engine:
             liar = token_of(tmp_path, "liar")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Outcasts, "add", full)

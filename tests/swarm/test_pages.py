@@ -24,6 +24,7 @@ from rollover.swarm.coordinator.status.snapshot import (
     WorkerStatus,
 )
 from rollover.swarm.publication.publications import PublishedWeights
+from tests.speed import within
 
 NOW_S = 1.76e9
 
@@ -73,7 +74,7 @@ def asked(board: StatusBoard, *paths: str, **headers: str) -> list[httpx.Respons
     """The answers of a listener to GETs of these paths."""
 
     async def main() -> list[httpx.Response]:
-        async with asyncio.timeout(30), listener(board) as it, httpx.AsyncClient(base_url=it.url) as client:
+        async with asyncio.timeout(within(30)), listener(board) as it, httpx.AsyncClient(base_url=it.url) as client:
             return [await client.get(path, headers=headers) for path in paths]
 
     return asyncio.run(main())
@@ -245,7 +246,7 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
         board.write(status(worker("kitchen", drift=2e-6, prepare_s=1.0, pause_s=0.1), away))
 
     async def main() -> bytes:
-        async with asyncio.timeout(60), listener(board) as it:
+        async with asyncio.timeout(within(60)), listener(board) as it:
             command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
             drawing = await asyncio.create_subprocess_exec(
                 *(*command, "--virtual-time-budget=3000", "--dump-dom", it.url),

@@ -25,6 +25,7 @@ from rollover.swarm.wire.messages import PROTOCOL, Goodbye, Hello, encode
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, open_connection, tls_context
+from tests.speed import within
 from tests.swarm.certificates import make_certificate
 
 TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
@@ -115,7 +116,7 @@ def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
         await gateway.serve()
         port = int(gateway.url.rpartition(":")[2])
         proxy = Proxy(port)
-        async with asyncio.timeout(30), proxy.listening() as url:
+        async with asyncio.timeout(within(30)), proxy.listening() as url:
             monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
             address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
             async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:

@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rollover.swarm.coordinator.machine.effects import Close, Deliver, Effect, Fail, Send
 from rollover.swarm.wire.messages import Goodbye, Welcome
 from rollover.types import FinishReason
+from tests.speed import within
 from tests.swarm.held_worker import HeldWorker
 from tests.swarm.kit import LENGTH, DrivenSwarm, coordinator, head, plain, request
 
@@ -99,7 +100,7 @@ class CutSwarm(DrivenSwarm):
         elif what == "cut":
             self.disconnect(name)
         elif what == "wait":
-            self.wait(16.0)
+            self.wait(within(16.0))
         else:
             self.connect(name, anew=what == "anew")
 

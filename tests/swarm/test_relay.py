@@ -23,6 +23,7 @@ from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.wire.messages import PROTOCOL, SUBPROTOCOL, FromWorker, Goodbye, Hello, decode_down, encode
+from tests.speed import within
 from tests.swarm.certificates import make_certificate
 from tests.swarm.nginx_kit import Nginx, needs_nginx, relay
 from tests.swarm.weights_kit import BlobServer, serving
@@ -31,7 +32,7 @@ pytestmark = needs_nginx
 
 MB = 2**20
 CONTENTS = [random.Random(seed).randbytes(3 * MB + 1000 * (seed + 1)) for seed in range(4)]
-DEADLINE_S = 60.0
+DEADLINE_S = within(60.0)
 
 
 def store(folder: Path, *contents: bytes) -> list[BlobRef]:

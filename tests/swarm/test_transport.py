@@ -42,9 +42,10 @@ from rollover.swarm.wire.messages import (
 )
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected, Refused, open_connection
+from tests.speed import within
 from tests.swarm.kit import head
 
-DEADLINE_S = 60.0
+DEADLINE_S = within(60.0)
 HELLO = Hello(protocols=(PROTOCOL,), software="test")
 NEWS = NotServing(version=1, reason="the disk is full")
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()

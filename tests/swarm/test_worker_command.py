@@ -29,6 +29,7 @@ from rollover.swarm.wire.messages import PROTOCOL, Hello, Welcome
 from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
 from rollover.swarm.worker.connection import CoordinatorConnection, Refused, open_connection, tls_context
 from tests.engine.models import saved, tiny_model
+from tests.speed import within
 from tests.swarm.test_worker_real import collected, expected, flat, swarm, worker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +84,7 @@ def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path: Path)
         model = saved(tiny_model(), tmp_path / "model")
         root = tmp_path / "swarm"
         alone = [token for token, _ in flat(await expected(model, **SETTINGS))]
-        async with asyncio.timeout(100), swarm(root, model) as engine:
+        async with asyncio.timeout(within(100)), swarm(root, model) as engine:
             token = make_token(root)
             async with process(engine, tmp_path, token) as worker:
                 text = await said(worker, "serving version 0")
@@ -142,7 +143,7 @@ def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tm
         model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
         certificate, key = make_certificate(tmp_path)
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(within(30)),
             swarm(root, model, tls_certificate=str(certificate), tls_key=str(key)) as engine,
         ):
             assert engine.gateway is not None
@@ -164,7 +165,7 @@ def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tm
 def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
     async def main() -> None:
         model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        async with asyncio.timeout(30), swarm(root, model) as engine:
+        async with asyncio.timeout(within(30)), swarm(root, model) as engine:
             assert engine.gateway is not None
             address = CoordinatorAddress.parse(engine.gateway.url.replace("ws://", "wss://"))
             with pytest.raises(Refused, match=r"it does not speak TLS there .*with ws://"):
@@ -184,7 +185,7 @@ def test_a_revoked_token_ends_the_worker_with_one_message(
 
     async def main() -> int:
         model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        async with asyncio.timeout(60), swarm(root, model) as engine:
+        async with asyncio.timeout(within(60)), swarm(root, model) as engine:
             assert engine.gateway is not None
             command = ["worker", "--join", engine.gateway.url, "--cache", str(tmp_path / "cache")]
             return await asyncio.to_thread(cli.main, command)
@@ -207,7 +208,7 @@ def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
 ) -> None:
     async def main() -> int:
         model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        async with asyncio.timeout(60), swarm(root, model) as engine:
+        async with asyncio.timeout(within(60)), swarm(root, model) as engine:
             token = Credentials(root / "workers.json").add("laptop", Ed25519PrivateKey.generate().public_key())
             return await asyncio.to_thread(joined_in_vain, engine, token, tmp_path / "cache")
 
@@ -224,12 +225,12 @@ def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
     async def main() -> int:
         root, cache = tmp_path / "swarm", tmp_path / "cache"
         model = saved(tiny_model(), tmp_path / "model")
-        async with asyncio.timeout(90), swarm(root, model) as engine, worker(root, engine, cache) as lines:
+        async with asyncio.timeout(within(90)), swarm(root, model) as engine, worker(root, engine, cache) as lines:
             while not any("serving version 0" in line for line in lines):
                 await asyncio.sleep(0.01)
         content = json.loads((model / file).read_text()) if (model / file).exists() else {}
         (model / file).write_text(json.dumps({**content, "exchanged": True}))
-        async with asyncio.timeout(90), swarm(root, model) as engine:
+        async with asyncio.timeout(within(90)), swarm(root, model) as engine:
             return await asyncio.to_thread(joined_in_vain, engine, make_token(root, "again"), cache)
 
     assert asyncio.run(main()) == 2

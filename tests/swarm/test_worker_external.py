@@ -14,6 +14,7 @@ from rollover.engine.servers.vllm.dialect import call_seed
 from rollover.swarm.coordinator.engine import SwarmEngine
 from tests.engine.models import saved, tiny_model
 from tests.engine.servers.scripted_server import ScriptedVLLM, serve, token_at
+from tests.speed import within
 from tests.swarm.test_worker_command import ROOT, make_token, said, token_file
 from tests.swarm.test_worker_real import collected, flat, swarm, weights
 
@@ -58,7 +59,7 @@ def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Pa
         models = [saved(tiny_model(seed=seed), tmp_path / f"v{seed}") for seed in range(2)]
         server = ScriptedVLLM(tick_s=0.001)
         async with (
-            asyncio.timeout(100),
+            asyncio.timeout(within(100)),
             swarm(tmp_path / "swarm", models[0], max_context_tokens=512) as engine,
             serve(server) as port,
             worker_of(engine, tmp_path, f"http://127.0.0.1:{port}") as worker,

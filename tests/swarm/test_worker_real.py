@@ -28,6 +28,7 @@ from rollover.swarm.worker.joining import work_for
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import request
 from tests.engine.models import saved, tiny_model
+from tests.speed import within
 
 ENGINE = EmbeddedConfig(
     max_running=4, max_context_tokens=128, kv_cache_bytes=2**22, stream_interval_tokens=4, cpu_kernels="torch"
@@ -106,7 +107,11 @@ def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(tmp_path:
     async def main() -> None:
         torch.set_num_threads(1)
         root = tmp_path / "swarm"
-        async with asyncio.timeout(90), swarm(root, models[0]) as engine, worker(root, engine, tmp_path / "w") as lines:
+        async with (
+            asyncio.timeout(within(90)),
+            swarm(root, models[0]) as engine,
+            worker(root, engine, tmp_path / "w") as lines,
+        ):
             names = [{"name": f"s{i}", "seed": i, "max_new_tokens": 40} for i in range(3)]
             found = await asyncio.gather(*(collected(engine, **each) for each in names))
             for each, chunks in zip(names, found, strict=True):
@@ -117,7 +122,7 @@ def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(tmp_path:
             await engine.pause()
             await engine.load(1, weights(1, models[1]))
             await engine.resume()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(within(30)):
                 while engine.coordinator.members["laptop"].version != 1:
                     await asyncio.sleep(0)
             chunks = await collected(engine, name="t", seed=5, max_new_tokens=40)
@@ -135,7 +140,7 @@ def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(tmp_pat
         root = tmp_path / "swarm"
         settings = {"name": "s", "seed": 3, "max_new_tokens": 90}
         alone = flat(await expected(models[0], **settings))
-        async with asyncio.timeout(90), AsyncExitStack() as stack:
+        async with asyncio.timeout(within(90)), AsyncExitStack() as stack:
             before = await stack.enter_async_context(swarm(root, models[0]))
             lines = await stack.enter_async_context(worker(root, before, tmp_path / "w"))
             stream = before.generate(replace(request(**settings), is_journaled=True))

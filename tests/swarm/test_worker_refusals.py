@@ -18,6 +18,7 @@ from rollover.errors import ConfigError
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, Refused, open_connection, tls_context
+from tests.speed import within
 from tests.swarm.certificates import make_certificate
 
 DAY = timedelta(days=1)
@@ -56,7 +57,7 @@ def refusal(context: ssl.SSLContext | None, url: str, ca_file: Path | None = Non
     the server's port."""
 
     async def main() -> str:
-        async with asyncio.timeout(30), listening(context) as port:
+        async with asyncio.timeout(within(30)), listening(context) as port:
             address = CoordinatorAddress.parse(url.replace("PORT", str(port)))
             with pytest.raises(Refused) as caught:
                 async with open_connection(address, TOKEN, tls_context(ca_file), timeout_s=10.0):
@@ -131,7 +132,7 @@ def test_who_cannot_be_reached_is_asked_again() -> None:
         return str(caught.value)
 
     async def main() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(within(30)):
             nobody = await failure(f"ws://127.0.0.1:{free_port()}")
             assert (
                 "nothing listens there (connection refused); is the port right, and is the trainer running?" in nobody
@@ -146,7 +147,7 @@ def test_a_server_that_hangs_up_is_asked_again_and_not_taken_for_one_with_tls() 
         writer.close()
 
     async def main() -> None:
-        async with asyncio.timeout(30), listening(None, hang_up) as port:
+        async with asyncio.timeout(within(30)), listening(None, hang_up) as port:
             with pytest.raises(Disconnected, match="did not open a connection"):
                 async with open_connection(
                     CoordinatorAddress.parse(f"ws://127.0.0.1:{port}"), TOKEN, None, timeout_s=5.0

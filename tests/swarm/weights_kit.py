@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.weights.sources import MemoryWeights
+from tests.speed import within
 from tests.swarm.http_kit import QuietHandler, http_server
 
 Weights = dict[str, torch.Tensor]
@@ -138,7 +139,7 @@ def serving(
             blobs.queries.append(self.path.partition("?")[2])
             blobs.authorized.append(self.headers.get("Authorization"))
             if blobs.gate is not None:
-                blobs.gate.wait(20)
+                blobs.gate.wait(within(20))
             path = folder / digest
             content = path.read_bytes() if path.exists() else None
             answer = blobs.fault(blobs, digest, content or b"", start) if blobs.fault is not None else None

@@ -50,10 +50,11 @@ from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.worker import SwarmWorker
 from rollover.weights.sources import MemoryWeights
 from tests.engine.fake import FakeEngine, opened, token_at
+from tests.speed import within
 
 T = TypeVar("T")
 M = TypeVar("M")
-DEADLINE_S = 30.0
+DEADLINE_S = within(30.0)
 TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key())
 
 

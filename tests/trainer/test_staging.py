@@ -13,6 +13,7 @@ import pytest
 
 from rollover.trainer import staging
 from rollover.trainer.staging import Staging
+from tests.speed import within
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ def test_the_folder_of_a_process_that_was_killed_is_cleared_away(shared_memory: 
         f"staging._SHARED_MEMORY = Path({str(shared_memory)!r})\n"
         f"staging.Staging(0, fallback=Path()).meeting(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=within(60), check=False)
     assert len([*shared_memory.glob("*/ranks-*")]) == 1
     own = Staging(0, fallback=tmp_path)
     assert [*shared_memory.iterdir()] == [own.path]

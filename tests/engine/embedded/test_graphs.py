@@ -23,6 +23,7 @@ from tests.engine.contract import request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import Calls, run
 from tests.engine.models import greedy, logprobs, saved, tiny_model
+from tests.speed import within
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Pa
         "--out",
         str(out),
     ]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=within(300))
     found = json.loads(out.read_text())["shapes"]["tiny"]
     assert found["correctness"]["float32"]["largest_logprob_error"] < 1e-4
     assert [row["batch"] for row in found["decode"]] == [1, 3]

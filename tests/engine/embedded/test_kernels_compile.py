@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.speed import within
+
 pytest.importorskip("triton")
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
@@ -22,7 +24,7 @@ def test_kernels_compile_ahead_of_time(target: str, number: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.engine.embedded.compile_kernels", target, number]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=600
+        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=within(600)
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("stages") == 5

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedVLLM, _Running, serve
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.speed import within
 
 
 def read_model(folder: Path) -> Any:
@@ -108,12 +109,12 @@ def serving(server: ScriptedServer) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(within(30))
     try:
         yield address[0]
     finally:
         loop.call_soon_threadsafe(done.set)
-        thread.join(30)
+        thread.join(within(30))
         pending = asyncio.all_tasks(loop)
         for task in pending:
             task.cancel()

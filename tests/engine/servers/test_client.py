@@ -23,6 +23,7 @@ from rollover.errors import ConfigError, EngineError, EngineTimeout
 from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
 from tests.engine.servers.vllm.kit import engine_over, model_folder, settings
+from tests.speed import within
 from tests.virtual_time import run
 
 SECRET = "sk-very-secret-0123"
@@ -212,7 +213,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *extra], check=True, capture_output=True, timeout=60)
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True, timeout=within(60))
     return cert, key
 
 
@@ -254,7 +255,7 @@ def test_an_engine_works_over_a_real_socket_and_a_dropped_call_is_stopped_there(
             await anext(stream)
             aborted = server.num_aborted
             await client.close()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(within(20)):
                 while server.num_aborted == aborted:
                     await asyncio.sleep(0.01)
             client._http = HTTPClient(url, settings(url))._http

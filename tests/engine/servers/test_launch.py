@@ -16,8 +16,9 @@ import pytest
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.launch import ServerProcess, free_port
 from rollover.errors import EngineError, EngineTimeout
+from tests.speed import within
 
-DEADLINE_S = 60.0
+DEADLINE_S = within(60.0)
 
 
 def server(folder: Path, code: str, **limits: float) -> ServerProcess:

@@ -28,6 +28,7 @@ from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, s
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label, model_folder, settings
+from tests.speed import within
 from tests.virtual_time import run
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
@@ -89,7 +90,7 @@ def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
         "ownership = Ownership.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == -9
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=within(60)).returncode == -9
     ownership = Ownership.on_this_machine("http://gpu:8000", "next", tmp_path)
     assert ownership.owner("rollover:killed:3") is None
     ownership.release()

@@ -33,6 +33,7 @@ from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label
+from tests.speed import within
 
 
 def folder_of(path: Path, value: float) -> Path:
@@ -262,7 +263,7 @@ def test_a_gloo_group_carries_tensors_to_a_worker_and_listens_on_one_address() -
     group.join()
     for tensor in sent:
         group.broadcast(tensor)
-    thread.join(30.0)
+    thread.join(within(30.0))
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
     with socket.socket() as elsewhere, pytest.raises(OSError):
         elsewhere.settimeout(1.0)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, logprob_at, serve
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
+from tests.speed import within
 
 KNOWN = {
     *("rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"),
@@ -181,10 +182,10 @@ def farm(num_workers: int = 2, *, router: type[Router] = Router, **settings: Any
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(live()), daemon=True)
     thread.start()
-    assert ready.wait(30.0), "the scripted servers did not start"
+    assert ready.wait(within(30.0)), "the scripted servers did not start"
     try:
         yield made[0]
     finally:
         loop.call_soon_threadsafe(leave.set)
-        thread.join(30.0)
+        thread.join(within(30.0))
         loop.close()

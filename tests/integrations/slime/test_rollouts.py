@@ -34,6 +34,7 @@ from tests.integrations.slime.kit import (
     versions,
 )
 from tests.integrations.slime.recorded import Manager, Sample
+from tests.speed import within
 
 
 def run_of(folder: Path, servers: Farm, **changes: Any) -> Loop:
@@ -284,7 +285,7 @@ class Process:
 
     def kill(self) -> None:
         self.child.kill()
-        self.child.communicate(timeout=30.0)
+        self.child.communicate(timeout=within(30.0))
 
 
 def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_pat
         process = Process(tmp_path, servers)
         try:
             first = [process.step(0), process.step(1, saves=True), process.step(2)]
-            before, give_up_s = servers.decoded_tokens, time.monotonic() + 60.0
+            before, give_up_s = servers.decoded_tokens, time.monotonic() + within(60.0)
             process.begin(3)
             while servers.decoded_tokens < before + 40:
                 assert process.child.poll() is None and time.monotonic() < give_up_s

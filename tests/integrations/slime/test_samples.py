@@ -20,6 +20,7 @@ from rollover.integrations.slime.samples import (
 from rollover.integrations.slime.source import SlimeSource
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.integrations.slime.recorded import Letters, Sample
+from tests.speed import within
 
 ARGS = Namespace(reward_key=None)
 LETTERS = Letters()
@@ -168,7 +169,7 @@ def test_a_stream_is_not_saved_in_the_middle_of_a_draw() -> None:
     def slowly(num_samples: int) -> list[list[Sample]]:
         stream.drawn += num_samples
         drawing.set()
-        assert go_on.wait(30.0)
+        assert go_on.wait(within(30.0))
         return [group(0)]
 
     stream.get_samples = slowly  # type: ignore[method-assign]
@@ -177,13 +178,13 @@ def test_a_stream_is_not_saved_in_the_middle_of_a_draw() -> None:
     draw = threading.Thread(target=source.prompt, args=[0])
     save = threading.Thread(target=lambda: saved.append(source.save(lambda: saved.append(stream.drawn))))
     draw.start()
-    assert drawing.wait(30.0)
+    assert drawing.wait(within(30.0))
     save.start()
     save.join(0.05)
     assert not saved, "the stream has given a group that is not counted yet"
     go_on.set()
     for thread in (draw, save):
-        thread.join(30.0)
+        thread.join(within(30.0))
     assert saved == [1, 1]
 
 

@@ -19,6 +19,7 @@ from rollover.rollout.events import BatchTrained, Restarted, SegmentEnded
 from rollover.rollout.journal import read_events
 from tests.integrations.trl.killed import POINTS, STEPS
 from tests.integrations.trl.kit import PROMPTS, WatchedTrainer, journaled, letters, trainer
+from tests.speed import within
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
@@ -87,7 +88,7 @@ def test_a_run_that_is_killed_at_every_point_trains_each_batch_as_journaled(tiny
         [sys.executable, "-m", "tests.integrations.trl.killed", str(tiny_model), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=within(500),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[3],
     )

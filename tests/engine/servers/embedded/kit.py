@@ -18,6 +18,7 @@ from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
 from tests.engine.models import saved, tiny_model
+from tests.speed import within
 
 RUN = "this-run"
 CONTEXT = 32_768
@@ -51,12 +52,12 @@ def serving(folder: Path, config: EmbeddedConfig = ENGINE, *, key: str | None = 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(60), "the server does not answer"
+        assert ready.wait(within(60)), "the server does not answer"
         assert not failures, failures
         yield addresses[0]
     finally:
         server.stop()
-        thread.join(60)
+        thread.join(within(60))
     assert not thread.is_alive() and not failures, failures
 
 

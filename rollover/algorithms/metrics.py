@@ -66,6 +66,7 @@ class LossMetrics:
         columns = {
             "tokens": torch.ones_like(rho_T),
             "trained": cause_T < 0,
+            "surprise": -tokens.trainer_logprobs_T,
             "ratio": now.ratio_T,
             "clip_low": now.low_T,
             "clip_high": now.high_T,
@@ -130,6 +131,7 @@ class LossMetrics:
         clip = "cap" if self.capped else "clip"
         out = {
             "tokens/trained": total["trained"],
+            "surprise": _share(total, "surprise"),
             "ratio/mean": _share(total, "ratio"),
             "ratio/max": maxima[0],
             f"{clip}/low": _share(total, "clip_low"),

@@ -35,13 +35,14 @@ def of_nothing(metrics: LossMetrics) -> LossMetrics:
     )
 
 
-def gathered_distances(world: World, distance_T: Tensor) -> Tensor:
-    """Return the distances that the ranks have computed for a batch's tokens in one tensor; NaN where none has."""
+def gathered_tokens(world: World, measured_KT: Tensor) -> Tensor:
+    """Return what the ranks have measured at a batch's tokens in one tensor; NaN where none has. No two measure the
+    same token."""
     if world.size == 1:
-        return distance_T
-    known_2T = torch.stack([distance_T.nan_to_num(0.0), (~distance_T.isnan()).double()])
-    sum_T, count_T = world.sum(known_2T, "distances of log-probs")
-    return sum_T.masked_fill(count_T == 0, math.nan)
+        return measured_KT
+    known_2KT = torch.stack([measured_KT.nan_to_num(0.0), (~measured_KT.isnan()).double()])
+    sum_KT, count_KT = world.sum(known_2KT, "measurements at tokens")
+    return sum_KT.masked_fill(count_KT == 0, math.nan)
 
 
 def _flat(loss: Tensor, metrics: LossMetrics) -> Tensor:

@@ -34,7 +34,7 @@ from rollover.trainer.checks import check_suits
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.context import open_context
 from rollover.trainer.drift import measured_drift
-from rollover.trainer.gathering import gathered_distances, gathered_losses, of_nothing
+from rollover.trainer.gathering import gathered_losses, gathered_tokens, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split
@@ -180,18 +180,18 @@ class LocalTrainer:
                 quadratic=attention_share(self._model.config.hidden_size),
             )
             constants = self._constants(data, minis)
-            distance_T = torch.full_like(data.rollout_logprobs_T, torch.nan, dtype=torch.float64)
+            measured_2T = torch.full((2, data.num_tokens), torch.nan, dtype=torch.float64, device=self._device)
             rate = learning_rate(config, batch.step, self._setup.num_steps)
             losses, norms, parts = [], [], []
             for mini in minis:
-                loss, mini_metrics = self._accumulate(data, constants, mini, distance_T)
+                loss, mini_metrics = self._accumulate(data, constants, mini, measured_2T)
                 norms.append(apply_gradients(self._optimizer, config, rate))
                 losses.append(loss)
                 parts.append(mini_metrics)
             metrics = reduce(LossMetrics.merge, parts)
             trajectories = [t for g in groups for t in g.trajectories]
-            distance_T = gathered_distances(world, distance_T)
-            drift = measured_drift(trajectories, distance_T.cpu().numpy(), step=batch.step)
+            distance_T, entropy_T = gathered_tokens(world, measured_2T).cpu().numpy()
+            drift = measured_drift(trajectories, distance_T, step=batch.step)
         self._version += 1
         self._is_whole = True
         elapsed_s = time.perf_counter() - started_s
@@ -201,6 +201,7 @@ class LocalTrainer:
             "learning_rate": rate,
             "time/step_s": elapsed_s,
             "tokens/per_s": data.num_tokens / elapsed_s,
+            "entropy": float(np.nanmean(entropy_T)),
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }
@@ -306,16 +307,19 @@ class LocalTrainer:
         return StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=ref_T, advantages_T=advantages_T)
 
     def _accumulate(
-        self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, distance_T: Tensor
+        self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, measured_2T: Tensor
     ) -> tuple[float, LossMetrics]:
         """Accumulate the gradients of one mini-batch, row by row. The distances between recorded and proximal log-probs
-        are written into ``distance_T``."""
+        and the entropies are written into ``measured_2T``."""
+        distance_T, entropy_T = measured_2T
         self._optimizer.zero_grad(set_to_none=True)
         is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
         losses, parts = [], []
         refused: RolloverError | None = None
         for row in mini.rows:
-            logprobs_T = response_logprobs(self._model, row, self._setup.temperature, autocast=self._autocast)
+            logprobs_T = response_logprobs(
+                self._model, row, self._setup.temperature, autocast=self._autocast, entropy_T=entropy_T
+            )
             tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
             if self._counts and (is_first or needs_proximal):  # otherwise the weights have changed since the step began
                 distance_T[row.token_T] = (tokens.proximal_logprobs_T - tokens.rollout_logprobs_T).abs().double()

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rollover.trainer.packing import PackedRow
 
+ENTROPY_STRIDE = 32
+"""Tokens of a batch of which one has its entropy measured: that of all would cost more than half as much as the head
+and the loss."""
 LOGITS_PER_CHUNK = 1 << 26
 """Number of logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
 
@@ -48,16 +51,26 @@ class OneForward(nn.Module):
         return self.hf.lm_head
 
 
-def response_logprobs(model: Any, row: PackedRow, temperature: float, *, autocast: bool = False) -> Tensor:
+def response_logprobs(
+    model: Any, row: PackedRow, temperature: float, *, autocast: bool = False, entropy_T: Tensor | None = None
+) -> Tensor:
     """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
     unless it is switched off. The head runs only on the ``T`` predicting positions, in bounded memory. ``autocast``
-    runs matrix products in bfloat16."""
+    runs matrix products in bfloat16. If ``entropy_T`` of the batch is given, the entropies at every
+    ``ENTROPY_STRIDE``-th of its tokens are written into it, by the rank that has the token's position."""
     if isinstance(model, OneForward):
-        inner: Tensor = model(lambda hf: response_logprobs(hf, row, temperature, autocast=autocast))
+        inner: Tensor = model(
+            lambda hf: response_logprobs(hf, row, temperature, autocast=autocast, entropy_T=entropy_T)
+        )
         return inner
     own = row.share or row
     with _autocast(row.input_ids_N.device, autocast):
         hidden_TD = response_hidden(model, row)
+        if entropy_T is not None:
+            token_T = row.token_T if row.share is None else row.token_T[row.share.own_T]
+            measured_T = (token_T % ENTROPY_STRIDE == 0).nonzero()[:, 0]
+            entropies_T = head_entropies(model.lm_head, hidden_TD.detach()[measured_T], temperature)
+            entropy_T[token_T[measured_T]] = entropies_T.to(entropy_T.dtype)
         logprobs_T = head_logprobs(model.lm_head, hidden_TD, own.target_T, temperature)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
@@ -131,12 +144,25 @@ def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperat
     return torch.cat(parts)
 
 
+@torch.no_grad()
+def head_entropies(head: nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
+    """Compute the entropies ``[T]``, in nats, of the distributions that the last hidden states predict, in bounded
+    memory."""
+    parts = []
+    for part_TD in hidden_TD.split(max(1, LOGITS_PER_CHUNK // head.out_features)):
+        logprobs_TV = F.log_softmax(_tempered(head, part_TD, temperature), dim=-1)
+        parts.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
+    return torch.cat(parts)
+
+
 def _token_logprobs(head: nn.Module, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
-    logits_TV = head(hidden_TD)
+    return -F.cross_entropy(_tempered(head, hidden_TD, temperature), target_T, reduction="none")
+
+
+def _tempered(head: nn.Module, hidden_TD: Tensor, temperature: float) -> Tensor:
+    logits_TV: Tensor = head(hidden_TD)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if temperature != 1.0:
-        logits_TV = logits_TV / temperature
-    return -F.cross_entropy(logits_TV, target_T, reduction="none")
+    return logits_TV if temperature == 1.0 else logits_TV / temperature
 
 
 def _autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:

@@ -36,6 +36,7 @@ def test_metrics_have_their_hand_worked_values() -> None:
     actual = metrics_of(row("grpo", kl_coef=0.1, dual_clip=1.4))
     expected = {
         "tokens/trained": 3,
+        "surprise": (1 + 2 + 0.5 - math.log(1.5 * 0.9 * 0.7)) / 3,
         "ratio/mean": 3.1 / 3,
         "ratio/max": 1.5,
         "clip/low": 1 / 3,

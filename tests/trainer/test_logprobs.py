@@ -69,6 +69,28 @@ def test_the_head_in_chunks_gives_the_same_values_and_gradients(
     torch.testing.assert_close(parts_gradients, whole_gradients, atol=1e-10, rtol=1e-10)
 
 
+def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, policy = make_model(), load_policy(make_folder(tmp_path))
+    samples = make_samples(12)
+    monkeypatch.setattr(logprobs_module, "ENTROPY_STRIDE", 3)
+    monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 40 * 7)
+    entropy_T = torch.full((sum(len(s.response_ids) for s in samples),), torch.nan, dtype=torch.float64)
+    for row in pack(samples, 70):
+        response_logprobs(policy, row, 0.8, entropy_T=entropy_T).sum().backward()
+    with torch.no_grad():
+        logits_TV = torch.cat(
+            [
+                model(input_ids=torch.tensor([[*s.prompt_ids, *s.response_ids]])).logits[0, len(s.prompt_ids) - 1 : -1]
+                for s in samples
+            ]
+        )
+    expected_T = torch.distributions.Categorical(logits=logits_TV / 0.8).entropy().double()
+    torch.testing.assert_close(entropy_T[::3], expected_T[::3], atol=1e-5, rtol=1e-5)
+    assert torch.equal(entropy_T.isnan(), torch.arange(len(entropy_T)) % 3 != 0)
+
+
 def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:
     policy = load_policy(make_folder(tmp_path))
     samples = [TrainingSample(prompt_ids=(3,) * 50, response_ids=(4, 5))]

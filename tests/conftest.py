@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rollover.engine import sampling_check
 from tests import runs, tiers
 
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
@@ -47,7 +48,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def experiment(tiny_model: Path, tmp_path: Path) -> Iterator[Path]:
-    """The working directory, with ``run.toml`` and all it names in it."""
+def experiment(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with ``run.toml`` and all it names in it. Engines of this process draw each prompt of the
+    sampling check once: servers that are made of Python take seconds for all draws."""
+    monkeypatch.setattr(sampling_check, "MAX_DRAWS", 1)
     with runs.working_in(tmp_path, tiny_model):
         yield tmp_path

@@ -40,8 +40,8 @@ HALF_TOLERANCE = 0.1
 class LogprobCheck(Protocol):
     """Returns when the log-probs of a member are those of the weights that it serves, else raises ``EngineError``.
 
-    Needs no more of the member than ``generate``. ``is_known``: it has passed under earlier weights, by the same
-    engine, and so may be asked less where its answers leave no doubt.
+    Needs no more of the member than ``generate``. ``is_known``: the same engine has passed under earlier weights. It is
+    asked less if its answers leave no doubt, and its sampling is not checked again.
 
     Example: ``await check(member, 7)`` before it gets a call, ``await check(member, 8, is_known=True)`` later.
     """
@@ -89,9 +89,11 @@ class Reference:
     logits_PV: NDArray[np.float32]
 
     def logprob(self, prompt: int, token: int, temperature: float) -> float:
-        scaled_V = self.logits_PV[prompt].astype(np.float64) / temperature
-        peak = scaled_V.max()
-        return float(scaled_V[token] - peak - np.log(np.exp(scaled_V - peak).sum()))
+        return float(_log_softmax(self.logits_PV[prompt], temperature)[token])
+
+    def logprobs(self, temperature: float) -> NDArray[np.float64]:
+        """Return the log-probs of all tokens after each prompt."""
+        return _log_softmax(self.logits_PV, temperature)
 
     def mean_difference(self, drawn: Mapping[int, tuple[int, float]], temperature: float) -> float:
         """Average, over some prompts given by number, how far the reported log-prob of the token after each is from
@@ -112,6 +114,13 @@ class Mismatch:
     """Difference from log-probs at that temperature."""
     raw: float
     """Difference from log-probs at temperature 1."""
+
+
+def _log_softmax(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    scaled = logits.astype(np.float64) / temperature
+    scaled -= scaled.max(-1, keepdims=True)
+    scaled -= np.log(np.exp(scaled).sum(-1, keepdims=True))
+    return scaled
 
 
 def check_prompts(vocab_size: int, max_context_tokens: int) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +172,7 @@ async def check_logprobs(
         for numbers in (first, rest):
             if not numbers:
                 continue
-            tokens = (_draw(engine, reference.prompts[i], temperature, seed=i) for i in numbers)
+            tokens = (draw(engine, reference.prompts[i], temperature, seed=i) for i in numbers)
             drawn |= zip(numbers, await asyncio.gather(*tokens), strict=True)
             processed, raw = (reference.mean_difference(drawn, at) for at in (temperature, 1.0))
             mismatch = Mismatch(temperature=temperature, processed=processed, raw=raw)
@@ -174,8 +183,8 @@ async def check_logprobs(
     return tuple(measured)
 
 
-async def _draw(engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int) -> tuple[int, float]:
-    """Return a token and the log-prob that the engine reports."""
+async def draw(engine: Engine, prompt_ids: tuple[int, ...], temperature: float, *, seed: int) -> tuple[int, float]:
+    """Return a token drawn after a prompt and the log-prob that the engine reports."""
     name = f"logprob-check-{secrets.token_hex(8)}-{seed}."  # no other check, of whatever version, may have this id
     request = GenerateRequest(
         request_id=name,

@@ -5,6 +5,8 @@
 ==============  ==============================================  =====================================================
 log-prob check  at the start, after every weight load, and      another model, number format or version; log-probs
                 before a server that was out is used again      from before the temperature
+sampling check  once, before an engine's first call, and        greedy decoding, a truncated distribution, another
+                before one that was out is used again           temperature, behind log-probs that are right
 drift           after every batch, over at least 64 tokens      the same, and what happens between two checks or to
                 that the weights in force sampled, from as      some tokens only: a reload by another process, for
                 many batches as that takes                      example
@@ -31,6 +33,7 @@ from rollover.engine.logprob_check import (
     default_tolerance,
     some_prompts,
 )
+from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
 from rollover.run.config import RunConfig
 from rollover.run.drift_windows import DriftWindows
@@ -67,7 +70,7 @@ class Trust:
         self._pool = opened.trust
         self._trainer = trainer
         self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), capabilities.max_context_tokens)
-        self._later = (rollout.temperature,)
+        self._temperature = rollout.temperature
         number_format = capabilities.number_format
         self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, trainer_format)
         """Mean distance of log-probs, in nats, that counts as rounding."""
@@ -139,6 +142,8 @@ class Trust:
             reference,
             tolerance=self._tolerance,
             remedy=self._remedy,
-            temperatures=self._later if self.has_checked else TEMPERATURES,
+            temperatures=(self._temperature,) if self.has_checked else TEMPERATURES,
             first=some_prompts(version) if is_known else (),
         )
+        if not is_known:
+            await check_sampling(engine, reference, temperature=self._temperature)

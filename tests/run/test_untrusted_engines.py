@@ -31,7 +31,7 @@ class Liar(ModelServer):
     """``how`` it computes, for the tokens whose place in its output ``lies_at`` names; honestly elsewhere.
 
     ``reloaded`` is under weights that somebody else has loaded, ``bfloat16`` and ``int8`` are coarser formats, ``raw``
-    reports log-probs from before the temperature.
+    reports log-probs from before the temperature, ``greedy`` reports true ones of the most probable tokens.
     """
 
     def __init__(self, folder: Path, how: str, *, first: bool, every: int = 1) -> None:
@@ -46,7 +46,7 @@ class Liar(ModelServer):
 
     def logits(self, ids: list[int], decoded: int) -> torch.Tensor:
         honest = self._model
-        if self.lies_at(decoded) and self.how != "raw":
+        if self.lies_at(decoded) and self.how not in ("raw", "greedy"):
             if self.weights not in self._wrong:
                 self._wrong = {self.weights: self._coarse()}
             self._model = self._wrong[self.weights]
@@ -67,6 +67,13 @@ class Liar(ModelServer):
                 scale = parameter.data.abs().amax(1, keepdim=True) / 127
                 parameter.data = (parameter.data / scale).round() * scale
         return model
+
+    def draw(self, logits: torch.Tensor, *, temperature: float, seed: int) -> tuple[int, float]:
+        token, logprob = super().draw(logits, temperature=temperature, seed=seed)
+        if self.how == "greedy":
+            token = int(logits.argmax())
+            logprob = float(torch.log_softmax(logits / temperature, -1)[token])
+        return token, logprob
 
     def _decode(self, name: str, running: Any) -> None:
         temperature = running.body["temperature"]
@@ -100,7 +107,12 @@ def engines_of(batch: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("how", "remedy"),
-    [("bfloat16", "--dtype float32"), ("int8", "without quantisation"), ("raw", "--logprobs-mode processed_logprobs")],
+    [
+        ("bfloat16", "--dtype float32"),
+        ("int8", "without quantisation"),
+        ("raw", "--logprobs-mode processed_logprobs"),
+        ("greedy", "this looks like greedy decoding"),
+    ],
 )
 def test_the_third_of_three_servers_is_looked_at_before_the_first_batch(
     how: str, remedy: str, experiment: Path, capsys: pytest.CaptureFixture[str]
@@ -186,5 +198,6 @@ def test_a_proof_leaves_no_trace_in_a_deterministic_run(
     args = ["--deterministic", "true", "--steps", "2", "--engine.cpu_kernels", kernels]
     assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
     monkeypatch.setattr("rollover.run.engine_trust.check_logprobs", skipped)
+    monkeypatch.setattr("rollover.run.engine_trust.check_sampling", skipped)
     assert cli.main(["train", "run.toml", "--run-dir", "unproved", *args]) == 0
     assert runs.weights(Path("proved"), 2) == runs.weights(Path("unproved"), 2)

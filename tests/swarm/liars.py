@@ -90,6 +90,14 @@ class OldWeights(Liar):
             yield replace(chunk, policy_version=self.version, kv_version=self.version)
 
 
+class Greedy(Liar):
+    """Draws the most probable tokens where it is asked for temperature 1, and reports their true log-probs."""
+
+    def lie(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        temperature = 0.0 if request.params.temperature == 1 else request.params.temperature
+        return self.honest.generate(replace(request, params=replace(request.params, temperature=temperature)))
+
+
 class OtherWeights(Liar):
     """Samples from weights that it has rounded."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollover.engine import sampling_check
 from rollover.engine.base import Engine
 from rollover.engine.logprob_check import (
     FLOAT32_TOLERANCE,
@@ -21,6 +22,7 @@ from rollover.engine.logprob_check import (
     check_prompts,
     some_prompts,
 )
+from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError
 from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
@@ -103,10 +105,11 @@ def assert_only_the_liar_is_gone(engine: SwarmEngine, told: list[str]) -> None:
     assert all(members[name].is_connected for name in HONEST)
 
 
-@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16, liars.OldWeights])
+@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16, liars.OldWeights, liars.Greedy])
 def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
-    tmp_path: Path, models: list[Path], kind: type[Liar]
+    tmp_path: Path, models: list[Path], kind: type[Liar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sampling_check, "MAX_DRAWS", 4)
     references = {}
     prompts = check_prompts(VOCAB, 128)
     for version, seed in enumerate((0, 1)):
@@ -124,6 +127,8 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
             temperatures=TEMPERATURES,
             first=some_prompts(version) if is_known else (),
         )
+        if not is_known:
+            await check_sampling(member, references[version], temperature=1.0)
 
     async def main() -> None:
         torch.set_num_threads(1)
@@ -144,7 +149,8 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
                 await until(lambda: serving(engine, 1, HONEST))
             await until(lambda: engine.coordinator.members["liar"].distrust)
             assert "liar" not in decoders or kind is liars.OldWeights, "until the weights change its are right"
-            assert "does not sample from the trainer's policy" in engine.coordinator.members["liar"].distrust
+            says = "looks like greedy decoding" if kind is liars.Greedy else "does not sample from the trainer's policy"
+            assert says in engine.coordinator.members["liar"].distrust
             assert_only_the_liar_is_gone(engine, told)
 
     asyncio.run(main())

@@ -31,6 +31,8 @@ class Watch:
         self._members = members
         self._updates = updates
         self._probe_interval_s = probe_interval_s
+        self._has_checked = False
+        """True once all members in service have passed the log-prob check; any other passes it when it comes back."""
         self._mismatched: set[Member] = set()
         """Members that are out because they failed the log-prob check."""
         self._tasks = BackgroundTasks()
@@ -46,7 +48,8 @@ class Watch:
         """See ``EnginePool.check_logprobs``."""
         assert self.logprob_check is not None, "there is a way to check them"
         check, version, members = self.logprob_check, self._updates.version, self._members.in_service
-        failed = await self._members.each(members, lambda member: check(member.engine, version))
+        is_known, self._has_checked = self._has_checked, True
+        failed = await self._members.each(members, lambda member: check(member.engine, version, is_known=is_known))
         mismatched = {member: e for member, e in failed.items() if isinstance(e, EngineMismatch)}
         if strict and mismatched:
             raise next(iter(mismatched.values()))

@@ -22,6 +22,7 @@ from rollover.engine.logprob_check import (
     default_tolerance,
     some_prompts,
 )
+from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
 from rollover.integrations.hosted import HostedConfig, check_capabilities
@@ -204,6 +205,8 @@ class HostedRollouts:
             remedy=_REMEDY,
             first=some_prompts(version) if is_known else (),
         )
+        if not is_known:
+            await check_sampling(engine, self._references[version], temperature=self._config.rollout.temperature)
 
     # -- the engine ------------------------------------------------------------------------------------------
 

@@ -57,11 +57,14 @@ class ModelServer(ScriptedVLLM):
             logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1].float()
             return logits
 
+    def draw(self, logits: torch.Tensor, *, temperature: float, seed: int) -> tuple[int, float]:
+        return draw(logits, temperature=temperature, seed=seed)
+
     def _decode(self, name: str, running: _Running) -> None:
         body = running.body
         ids = running.__dict__.setdefault("ids", list(body["prompt"]))
         logits = self.logits(ids, running.decoded)
-        token, logprob = draw(logits, temperature=body["temperature"], seed=body["seed"] + len(ids))
+        token, logprob = self.draw(logits, temperature=body["temperature"], seed=body["seed"] + len(ids))
         ids.append(token)
         running.unsent.append((token, logprob))
         running.decoded += 1

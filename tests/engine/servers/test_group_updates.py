@@ -251,7 +251,7 @@ def test_a_server_that_comes_back_to_a_run_that_is_faster_than_its_check_is_sent
         async with opened(kind, tmp_path, monkeypatch) as sent:
             holder = Holder()
 
-            async def check(engine: Any, version: int) -> None:
+            async def check(engine: Any, version: int, *, is_known: bool = False) -> None:
                 checked.append(version)
                 await sent.publish(holder.at(version + 1))
 

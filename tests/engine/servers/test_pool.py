@@ -241,14 +241,17 @@ def test_an_abort_reaches_all_members_at_once_and_does_not_wait_for_one_that_han
 
 
 class Prover:
-    """Finds a mismatch with the members named in ``liars``, each time; ``asked`` holds whom, and for which version."""
+    """Finds a mismatch with the members named in ``liars``, each time; ``asked`` holds whom, and for which version, and
+    ``new`` who was not known."""
 
     def __init__(self, *liars: str) -> None:
         self.liars = {*liars}
         self.asked: list[tuple[str, int]] = []
+        self.new: list[str] = []
 
-    async def __call__(self, engine: Engine, version: int) -> None:
+    async def __call__(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
         self.asked.append((repr(engine), version))
+        self.new += [] if is_known else [repr(engine)]
         assert len(await collect(engine, request(f"proof{len(self.asked)}", max_new_tokens=1))) > 0
         if repr(engine) in self.liars:
             raise EngineMismatch(f"{engine!r} is 0.5 nats off")
@@ -319,6 +322,24 @@ def test_a_member_that_comes_back_gets_calls_only_once_it_has_proved_itself() ->
             prover.liars.clear()
             await asyncio.sleep(40.0)
             assert pool.capabilities.max_running == 128
+
+    run(main())
+
+
+def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        async with pool_of(one, two) as pool:
+            pool.check_logprobs_with(prover := Prover())
+            for version in (1, 2):
+                await publish(pool, version)
+                await pool.check_logprobs()
+            assert len(prover.asked) == 4 and sorted(prover.new) == ["one", "two"]
+            two.failing = "ill"
+            await asyncio.sleep(30.0)
+            two.failing = None
+            await asyncio.sleep(40.0)
+            assert pool.capabilities.max_running == 128 and sorted(prover.new) == ["one", "two", "two"]
 
     run(main())
 

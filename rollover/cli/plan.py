@@ -55,7 +55,11 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
     metavar="DIR",
     help="Write scripts that start the servers, and the trainer's settings, to DIR.",
 )
-@click.option("--server", type=click.Choice(["vllm", "sglang"]), help="Kind of servers for --launch; vllm by default.")
+@click.option(
+    "--server",
+    type=click.Choice(["vllm", "sglang", "embedded_server"]),
+    help="Kind of servers for --launch and --for-launch; vllm by default.",
+)
 def command(**options: Any) -> None:
     """Plan which devices of a mixed fleet train and which roll out, in which shapes, and with what throughput.
 

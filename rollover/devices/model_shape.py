@@ -6,12 +6,13 @@ Counts are those of the transformers implementations, to the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollover.devices.records import ModelShape
 from rollover.errors import ModelError, nearest
+from rollover.hf.architecture import Architecture
 from rollover.hf.config import read_config
 
 
@@ -20,7 +21,19 @@ def load(model: str | Path) -> ModelShape:
     path = Path(model) if Path(model).exists() else _from_hub(str(model))
     file = path / "config.json" if path.is_dir() else path
     name = file.parent.resolve().name if Path(model).exists() else str(model)
-    return parse(read_config(path), name=name, file=str(file))
+    config = read_config(path)
+    return replace(parse(config, name=name, file=str(file)), untrainable=_untrainable(config))
+
+
+def _untrainable(config: Mapping[str, Any]) -> str:
+    """Return why this version cannot train the model; empty if it can."""
+    try:
+        Architecture.from_config(config)
+    except ModelError as error:
+        return str(error)
+    except KeyError as error:
+        return f"its config lacks {error}"
+    return ""
 
 
 def parse(config: Mapping[str, Any], *, name: str, file: str = "config.json") -> ModelShape:

@@ -106,6 +106,8 @@ class ModelShape:
     """Parameters in routed experts; the others are read in every step."""
     num_experts: int = 0
     experts_per_token: int = 0
+    untrainable: str = ""
+    """Why this version cannot train it; empty if it can, or if that is not known."""
 
     @property
     def multiplied_parameters(self) -> int:

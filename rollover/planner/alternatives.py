@@ -41,7 +41,7 @@ def launchable(plan: Plan) -> Alternative | None:
     """Return the best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
     if not any(plan.obstacles):
         return None
-    return _planned("what rollover launch can run", plan, plan.fleet, replace(_spec(plan), launchable=True))
+    return _planned("what rollover launch can run", plan, plan.fleet, replace(_spec(plan), launchable="vllm"))
 
 
 def unlimited(plan: Plan) -> Alternative | None:

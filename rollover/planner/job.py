@@ -17,10 +17,10 @@ from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives, launchable, leaner, marginal_gains, unlimited
-from rollover.planner.launch import Server, launch_files
+from rollover.planner.launch import launch_files
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec, Routing, fleet_problem, routed
-from rollover.planner.records import Fleet, Tail
+from rollover.planner.records import Fleet, Server, Tail
 from rollover.planner.report import render_page, report, show
 from rollover.planner.search import make_plan
 from rollover.report.page import write_page
@@ -68,6 +68,8 @@ class PlanRequest:
             raise PlanError("--aim cost needs --target, and --target needs --aim cost")
         if self.aim == "cost" and self.budget is not None:
             raise PlanError("--budget has no effect with --aim cost: omit one of them")
+        if self.server == "embedded_server" and (not self.for_launch or self.launch is not None):
+            raise PlanError("--server embedded_server is for --for-launch: the files of --launch start vLLM or SGLang")
 
 
 def plan(request: PlanRequest) -> None:
@@ -135,7 +137,7 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
         target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
         tail=request.tail,
         routing=request.routing,
-        launchable=request.for_launch,
+        launchable=request.server if request.for_launch else None,
     )
 
 

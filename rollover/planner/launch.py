@@ -11,16 +11,16 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.placement import Pipeline
 from rollover.planner.plan import Plan
+from rollover.planner.records import Server
 from rollover.planner.report import cannot_run
 from rollover.settings import toml
 
-Server = Literal["vllm", "sglang"]
 FIRST_PORT = 8000
 MAX_PROMPT_TOKENS = 1024
 """Longest admitted prompt, as a multiple of the mean: a workload knows only the mean."""

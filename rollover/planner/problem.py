@@ -10,7 +10,7 @@ from rollover.devices.costs.records import ReplicaKind
 from rollover.devices.records import Device, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import no_room, replica_kinds, training_plans
-from rollover.planner.records import Fleet, Problem, Supply, Tail
+from rollover.planner.records import Fleet, Problem, Server, Supply, Tail
 from rollover.planner.topology import Topology
 
 
@@ -31,8 +31,8 @@ class PlanSpec:
     """``soft`` or ``hard``: even the longest response keeps the staleness bound, so that no step waits for one;
     ``none``: the bound is kept on average only. The scheduler keeps it for every group, by waiting."""
     routing: Routing = "load"
-    launchable: bool = False
-    """If true, ``rollover launch`` must be able to run the plan."""
+    launchable: Server | None = None
+    """The kind of servers with which ``rollover launch`` must be able to run the plan; ``None`` for any plan."""
 
 
 def fleet_problem(fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None) -> Problem:
@@ -63,7 +63,7 @@ def stock_problem(
     *,
     max_staleness: int,
     across: Mapping[tuple[str, str], Link] | None = None,
-    launchable: bool = False,
+    launchable: Server | None = None,
 ) -> Problem:
     """Build the problem of ``stock``, the number of devices of each type, without a budget. ``across``: links between
     types, where they are not the narrower of their networks.
@@ -73,15 +73,17 @@ def stock_problem(
     """
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be at least 0, got {max_staleness}")
+    if launchable and model.untrainable:
+        raise PlanError(f"rollover launch cannot train {model.name}: {model.untrainable}")
     kinds = [
         c
         for device, n in stock.items()
         for c in replica_kinds(device, n, model, workload)
-        if not launchable or c.num_devices <= device.node_size  # a server runs on one node
+        if not launchable or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]
     if not kinds:
         raise PlanError(no_room(stock, model, workload, "roll out"))
-    plans, mixtures = training_plans(stock, model, workload, across=across or {}, launchable=launchable)
+    plans, mixtures = training_plans(stock, model, workload, across=across or {}, launchable=launchable is not None)
     if not plans:
         raise PlanError(no_room(stock, model, workload, "train"))
     return Problem(

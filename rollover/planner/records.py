@@ -9,6 +9,8 @@ from rollover.devices.costs.records import Mixture, ReplicaKind, TrainingPlan
 from rollover.devices.records import Device, Link, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
+Server = Literal["vllm", "sglang", "embedded_server"]
+"""Kinds of servers that a plan is carried out with."""
 
 MAX_DEVICES = 65_536
 """Maximum number of devices of a fleet; a larger number is taken for a typing error."""

@@ -146,7 +146,7 @@ def _arguments(plan: Plan, kind: str, c: ReplicaKind, context: int) -> list[str]
     if kind and c.num_devices > 1:
         raise ConfigError(
             f"the plan has replicas of {c.num_devices} {c.device}, and a server of engine.kind {kind!r} has one device:"
-            " choose 'vllm' or 'sglang'"
+            f" choose 'vllm' or 'sglang', or plan with rollover plan --for-launch --server {kind}"
         )
     return []
 

@@ -64,7 +64,7 @@ def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> Non
 
 
 def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: Plan) -> None:
-    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, launchable=True))
+    made = make_plan(nodes(2, 100), PlanSpec(model=SMALL, workload=SPEC, max_staleness=4, launchable="vllm"))
     made = replace(made, unlimited=unlimited(made))
     (part,) = made.solution.plan.parts
     assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1

@@ -24,6 +24,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
 }
 FLEET = """\
 network = { gbit_s = 100 }
@@ -119,6 +120,18 @@ def test_aims_that_contradict_are_refused(refused: Callable[..., str]) -> None:
     assert "--aim cost needs --target" in refused("--aim", "cost")
     assert "--aim cost needs --target" in refused("--target", "100")
     assert "--budget has no effect" in refused("--aim", "cost", "--target", "100", "--budget", "5")
+
+
+def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refused: Callable[..., str]) -> None:
+    assert "for --for-launch" in refused("--server", "embedded_server")
+    big = MODEL | {"hidden_size": 4096, "intermediate_size": 22016}
+    (folder / "model" / "config.json").write_text(json.dumps(big))
+    argv = ["plan", "fleet.toml", "--model", "model", *QUICK, "--for-launch", "--json", "p.json"]
+    assert cli.main([*argv, "--server", "embedded_server"]) == 0
+    made = TypeAdapter(Plan).validate_json((folder / "p.json").read_text())
+    assert {kind.num_devices for kind in made.problem.replica_kinds} == {1}
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | {"hidden_act": "gelu"}))
+    assert "rollover launch cannot train model: hidden_act 'gelu' is not supported" in refused("--for-launch")
 
 
 def test_what_cannot_be_reached_is_explained(refused: Callable[..., str]) -> None:

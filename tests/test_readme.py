@@ -59,27 +59,29 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_commands_of_the_readme_work_on_its_own_config(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dry, train, resume, evaluate, report, sft = (shlex.split(command) for command in COMMANDS)
-    assert (dry[0], resume[:2], evaluate[0], report[0], sft[0]) == (
+    dry, train, resume, evaluate, report, samples, sft = (shlex.split(command) for command in COMMANDS)
+    assert resume[:2] == ["train", "--resume"]
+    assert [command[0] for command in (dry, evaluate, report, samples, sft)] == [
         "train",
-        ["train", "--resume"],
         "eval",
         "report",
+        "samples",
         "sft",
-    )
+    ]
     assert cli.main(dry) == 0
     assert "# train source math: jsonl, 25 rows, scored by math_verify" in capsys.readouterr().out
     assert not Path("runs").exists()
     assert cli.main(train) == 0, capsys.readouterr().err
     (made,) = Path("runs").iterdir()
     made.rename(RUN)
-    for command in (resume, evaluate, report, [*sft, "--sft.num_steps", "2"]):
+    for command in (resume, evaluate, report, samples, [*sft, "--sft.num_steps", "2"]):
         assert cli.main(command) == 0, capsys.readouterr().err
     said = capsys.readouterr()
     assert "all 2 steps are done" in said.out
     assert "measured on prompts that it may have been trained on (tasks.train)" in said.err
     assert "pass@1" in said.out
     assert f"report: {RUN}/report.html" in said.out
+    assert "step 1 trained" in said.out
     assert [p for p in Path("runs").glob("run-sft-*/model/model.safetensors")]
 
 

@@ -283,12 +283,15 @@ def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
         )
 
 
-def read_events(path: Path, *, effective: bool = False, tokens: bool = True) -> Iterator[tuple[int, Event]]:
+def read_events(
+    path: Path, *, effective: bool = False, tokens: bool | Callable[[int], bool] = True
+) -> Iterator[tuple[int, Event]]:
     """Yield (sequence number, event) from a journal that another process may be writing.
 
     Args:
         effective: leave out the events that a restart declared void.
-        tokens: read token ids and log-probs; otherwise ranges of the same length stand in for them.
+        tokens: read token ids and log-probs, of all groups or of those chosen; otherwise ranges of the same length
+            stand in for them.
 
     Raises:
         RunError: there is no such file, or it is not a journal.
@@ -300,7 +303,8 @@ def read_events(path: Path, *, effective: bool = False, tokens: bool = True) -> 
         try:
             db.execute("BEGIN")  # one snapshot
             _check_format(db, path, create=False)
-            yield from _select(db, path, _ALL, _voids(db, path) if effective else (), lambda group: tokens)
+            needs_tokens = tokens if callable(tokens) else lambda group: bool(tokens)
+            yield from _select(db, path, _ALL, _voids(db, path) if effective else (), needs_tokens)
         finally:
             db.close()
     except sqlite3.DatabaseError as e:

@@ -16,7 +16,6 @@ import datetime
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +67,6 @@ class PromptEncoder:
             day_seen = None if day is None else datetime.date.fromisoformat(day)
             self._template = ChatTemplate(tokenizer, source=source, day=day_seen)
             self._markers = Markers(tokenizer)
-            self._marks_of = lru_cache(maxsize=256)(self._count)
         self._check_arguments(self._arguments, "tasks.chat_template_kwargs")
 
     @property
@@ -160,7 +158,7 @@ class PromptEncoder:
 
     def _proved(self, ids: Sequence[int], written: Written, question: Question, where: str) -> Sequence[int]:
         """Return ids whose markers are the template's."""
-        expected = self._marks_of(written.sample) + self._own_marks(written)
+        expected = self._expected_marks(written)
         if self._markers.count(ids) == expected:
             return ids
         literal = [
@@ -177,17 +175,18 @@ class PromptEncoder:
             )
         return cut
 
-    def _count(self, sample: str) -> Counter[int]:
-        return self._markers.count(self._tokenizer([sample], add_special_tokens=False)["input_ids"][0])
-
-    def _own_marks(self, written: Written) -> Counter[int]:
-        spelled = [
-            written.text[slice(*found)]
-            for span in written.spans
-            if span.role == "assistant"
-            for found in self._markers.find(written.text, span.start, span.end)
-        ]
-        return Counter(self._markers.id_of(marker) for marker in spelled if marker in _OWN_MARKERS)
+    def _expected_marks(self, written: Written) -> Counter[int]:
+        """Count the markers that the template spells out between the texts, and those of the assistant itself."""
+        text, at = written.text, 0
+        spelled: list[str] = []
+        for span in written.spans:
+            spelled += [text[slice(*found)] for found in self._markers.find(text, at, span.start)]
+            if span.role == "assistant":
+                own = [text[slice(*found)] for found in self._markers.find(text, span.start, span.end)]
+                spelled += [marker for marker in own if marker in _OWN_MARKERS]
+            at = span.end
+        spelled += [text[slice(*found)] for found in self._markers.find(text, at)]
+        return Counter(self._markers.id_of(marker) for marker in spelled)
 
     def _check_arguments(self, arguments: Mapping[str, Any], key: str) -> None:
         for name, value in arguments.items():

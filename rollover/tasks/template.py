@@ -37,20 +37,17 @@ class Span(NamedTuple):
 class Written(NamedTuple):
     """A conversation as the template writes it.
 
-    Example: ``Written("<user>1+1\\n<assistant>", (Span(6, 9, "user"),), "<user>Qt0s\\n<assistant>")``.
+    Example: ``Written("<user>1+1\\n<assistant>", (Span(6, 9, "user"),))``.
     """
 
     text: str
     spans: tuple[Span, ...]
-    sample: str
-    """The same kind of conversation with a word in place of each text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """Holds what a template writes around the texts of one kind of conversation."""
 
-    sample: str
     order: tuple[int, ...]
     """The messages whose texts follow the pieces, by number."""
     pieces: tuple[str, ...]
@@ -91,7 +88,7 @@ class ChatTemplate:
         spans = _spans(text, messages, outline)
         if spans is None:
             raise DataError("the chat template takes the text of a message for structure, or rewrites it")
-        return Written(text, spans, outline.sample)
+        return Written(text, spans)
 
     def after_reply(self) -> str:
         """Return what the template writes behind an assistant's turn, which ends with the conversation."""
@@ -155,7 +152,7 @@ class ChatTemplate:
             self._check_tools(sample, messages, tools, arguments)
         order = tuple(number for _, number in sorted(found))
         pieces = re.split("|".join(_word(number) for number in order), sample) if order else [sample]
-        return _Outline(sample, order, tuple(pieces))
+        return _Outline(order, tuple(pieces))
 
     def _check_tools(self, sample: str, messages: Messages, tools: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in tools]

@@ -107,7 +107,7 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     untrainable: str = ""
-    """Why this version cannot train it; empty if it can, or if that is not known."""
+    """Reason for which this version cannot train it; empty if it can, or if that is not known."""
 
     @property
     def multiplied_parameters(self) -> int:

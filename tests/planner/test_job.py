@@ -124,7 +124,7 @@ def test_aims_that_contradict_are_refused(refused: Callable[..., str]) -> None:
 
 def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refused: Callable[..., str]) -> None:
     assert "for --for-launch" in refused("--server", "embedded_server")
-    big = MODEL | {"hidden_size": 4096, "intermediate_size": 22016}
+    big = MODEL | {"hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32}
     (folder / "model" / "config.json").write_text(json.dumps(big))
     argv = ["plan", "fleet.toml", "--model", "model", *QUICK, "--for-launch", "--json", "p.json"]
     assert cli.main([*argv, "--server", "embedded_server"]) == 0

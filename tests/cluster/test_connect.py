@@ -70,9 +70,9 @@ def test_an_address_where_nothing_answers_is_named_in_time(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(
-            ConfigError, match=rf"^no Ray cluster answers at '{address}' \(cluster\.address\) within 4 s: start"
+            ConfigError, match=rf"^no Ray cluster answers at '{address}' \(cluster\.address\) within 2 s: start"
         ):
-            connect(ClusterConfig(address=address, placement_timeout_s=4.0))
+            connect(ClusterConfig(address=address, placement_timeout_s=2.0))
 
 
 def test_connecting_keeps_the_signal_handlers_and_a_second_cluster_is_refused(cluster: Any) -> None:
@@ -84,7 +84,7 @@ def test_connecting_keeps_the_signal_handlers_and_a_second_cluster_is_refused(cl
     local = ClusterConfig(address=f"127.0.0.1:{cluster.address.rpartition(':')[2]}")
     assert connect(local) is ray, "another name of the same cluster"
     with pytest.raises(ConfigError, match="a process can use one cluster only"):
-        connect(ClusterConfig(address="127.0.0.1:1"))
+        connect(ClusterConfig(address="127.0.0.1:1", placement_timeout_s=2.0))
     nodes = alive_nodes(ray)
     assert sorted(node.room({"CPU": 1.0}) for node in nodes) == [0, 4, 4]
     assert [sum(node.room({name: 2.0}) for node in nodes) for name in ("one", "two", "three")] == [2, 2, 0]

@@ -157,7 +157,7 @@ def test_a_skipped_batch_is_skipped_by_every_later_resume_bit_for_bit(
     experiment: Path, poison: Callable[..., Any]
 ) -> None:
     argv = (*DETERMINISTIC, "--steps", "6", "--checkpoint.every_steps", "6")
-    for name, later in (("once", ()), ("again", (3, 4))):
+    for name, later in (("once", ()), ("again", (3,))):
         poison(2)
         assert train("run.toml", "--run-dir", name, *argv) == 2
         poison(*later)

@@ -28,17 +28,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_policy(folder).named_parameters())
 
 
-@pytest.mark.parametrize("strategy", ["sync", "april"])
-def test_engines_sample_from_the_merged_weights(experiment: Path, strategy: str) -> None:
+def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
     """Recorded log-probs are those of the merged model of the version that each token is labelled with."""
     every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-    assert train("run.toml", "--run-dir", "out", "--rollout.strategy", strategy, *LORA, *every, "--steps", "4") == 0
+    assert train("run.toml", "--run-dir", "out", *LORA, *every, "--steps", "4") == 0
     trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
     samples = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
     versions = versions_T.unique().tolist()
-    assert strategy == "april" or versions == [0, 1, 2, 3]
+    assert len(versions) > 2
     for version in versions:
         folder = Path("model")
         if version:
@@ -85,17 +84,6 @@ def test_a_run_that_publishes_adapters_alone_is_the_run_that_merges_them(experim
         export(Path(run), Path(f"{run}-model"))
     ours, *others = (weights(Path(f"{run}-model")) for run in ("merged", "alone", "stopped"))
     assert all(torch.equal(ours[name], theirs[name]) for theirs in others for name in ours)
-
-
-def test_a_resumed_run_ends_with_the_same_adapters(experiment: Path) -> None:
-    exact = (*LORA, "--deterministic", "true", "--rollout.strategy", "sync")
-    assert train("run.toml", "--run-dir", "straight", *exact, "--steps", "4") == 0
-    assert train("run.toml", "--run-dir", "stopped", *exact, "--steps", "2") == 0
-    assert train("--resume", "stopped", "--steps", "4") == 0
-    one, other = (export(Path(run), Path(f"{run}-model")) for run in ("straight", "stopped"))
-    assert one.name == other.name == "step_4"
-    ours, theirs = weights(Path("straight-model")), weights(Path("stopped-model"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_run_is_exported_and_evaluated(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,8 +160,8 @@ def test_a_finished_run_is_reported_anew_on_request(finished: Path, capsys: pyte
     assert "letters" in (finished / "report.html").read_text()
 
 
-# One for each thing that may happen to running samples when the batch is full: wait, discard, park, keep.
-@pytest.mark.parametrize("strategy", ["sync", "oversample", "april", "bounded_async", "rollover"])
+# What may happen to running samples when the batch is full: wait, discard, keep; the fixture ``finished`` parks them.
+@pytest.mark.parametrize("strategy", ["sync", "oversample", "rollover"])
 def test_a_strategy_trains_within_its_bound(experiment: Path, strategy: str) -> None:
     run = train("--rollout.strategy", strategy, "--steps", "3")
     assert len(runs.batches(run)) == 3

@@ -188,7 +188,7 @@ def garbage_of(name: str, workload: Workload, steps: int) -> int:
         gc.enable()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["sync", "april", "bounded_async", "rollover", "fast_lane"])
 def test_a_simulation_makes_no_cyclic_garbage(name: str) -> None:
     workload = Generator(LAW, 1)
     garbage_of(name, workload, 2)  # what is made once, the first time

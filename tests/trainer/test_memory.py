@@ -44,9 +44,7 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
     "way",
     [
         "layers recomputed",
-        "adapters",
         "two devices, shared rows",
-        "two devices, bfloat16, recomputed",
         "two devices, adapters, bfloat16",
     ],
 )

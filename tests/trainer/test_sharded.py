@@ -133,16 +133,15 @@ def test_two_and_three_ranks_compute_what_one_process_does(
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("tied", "settings"),
     [
-        {"algorithm": "reinforce++", "gradient_checkpointing": True},
-        {"algorithm": "grpo", "max_grad_norm": 0, "weight_decay": 0.1},
+        (True, {"algorithm": "reinforce++", "gradient_checkpointing": True}),
+        (False, {"algorithm": "grpo", "max_grad_norm": 0, "weight_decay": 0.1}),
     ],
     ids=["layers recomputed", "unclipped"],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_ranks_compute_what_one_process_does_in_other_settings(
-    three: RankPool, folders: dict[bool, Path], settings: dict[str, Any], tied: bool
+    three: RankPool, folders: dict[bool, Path], tied: bool, settings: dict[str, Any]
 ) -> None:
     given = batches()
     settings = {"micro_batch_tokens": BUDGET, **settings}
@@ -178,20 +177,9 @@ def in_turn(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ..
     return tuple(tuple(range(rank, len(costs), num_ranks)) for rank in range(num_ranks))
 
 
-def by_shortest_first(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The cheapest goes first, and ranks get theirs in the opposite order."""
-    return by_longest_first([-cost for cost in costs], num_ranks)[::-1]
-
-
 def to_the_last(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """One rank trains everything."""
     return *[()] * (num_ranks - 1), tuple(range(len(costs)))
-
-
-def to_the_next(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Each rank gets what the one before it would have."""
-    first, *others = by_longest_first(costs, num_ranks)
-    return *others, first
 
 
 def to_the_opposite(costs: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -218,7 +206,7 @@ def train_assigned(world: World, *, way: Assign, **arguments: Any) -> Trained:
         return train(world, **arguments)
 
 
-@pytest.mark.parametrize("way", [in_turn, by_shortest_first, to_the_last, to_the_next, to_the_opposite])
+@pytest.mark.parametrize("way", [in_turn, to_the_last, to_the_opposite])
 def test_neither_dealing_nor_the_order_of_ranks_changes_anything(
     two: RankPool, three: RankPool, folders: dict[bool, Path], way: Assign
 ) -> None:
@@ -325,8 +313,7 @@ def loaded(world: World, *, folder: Path) -> tuple[dict[str, torch.Tensor], dict
     return whole(trainer), buffers, hf.lm_head.weight is hf.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
 def test_each_rank_reads_its_rows_to_the_bit_and_makes_the_rotary_module_anew(
     three: RankPool, tmp_path: Path, family: str, tied: bool
 ) -> None:

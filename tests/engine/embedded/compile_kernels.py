@@ -1,5 +1,5 @@
 """Compiles every Triton kernel ahead of time, for GPUs that need not be there: ``python -m
-tests.engine.embedded.compile_kernels sm_90 bf16``. Prints a line for each kernel and variant."""
+tests.engine.embedded.compile_kernels bf16``. Prints a line for each kernel, variant and GPU."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def variants(number: str) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     ]
 
 
-def compile_all(target: str, number: str) -> None:
+def compile_all(number: str) -> None:
     made = {kernel for kernel, _, _ in variants(number)}
     assert made == {each for each in vars(paged_triton).values() if isinstance(each, triton.JITFunction)}
     for kernel, types, constants in variants(number):
         # Every argument has a type or a constant, in the order of the kernel's own signature.
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         assert {*types, *constants} == {*kernel.arg_names}
-        compiled = triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target])
-        print(f"{kernel.__name__} {target} {number}: {len(compiled.asm)} stages", flush=True)
+        for name, target in TARGETS.items():
+            triton.compile(ASTSource(kernel, signature, constants), target=target)
+            print(kernel.__name__, name, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,16 @@ from tests.speed import within
 
 pytest.importorskip("triton")
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
-FORMATS = ("bf16", "fp16", "fp32")
+TARGETS = {"sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950"}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("number", FORMATS)
-def test_kernels_compile_ahead_of_time(target: str, number: str) -> None:
+@pytest.mark.parametrize("number", ["bf16", "fp16", "fp32"])
+def test_kernels_compile_ahead_of_time(number: str) -> None:
     """In a process of its own: here the kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.engine.embedded.compile_kernels", target, number]
+    command = [sys.executable, "-m", "tests.engine.embedded.compile_kernels", number]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=within(600)
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("stages") == 5
+    assert Counter(line.split()[1] for line in done.stdout.splitlines()) == dict.fromkeys(TARGETS, 5)

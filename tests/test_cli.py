@@ -352,7 +352,7 @@ def test_a_name_that_is_too_long_for_the_file_system_is_refused(
     ],
     ids=" ".join,
 )
-def test_a_command_whose_packages_are_not_installed_says_how_to_install_them(
+def test_a_command_without_its_packages_says_how_to_install_them(
     work: Jobs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], extra: str
 ) -> None:
     for modules in EXTRAS.values():

@@ -41,7 +41,7 @@ def pins() -> dict[str, str]:
     return {m[1]: m[2] for m in found if m is not None}
 
 
-def test_the_tests_run_with_one_version_of_each_dependency_and_each_lies_within_its_range() -> None:
+def test_each_dependency_is_tested_in_one_version_within_its_range() -> None:
     asked, pinned = requirements(without=UNPINNED), pins()
     assert sorted(asked) == sorted([*pinned, "triton"]), "torch pins the Triton of its own builds"
     assert [name for name, version in pinned.items() if not asked[name].specifier.contains(version)] == []

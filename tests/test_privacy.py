@@ -124,13 +124,13 @@ def test_the_name_of_a_variable_is_shown_wherever_it_stands(variable: str) -> No
         "a b",
     ],
 )
-def test_what_does_not_look_like_the_name_of_a_variable_is_hidden_in_its_place(key: str) -> None:
+def test_a_value_that_is_no_name_of_a_variable_is_hidden_in_its_place(key: str) -> None:
     assert redacted({"api_key_env": key}) == {"api_key_env": HIDDEN}
     assert redacted(["--api-key-env", key]) == ["--api-key-env", HIDDEN]
     assert key not in redacted_text(f'api_key_env = "{key}"')
 
 
-def test_the_environment_of_a_server_is_hidden_whatever_its_variables_are_called() -> None:
+def test_all_variables_of_a_servers_environment_are_hidden() -> None:
     for name in ("launch_env", "engine.launch_env", "engine.launch_env.MY_KEY_ENV"):
         assert redacted({name: "TOP_SECRET"}) == {name: HIDDEN}
 

@@ -174,7 +174,7 @@ def test_what_a_failing_reward_says_is_redacted(place: Path, capfd: pytest.Captu
     assert "login refused" in message
 
 
-def test_a_server_that_does_not_start_leaks_neither_its_arguments_nor_what_it_printed(
+def test_a_server_that_does_not_start_leaks_no_argument_and_no_output(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     serve = "import os, sys\nprint('api_key:', sys.argv, os.environ['HF_TOKEN'], os.environ['PROXY'])\nsys.exit(1)\n"
@@ -218,7 +218,7 @@ def test_a_server_log_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_older_records_with_a_secret_in_their_command_line_are_shown_without_it(
+def test_a_secret_in_the_command_line_of_an_older_record_is_hidden(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said(capfd, 0, "train", "run.toml", "--run-dir", "out", "--steps", "1")

@@ -368,7 +368,7 @@ def test_a_cache_that_does_not_fit_into_memory_is_named(refused: Say) -> None:
     assert f"lower engine.kv_cache_bytes (now {10**16})" in message
 
 
-def test_a_reward_of_the_wrong_form_ends_the_run_at_its_first_sample_which_is_scored_again_when_it_is_mended(
+def test_a_malformed_reward_ends_the_run_and_is_scored_again_once_mended(
     refused: Say,
 ) -> None:
     wrong = "async def f(completions, **columns):\n    return 1.0\n"

@@ -190,7 +190,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), MODELS)
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry"])
-def test_a_model_that_the_engine_would_refuse_is_refused_before_the_warm_up(
+def test_a_model_the_engine_would_refuse_is_refused_before_the_warm_up(
     refused: Say, change: Callable[[Path], object], message: str, dry: list[str]
 ) -> None:
     shutil.copytree("model", "wrong")

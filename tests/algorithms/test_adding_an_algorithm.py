@@ -33,7 +33,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Algorithm:
     return ROW
 
 
-def test_the_configuration_takes_it_by_name_with_its_settings_and_with_changes() -> None:
+def test_the_configuration_takes_it_by_name_with_settings_and_changes() -> None:
     assert resolve(AlgorithmConfig(name="centred-gspo")) == ROW
     assert resolve(AlgorithmConfig(name="centred-gspo", clip_high=0.3)).clip_high == 0.3
     with pytest.raises(ValueError, match="did you mean 'centred-gspo'"):

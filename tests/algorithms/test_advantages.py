@@ -59,7 +59,7 @@ def test_equal_rewards_and_lone_samples_give_no_signal(name: str) -> None:
     torch.testing.assert_close(actual, f64(0, 0, 0, 0), rtol=0, atol=1e-9)
 
 
-def test_reinforce_plus_plus_takes_the_kl_of_this_and_later_tokens_from_the_reward() -> None:
+def test_reinforce_plus_plus_subtracts_the_kl_of_this_and_later_tokens() -> None:
     # rewards to go with beta 0.1 and KL (0.2, 0.4 | -0.5): 1 - 0.06 = 0.94, 1 - 0.04 = 0.96, 0 + 0.05 = 0.05
     # mean 0.65; deviations 0.29, 0.31, -0.6; variance (0.0841 + 0.0961 + 0.36) / 3 = 0.18006667
     ref_T = f64(-1, -2, -3)
@@ -91,7 +91,7 @@ def test_reinforce_plus_plus_whitens_over_trained_tokens_only() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
-def test_reinforce_plus_plus_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
+def test_its_baseline_centres_in_the_group_and_whitens_over_the_batch() -> None:
     # centred rewards 0.5, -0.5 | 2, -2 on 1, 1, 1, 3 tokens: mean -4/6 = -2/3,
     # squares 0.25 + 0.25 + 4 + 12 = 16.5, variance 16.5/6 - 4/9 = 2.305556
     actual = compute_advantages(
@@ -105,7 +105,7 @@ def test_reinforce_plus_plus_baseline_centres_in_the_group_and_whitens_over_the_
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_masked_samples_stay_in_the_baseline_and_tokens_share_their_samples_advantage() -> None:
+def test_masked_samples_stay_in_the_baseline() -> None:
     actual = compute_advantages(
         row("dr-grpo"),
         rewards_B=torch.tensor([1.0, 0.0]),
@@ -172,7 +172,7 @@ def by_history(rewards: list[float], baselines: list[Baseline], **columns: objec
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("reward", [1.0, 0.0, 0.3, 40.0])
-def test_history_gives_what_grpo_gives_among_siblings_of_that_mean_and_deviation(reward: float, ddof: int) -> None:
+def test_history_equals_grpo_for_siblings_of_that_mean_and_deviation(reward: float, ddof: int) -> None:
     siblings = f64(1, 0, 0, 1, 1, 0.5, 0)
     baseline = Baseline(siblings.mean().item(), siblings.std(correction=0).item(), len(siblings))
     group = torch.cat([f64(reward), siblings])

@@ -196,7 +196,7 @@ def test_truncation_at_2_costs_nothing_until_weights_reach_it() -> None:
     assert world.error(TOKEN_TIS, 0.8) != world.error(TOKEN_IS, 0.8)
 
 
-def test_one_version_for_a_whole_response_leaves_a_bias_that_the_record_removes() -> None:
+def test_one_version_per_response_leaves_a_bias_that_the_record_removes() -> None:
     world = World.make(0)
     newest_T = world.behaviour(0.4, torch.ones_like(world.ages_T))
     assert world.error(PRODUCT, 0.4, recorded_T=newest_T) > 0.1
@@ -213,7 +213,7 @@ def test_masking_stale_prefixes_loses_their_credit_however_small_the_lag() -> No
     assert first_order[2] < first_order[0] / 50
 
 
-def test_loss_metrics_of_the_naive_update_look_on_policy_but_for_the_warning() -> None:
+def test_metrics_of_the_naive_update_look_on_policy_but_for_the_warning() -> None:
     world = World.make(0)
     with pytest.warns(UserWarning, match="stale tokens are trained as if"):
         metrics = naive_metrics(world)
@@ -293,7 +293,7 @@ def test_rloo_over_all_pairs_is_the_exact_gradient() -> None:
     torch.testing.assert_close(expected_pair_update("rloo", world), world.true_gradient(), rtol=0, atol=1e-12)
 
 
-def test_a_baseline_with_the_own_sample_shrinks_the_gradient_by_g_minus_1_over_g() -> None:
+def test_a_baseline_with_the_own_sample_shrinks_the_gradient() -> None:
     # Dr.GRPO with a budget of one token sums tokens over samples, so only the baseline differs from RLOO
     world = World.make(0)
     actual = expected_pair_update("dr-grpo", world)

@@ -65,7 +65,7 @@ def test_k3_gradient_is_that_of_the_other_direction() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1_unbiased", "k2_unbiased", "k3_unbiased"])
-def test_weighted_estimators_have_the_right_gradient_under_any_behaviour_policy(estimator: str) -> None:
+def test_weighted_estimators_are_unbiased_under_any_behaviour_policy(estimator: str) -> None:
     assert same(expectation(estimator, drawn_from=ROLLOUT)[1], kl_and_gradient()[1])
 
 

@@ -154,7 +154,7 @@ VARIANTS = [row(name) for name in ALGORITHMS] + [
     data=st.data(),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_split_and_order_of_the_batch_gives_the_same_loss_gradient_and_metrics(
+def test_loss_gradient_and_metrics_ignore_split_and_order_of_the_batch(
     seed: int, lengths: list[int], variant: Algorithm, data: st.DataObject
 ) -> None:
     whole = random_batch(seed, lengths)

@@ -45,11 +45,11 @@ def summed(aggregation: str, batches: Sequence[Sequence[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("aggregation", sorted({*get_args(Aggregation)} - {"token-mean"}))
-def test_where_responses_or_groups_have_one_weight_each_the_order_does_not_change_the_sum(aggregation: str) -> None:
+def test_order_is_irrelevant_if_responses_or_groups_weigh_the_same(aggregation: str) -> None:
     torch.testing.assert_close(summed(aggregation, LONGEST_FIRST), summed(aggregation, MIXED))
 
 
-def test_a_token_mean_of_batches_in_order_of_length_is_biased_towards_short_responses() -> None:
+def test_a_token_mean_of_batches_by_length_favours_short_responses() -> None:
     """Exactly by the tokens of the batches: each token is divided by those of its own."""
     ordered_T, mixed_T = summed("token-mean", LONGEST_FIRST), summed("token-mean", MIXED)
     assert torch.linalg.norm(ordered_T - mixed_T) > 0.3 * torch.linalg.norm(mixed_T)

@@ -75,7 +75,7 @@ def test_an_address_where_nothing_answers_is_named_in_time(monkeypatch: pytest.M
             connect(ClusterConfig(address=address, placement_timeout_s=2.0))
 
 
-def test_connecting_keeps_the_signal_handlers_and_a_second_cluster_is_refused(cluster: Any) -> None:
+def test_connecting_keeps_signal_handlers_and_refuses_a_second_cluster(cluster: Any) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     ray = connect(ClusterConfig(address=cluster.address))
@@ -102,7 +102,7 @@ def test_nodes_of_another_version_are_named(cluster: Any, monkeypatch: pytest.Mo
         check_versions(ray, nodes, timeout_s=60.0)
 
 
-def test_a_node_that_has_gone_since_it_was_listed_keeps_no_run_from_beginning(cluster: Any) -> None:
+def test_a_node_that_left_after_it_was_listed_stops_no_run(cluster: Any) -> None:
     ray = connect(ClusterConfig(address=cluster.address))
     gone = ClusterNode(node_id="ab" * 28, address="10.0.0.9", resources={"CPU": 4.0})
     check_versions(ray, [*alive_nodes(ray), gone], timeout_s=60.0)

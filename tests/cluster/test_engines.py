@@ -114,7 +114,7 @@ def leftovers(run: str) -> list[str]:
     return [name for name in names if name.startswith(f"rollover-{run}-")]
 
 
-def test_servers_of_uneven_groups_are_placed_by_their_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
+def test_servers_of_uneven_groups_are_placed_by_resources_and_none_is_left(cluster: Any, folder: Path) -> None:
     groups = (
         EngineGroup(count=1, max_running=4, resources={"one": 1.0}),
         EngineGroup(count=1, max_running=16, resources={"two": 1.0}, args=("--tensor-parallel-size", "2")),
@@ -140,7 +140,7 @@ def log(folder: Path, number: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_a_node_that_lacks_the_model_is_sent_it_once_for_all_of_its_servers(
+def test_a_node_without_the_model_is_sent_it_once_for_all_its_servers(
     cluster: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All nodes of this machine see the folder; the driver is told that they do not."""
@@ -282,7 +282,7 @@ def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
         check_places(config, ENGINE, TRAINER)
 
 
-def test_a_run_is_refused_before_it_begins_when_its_servers_can_never_be_placed(
+def test_a_run_whose_servers_can_never_be_placed_is_refused_at_once(
     cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -312,9 +312,7 @@ def test_a_node_that_does_not_see_a_folder_is_named_with_the_remedy(
     assert pids(folder) == {}
 
 
-def test_what_a_killed_driver_has_left_is_taken_over_when_it_is_alike_and_ended_when_not(
-    cluster: Any, folder: Path
-) -> None:
+def test_servers_of_a_killed_driver_are_taken_over_if_alike_else_ended(cluster: Any, folder: Path) -> None:
     config = ClusterConfig(engines=2, address=cluster.address)
     connect(config)
     with driver(config, folder, run="left") as process:
@@ -361,9 +359,7 @@ asyncio.run(main())
             process.kill()
 
 
-def test_a_driver_that_is_killed_while_a_server_waits_for_room_leaves_nothing_behind(
-    cluster: Any, folder: Path
-) -> None:
+def test_a_driver_killed_while_a_server_waits_for_room_leaves_nothing(cluster: Any, folder: Path) -> None:
     groups = (EngineGroup(resources={"two": 4.0}),)
     config = ClusterConfig(address=cluster.address, engines=groups, engine_lease_s=2.0)
     ray = connect(config)
@@ -385,7 +381,7 @@ class Occupant:
         return True
 
 
-def test_survivors_of_another_form_are_ended_and_so_are_those_that_nobody_looks_at(cluster: Any, folder: Path) -> None:
+def test_survivors_of_another_form_or_without_a_watcher_are_ended(cluster: Any, folder: Path) -> None:
     async def leave(config: ClusterConfig) -> None:
         """Open servers and forget them, as a driver that is killed does."""
         FORGOTTEN.append(await open_pool(cluster, folder, config, run="lost"))

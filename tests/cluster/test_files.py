@@ -188,7 +188,7 @@ def test_ranks_are_said_to_be_on_nodes_that_can_be_told_apart() -> None:
     )
 
 
-def test_a_full_disk_on_a_node_and_a_host_that_fails_or_is_silent_are_told_apart(tmp_path: Path) -> None:
+def test_a_full_disk_a_failed_host_and_a_silent_host_are_told_apart(tmp_path: Path) -> None:
     asked = calls(RankHost(), RankHost())
     with pytest.raises(
         ResourceError, match="the disk of the node of rank 1 of 2 is full during step 3: free its temporary folder"

@@ -121,9 +121,7 @@ def test_a_plan_says_how_many_of_what_go_where_and_how_large_a_step_is(plan: Pla
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_run_trains_in_the_way_whose_time_and_memory_the_plan_has_worked_out(
-    plan: Plan, tmp_path: Path, recompute: bool
-) -> None:
+def test_a_run_trains_as_the_plan_computed(plan: Plan, tmp_path: Path, recompute: bool) -> None:
     (part,) = plan.solution.plan.parts
     part = replace(part, recompute=recompute)
     training = replace(plan.solution.plan, parts=(part,))
@@ -185,7 +183,7 @@ def test_an_engine_of_this_process_is_refused(plan: Plan, tmp_path: Path, kind: 
         launched_config(plan, str(file), overrides)
 
 
-def test_mistakes_are_located_in_the_users_file_and_those_of_the_plan_in_the_plan(plan: Plan, tmp_path: Path) -> None:
+def test_mistakes_are_located_in_the_users_file_or_in_the_plan(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
 
     def refused(run: str, *overrides: str, group_size: int = 8) -> str:

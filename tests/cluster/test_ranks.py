@@ -81,7 +81,7 @@ def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
     return [False] * len(ranks)
 
 
-def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when_some_are_lost(
+def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -126,7 +126,7 @@ def test_ranks_on_two_nodes_do_to_the_bit_what_those_of_one_machine_do_also_when
     until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the ranks had is given back")
 
 
-def test_a_trainer_of_one_device_has_a_place_on_the_cluster_and_does_what_the_process_of_a_run_does(
+def test_a_trainer_of_one_device_is_placed_and_equals_one_in_process(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_seen", unseen)
@@ -153,7 +153,7 @@ def test_a_trainer_of_one_device_has_a_place_on_the_cluster_and_does_what_the_pr
     until(lambda: cluster_has(cluster, CPU=8, one=4), "what it had is given back")
 
 
-def test_a_warm_up_on_the_cluster_makes_the_model_of_one_machine_also_when_a_rank_is_killed(
+def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmup = sft_config(num_steps=3, batch_size=2, learning_rate=1e-3, device="cpu", num_devices=2)
@@ -194,7 +194,7 @@ def test_a_warm_up_on_the_cluster_makes_the_model_of_one_machine_also_when_a_ran
     until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the warm-up had is given back")
 
 
-def test_a_node_or_host_that_goes_is_replaced_and_waited_for_no_longer_than_said(
+def test_a_lost_node_or_host_is_replaced_within_the_stated_time(
     cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:

@@ -40,7 +40,7 @@ def sampled(run: str) -> list[Any]:
     return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
 
 
-def test_a_run_on_a_cluster_learns_what_one_on_one_machine_learns_also_when_its_process_is_killed(
+def test_a_run_on_a_cluster_equals_one_machine_also_after_a_kill(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ("train", "run.toml", "--run-dir", "killed", "--steps", "500", *ARGV, *on(cluster))

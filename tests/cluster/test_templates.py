@@ -86,7 +86,7 @@ def started(tmp_path: Path, *argv: str, says: str = "", **env: str) -> tuple[int
     return done.returncode, [shlex.split(line, posix=False) for line in calls.read_text().splitlines()]
 
 
-def test_the_slurm_script_starts_ray_on_every_node_and_the_run_on_the_first(tmp_path: Path) -> None:
+def test_the_slurm_script_starts_ray_on_all_nodes_and_the_run_on_one(tmp_path: Path) -> None:
     code, calls = started(tmp_path, "run.toml", "--trainer.num_devices", "8", NODE_TYPE="h100")
     assert code == 0
     rays = sorted(" ".join(call) for call in calls if call[0] == "srun" and "start" in call)

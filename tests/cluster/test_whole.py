@@ -84,7 +84,7 @@ def said() -> str:
     return " ".join(Path("driver.log").read_text().split())
 
 
-def test_a_run_learns_and_loses_nothing_while_nodes_go_and_come_and_its_process_is_killed(
+def test_a_run_survives_lost_nodes_and_a_kill_learns_and_loses_nothing(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path("out")

@@ -154,7 +154,7 @@ class EngineContract:
 
         self.run(law)
 
-    def test_a_stop_string_ends_the_response_at_the_token_that_completes_it_also_over_a_cut(self) -> None:
+    def test_a_stop_string_ends_the_response_at_its_token_also_over_a_cut(self) -> None:
         if self.text(()) is None:
             pytest.skip("the engine's tokens spell nothing")
 

@@ -50,7 +50,7 @@ def test_a_response_goes_on_from_its_last_token_after_each_failure() -> None:
     assert len({r.request_id for r in engine.requests}) == 6
 
 
-def test_a_response_whose_end_was_decoded_but_not_announced_is_not_asked_for_again() -> None:
+def test_a_response_with_a_decoded_end_is_not_asked_for_again() -> None:
     chunks = run(completed(Failing(after=5, failures=1), max_new_tokens=6))
     assert (len(tokens(chunks)), chunks[-1].finish_reason) == (6, FinishReason.LENGTH)
 

@@ -29,7 +29,7 @@ def test_the_table_names_every_kind() -> None:
     assert [*ENGINES] == ["embedded", "vllm", "sglang", "embedded_server", "swarm"]
 
 
-def test_the_deadline_of_a_publication_is_that_of_the_servers_or_ten_minutes() -> None:
+def test_a_publication_has_the_servers_deadline_or_ten_minutes() -> None:
     servers = VLLMConfig(launch=True)
     assert servers.publication_timeout_s == servers.update_timeout_s > 600
     assert VLLMConfig(launch=True, load_timeout_s=10.0).publication_timeout_s == servers.update_timeout_s - 290
@@ -45,7 +45,7 @@ def test_servers_alone_take_weights_through_a_folder(tmp_path: Path) -> None:
     assert SwarmConfig().weights_root(tmp_path, "a-run") is None
 
 
-def test_vllm_and_sglang_that_are_started_are_given_an_output_matrix_of_its_own() -> None:
+def test_started_vllm_and_sglang_servers_get_an_untied_output_matrix() -> None:
     started: list[EngineConfig] = [VLLMConfig(launch=True), SGLangConfig(launch=True)]
     assert [config.unties_first for config in started] == [True, True]
     others: list[EngineConfig] = [
@@ -94,7 +94,7 @@ def test_what_a_run_asks_and_an_engine_cannot_do_is_refused(
     assert (len(found) == 1 and refusal in found[0]) if refusal else found == []
 
 
-def test_room_is_made_for_the_longest_sample_where_no_length_is_named_and_the_model_can_have_it() -> None:
+def test_without_a_stated_length_there_is_room_for_the_longest_sample() -> None:
     assert EmbeddedConfig().fitted(1000, 2048).max_context_tokens == 1000
     assert EmbeddedConfig(max_context_tokens=500).fitted(1000, 2048).max_context_tokens == 500
     assert EmbeddedConfig().fitted(1000, 512).max_context_tokens is None

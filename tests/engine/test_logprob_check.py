@@ -123,7 +123,7 @@ def test_prompts_leave_room_for_a_token_in_the_smallest_context() -> None:
     assert check_prompts(VOCAB, 512) == PROMPTS
 
 
-def test_where_all_is_float32_the_tolerance_is_below_the_rounding_of_half_precision() -> None:
+def test_in_float32_the_tolerance_is_below_half_precisions_rounding() -> None:
     assert default_tolerance("float32", "float32") == 0.002
     assert default_tolerance("bfloat16", "float32") == default_tolerance("float32", "bfloat16") == 0.1
     assert default_tolerance("unknown", "float32") == 0.1

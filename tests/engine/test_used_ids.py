@@ -21,7 +21,7 @@ def test_an_id_is_refused_while_its_call_is_open_and_long_after() -> None:
     ids.claim("other#0.")  # a check uses nothing
 
 
-def test_so_many_are_remembered_however_many_there_were_and_an_open_call_keeps_its_id() -> None:
+def test_a_bounded_number_is_remembered_and_open_calls_keep_their_id() -> None:
     open_calls = {"endless#0.": None}
     ids = UsedIds(open_calls)
     for number in range(NUM_REMEMBERED + 1000):

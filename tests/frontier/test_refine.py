@@ -105,7 +105,7 @@ def test_the_settings_that_a_lag_is_recommended_from_have_that_lag(asked: Study)
     assert len(asked.of("bounded_async")) == 5, "nothing lies between whole versions"
 
 
-def test_a_recommendation_says_what_the_others_reach_and_who_jumps_over_the_lag(asked: Study) -> None:
+def test_a_recommendation_says_what_the_others_reach(asked: Study) -> None:
     said = rivals(asked, asked.advice[0])
     winner = asked.advice[0].config.strategy.kind
     assert said.startswith("Others within this lag: ")

@@ -90,7 +90,7 @@ def test_strategies_are_known_by_name_and_sync_comes_first() -> None:
     assert check_strategies(["fast_lane"], small(scenario=lane)) == ("sync", "fast_lane")
 
 
-def test_strategies_that_generate_while_the_trainer_trains_do_not_take_turns_with_it() -> None:
+def test_overlapping_strategies_do_not_take_turns_with_the_trainer() -> None:
     turns = small(scenario=Scenario(replicas=(REPLICA,), colocated=True))
     assert set(default_strategies(small())) - set(default_strategies(turns)) == {"bounded_async"}
     for name in ("bounded_async", "bounded_async:sample", "inflight", "threshold"):

@@ -75,7 +75,7 @@ def test_nothing_lies_above_the_ceiling_and_lag_costs_what_it_should(found: Stud
     assert not any(a.chosen.config.strategy == "oversample" for a in found.advice)
 
 
-def test_the_usual_setting_is_marked_and_the_recommendation_looked_at_closely(found: Study) -> None:
+def test_the_usual_setting_is_marked_and_the_recommendation_refined(found: Study) -> None:
     assert label(found.current.config) == "april r=2"
     assert len(found.points) > 1 + 5 + 5 + 5  # neighbours of the recommended one beside the grid
     assert {v.what for v in found.variations} == {"group size", "cap", "B0"}

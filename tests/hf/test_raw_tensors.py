@@ -38,7 +38,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
         assert copy[name].dtype == tensor.dtype and torch.equal(copy[name], tensor)
 
 
-def test_a_file_that_ends_too_early_is_reported_with_the_tensor_that_it_cuts(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_with_the_tensor_that_it_cuts(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_raw_tensors(file, {"w": RawTensor(shape=(8,), dtype="float32", content=np.zeros(32, np.uint8))})
     file.write_bytes(file.read_bytes()[:-1])

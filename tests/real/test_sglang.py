@@ -251,7 +251,7 @@ def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, 
     asyncio.run(law())
 
 
-def test_a_model_of_another_shape_is_refused_before_it_could_kill_the_server(
+def test_a_model_of_another_shape_is_refused_before_it_kills_the_server(
     url: str, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     async def law() -> None:
@@ -356,7 +356,7 @@ def test_quirk_a_refused_update_has_changed_the_weights(url: str, folders: tuple
     quirk(url, law)
 
 
-def test_quirk_an_abort_of_a_call_that_waits_for_the_end_of_a_pause_is_lost_and_remembered(url: str) -> None:
+def test_quirk_an_abort_during_a_pause_is_lost_and_remembered(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         await client.call("POST", "/pause_generation", body={"mode": "retract"})
         call = asyncio.create_task(to_the_end(client, body("early;", 300)))
@@ -370,7 +370,7 @@ def test_quirk_an_abort_of_a_call_that_waits_for_the_end_of_a_pause_is_lost_and_
     quirk(url, law)
 
 
-def test_quirk_a_call_frozen_in_place_answers_an_abort_only_after_the_pause(url: str) -> None:
+def test_quirk_a_frozen_call_answers_an_abort_only_after_the_pause(url: str) -> None:
     async def law(client: HTTPClient) -> None:
         call = asyncio.create_task(to_the_end(client, body("frozen;", 400)))
         while not (await client.ask(Table, "GET", "/v1/loads", params={"include": "core"})).root["loads"][0][
@@ -473,9 +473,7 @@ def test_it_sleeps_and_wakes_with_other_weights(url: str, folders: tuple[Path, P
     asyncio.run(law())
 
 
-def test_a_server_that_is_started_to_sleep_without_its_memory_saver_says_what_is_missing(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tuple[Path, Path], tmp_path: Path) -> None:
     async def law() -> None:
         config = SGLangConfig(
             launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True
@@ -490,9 +488,7 @@ def test_a_server_that_is_started_to_sleep_without_its_memory_saver_says_what_is
 
 
 @pytest.mark.parametrize("strategy", [("april",), ("bounded_async", "--rollout.max_staleness", "1")])
-def test_a_run_trains_on_a_server_that_it_starts_and_each_log_prob_is_of_the_labelled_version(
-    tmp_path: Path, strategy: tuple[str, ...]
-) -> None:
+def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path, strategy: tuple[str, ...]) -> None:
     """With ``bounded_async``, weights come under running samples."""
     model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
     with runs.working_in(tmp_path, model):

@@ -218,7 +218,7 @@ def test_log_probs_are_those_of_each_version_at_each_temperature(
     within_deadline(law)
 
 
-def test_a_greedy_rollout_cut_anywhere_and_resumed_is_the_uninterrupted_one(
+def test_a_greedy_rollout_cut_anywhere_equals_the_uninterrupted_one(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
     async def law() -> None:
@@ -323,9 +323,7 @@ def test_another_model_is_refused(servers: list[RealServer], folders: dict[str, 
 # -- turns with a trainer -----------------------------------------------------------------------------------------
 
 
-def test_a_server_that_cannot_sleep_is_refused_though_it_would_say_that_it_sleeps(
-    servers: list[RealServer], folders: dict[str, Path]
-) -> None:
+def test_a_server_that_only_claims_to_sleep_is_refused(servers: list[RealServer], folders: dict[str, Path]) -> None:
     async def law() -> None:
         why = (
             f"{servers[0].url} cannot give its memory back to the trainer.*start it with --enable-sleep-mode, on a GPU"
@@ -355,9 +353,7 @@ def test_it_sleeps_and_wakes_with_other_weights(servers: list[RealServer], folde
     within_deadline(law)
 
 
-def test_a_server_that_is_started_to_sleep_on_a_cpu_does_not_start_and_says_why(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_server_that_should_sleep_on_a_cpu_does_not_start(folders: dict[str, Path], tmp_path: Path) -> None:
     async def law() -> None:
         config = VLLMConfig(launch=True, launch_command=COMMANDS[0], launch_args=ARGUMENTS, colocated=True, **PATIENT)
         with pytest.raises(EngineError, match=r"(?s)Sleep mode is not supported.*engine.colocated = true needs a GPU"):
@@ -431,7 +427,7 @@ async def assert_all_serve(pool: EnginePool, version: int, folder: Path) -> None
         assert [p for c in chunks for p in c.logprobs] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_frozen_server_costs_no_token_and_rejoins_with_the_weights_of_now(
+def test_a_frozen_server_costs_no_token_and_rejoins_with_new_weights(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
     async def law() -> None:
@@ -450,7 +446,7 @@ def test_a_frozen_server_costs_no_token_and_rejoins_with_the_weights_of_now(
     within_deadline(law)
 
 
-def test_a_killed_server_costs_no_token_and_a_new_one_in_its_place_is_given_the_weights(
+def test_a_killed_server_costs_no_token_and_its_successor_gets_weights(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
     async def law() -> None:
@@ -468,7 +464,7 @@ def test_a_killed_server_costs_no_token_and_a_new_one_in_its_place_is_given_the_
     within_deadline(law)
 
 
-def test_quirk_a_seeded_call_that_is_prefilled_in_parts_kills_a_server_on_a_cpu(
+def test_quirk_a_seeded_call_prefilled_in_parts_kills_a_cpu_server(
     servers: list[RealServer], folders: dict[str, Path]
 ) -> None:
     async def law() -> None:

@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused(config: dict[str, Any], message: str) -> No
     assert message in str(e.value)
 
 
-def test_a_config_that_says_nothing_gets_april_with_twice_the_batch_in_flight() -> None:
+def test_the_default_is_april_with_twice_the_batch_in_flight() -> None:
     config = build(RolloutConfig, parse("rollout_batch_size = 6", "x"))
     assert (config.strategy, config.staleness_bound) == (AprilConfig(), 4)
     assert config.strategy.describe(config) == "12 groups in flight at the start of a round"

@@ -102,7 +102,7 @@ def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
     assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0
 
 
-def test_a_mistake_that_every_sample_would_meet_ends_the_run_at_once_and_the_sample_can_be_scored_again() -> None:
+def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> None:
     async def mistaken() -> float:
         raise DataError("the function returns text")
 
@@ -252,7 +252,7 @@ class FlakyEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("fault", [EngineError("connection lost"), "cut"])
-def test_an_engine_error_keeps_the_prefix_and_resumes_with_the_remaining_budget(fault: Any) -> None:
+def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: Any) -> None:
     async def work() -> None:
         engine = make_engine(FlakyEngine, length=of("g0.0", 99, 5), faults={("g0.0.", 7): fault})
         rig = make_rig("sync", engine=engine, max_new_tokens=20)
@@ -824,7 +824,7 @@ def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:
 
 @pytest.mark.parametrize("name", ["bounded_async", "inflight", "windowed"])
 @pytest.mark.parametrize("delay_s", [0.0, 2.5])
-def test_in_lockstep_a_sample_that_ends_while_a_batch_is_trained_is_scored_once(name: str, delay_s: float) -> None:
+def test_in_lockstep_a_sample_that_ends_during_a_step_is_scored_once(name: str, delay_s: float) -> None:
     scorer = ParityScorer(delay_s)
     rig, batches = play(6, name, scorer=scorer, engine_type=LockstepEngine, lockstep=True, max_running=7)
     assert_trainable(batches, rig)

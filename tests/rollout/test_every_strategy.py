@@ -75,7 +75,7 @@ def test_tokens_are_conserved_and_none_is_too_old(name: str, deterministic: bool
 
 @pytest.mark.parametrize("unit", ["group", "sample"])
 @pytest.mark.parametrize("name", [name for name, _ in DETERMINISTIC])
-def test_a_deterministic_run_has_the_same_batches_twice_and_after_a_restart(name: str, unit: str) -> None:
+def test_a_deterministic_run_repeats_its_batches_also_after_a_restart(name: str, unit: str) -> None:
     rig, batches = whole(name, unit, deterministic=True)
     expected = {step: content(batch) for step, batch in batches.items()}
     again = whole(name, unit, deterministic=True)[1]

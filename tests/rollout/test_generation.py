@@ -89,7 +89,7 @@ def shape(segments: list[Segment]) -> list[tuple[int, int, str, FinishReason | N
     return [(s.policy_version, len(s.token_ids), s.engine, s.finish_reason) for s in segments]
 
 
-def test_a_segment_ends_where_the_version_or_the_engine_changes_and_where_progress_is_saved() -> None:
+def test_a_segment_ends_at_a_new_version_engine_or_save() -> None:
     stop = FinishReason.STOP
     engine = Scripted(chunk(200), chunk(56), chunk(40, 4), chunk(4, 4, stop))
     assert shape(segments_of(call_to(engine))) == [(3, 256, "", None), (4, 44, "", stop)]
@@ -132,7 +132,7 @@ def test_a_call_that_fails_keeps_every_token_that_was_true(engine: Scripted, num
         ((2,), ("end",), [chunk(7, reason=FinishReason.STOP)], False),  # the ids alone do not tell
     ],
 )
-def test_a_stop_is_believed_at_a_stop_token_alone_unless_there_are_stop_strings(
+def test_without_stop_strings_only_a_stop_token_is_a_stop(
     stops: tuple[int, ...], strings: tuple[str, ...], chunks: list[Chunk], is_refused: bool
 ) -> None:
     sampling = SamplingParams(max_new_tokens=400, stop_token_ids=stops, stop_strings=strings)

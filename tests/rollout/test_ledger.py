@@ -449,7 +449,7 @@ def test_a_restart_takes_back_what_was_trained_since_the_checkpoint() -> None:
     assert ledger.tokens.trained == 8 and ledger.tokens.live == 0 and not ledger.replay
 
 
-def test_what_is_kept_for_a_restart_takes_8_bytes_a_token_and_comes_back_as_it_was() -> None:
+def test_a_token_kept_for_a_restart_takes_8_bytes_and_comes_back() -> None:
     logprobs = tuple(array("f", (-0.1 * i for i in range(1000))))
     segment = ended(A, 1000, STOP).segment._replace(token_ids=tuple(range(70_000, 71_000)), rollout_logprobs=logprobs)
     ledger = Ledger([opened(0), started(A), SegmentEnded(time_s=1.0, sample_id=A, segment=segment), scored(A)])
@@ -460,7 +460,7 @@ def test_what_is_kept_for_a_restart_takes_8_bytes_a_token_and_comes_back_as_it_w
     assert sys.getsizeof(kept.token_ids) + sys.getsizeof(kept.rollout_logprobs) < 8 * 1000 + 300
 
 
-def test_tokens_without_a_gradient_move_from_trained_to_wasted_when_the_step_is_done() -> None:
+def test_tokens_without_a_gradient_are_wasted_once_the_step_is_done() -> None:
     history: list[Event] = [*READY, consumed(0, 0)]
     ledger = Ledger(history)
     assert (ledger.tokens.trained, ledger.tokens.wasted) == (3, {})

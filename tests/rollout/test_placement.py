@@ -88,7 +88,7 @@ def test_nobody_is_asked_about_while_there_is_no_place() -> None:
     assert shell.state.ledger.num_fresh == len(shell.state.ledger.waiting) == 6
 
 
-def test_one_that_is_refused_speaks_for_all_that_have_not_begun_and_for_no_other() -> None:
+def test_a_refusal_holds_for_all_samples_that_have_not_begun() -> None:
     shell = Shell(places := Places(8))
     places.taken |= {SampleId(99, i) for i in range(7)}
     assert shell.started() == ["g0.0", "g0.1"]

@@ -10,7 +10,7 @@ from rollover.types import SampleId
 A, B, C = (SampleId(0, i) for i in range(3))
 
 
-def test_a_sample_is_tried_again_so_often_without_a_token_and_each_token_counts_afresh() -> None:
+def test_retries_without_a_token_are_limited_and_each_token_resets() -> None:
     retries = Retries(2)
     assert [retries.failed(A) for _ in range(3)] == [True, True, False]
     retries.decoded(A)

@@ -32,7 +32,7 @@ def test_without_history_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize("reward", [100.1, -9e14, 1e-30, 0.1])
-def test_of_equal_rewards_the_mean_is_that_reward_and_the_deviation_is_zero(reward: float) -> None:
+def test_equal_rewards_have_that_mean_and_no_deviation(reward: float) -> None:
     history = RewardHistory()
     for i in range(2000):
         history.add(prompt(i % 50, epoch=i // 50), reward)
@@ -54,7 +54,7 @@ def test_the_moments_are_those_of_weights_that_fade_from_reward_to_reward() -> N
     assert found.std == pytest.approx(math.sqrt(squares / total), rel=1e-6)
 
 
-def test_a_history_stands_for_as_many_siblings_as_it_knows_rewards_and_for_seven_at_most() -> None:
+def test_a_history_stands_for_as_many_siblings_as_rewards_up_to_seven() -> None:
     history, found = RewardHistory(), []
     for i in range(9):
         history.add(prompt(i), float(i % 2))
@@ -95,7 +95,7 @@ def test_old_rewards_fade() -> None:
     assert history.baseline(prompt(-1)).mean == pytest.approx(1 - math.exp(-1), abs=0.05)
 
 
-def test_siblings_that_finish_first_make_a_biased_baseline_and_history_does_not() -> None:
+def test_early_siblings_bias_a_baseline_and_history_does_not() -> None:
     """All outcomes of two samples of one prompt, enumerated: a response is short and wrong, or long and right, with
     probability p = sigmoid(theta). The longer one is consumed later. The gradient of the mean reward is p (1 - p)."""
     p = 0.3

@@ -102,7 +102,7 @@ def test_stragglers_are_carried_over_and_a_crowd_at_the_cap_is_not() -> None:
     assert many.ratio == 1 and many.iterations == 400 and many.num_batches > 1
 
 
-def test_stragglers_are_waited_for_where_prefilling_them_again_takes_longer() -> None:
+def test_stragglers_are_waited_for_if_prefilling_again_takes_longer() -> None:
     groups = ((10,),) * 490 + ((400,),) * 10
     carried, waited = (best(groups, max_lag=0.9, max_staleness=99, prefill=rate) for rate in (1000.0, 0.1))
     assert carried.ratio > 1 and carried.prefilled_per_batch > 0

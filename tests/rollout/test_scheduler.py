@@ -114,7 +114,7 @@ def test_keeping_starts_more_beside_the_batch_and_after_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["sync", "april", "oversample", "bounded_async"])
-def test_a_batch_that_was_handed_out_is_consumed_again_before_anything_starts(name: str) -> None:
+def test_a_handed_out_batch_is_consumed_again_before_anything_starts(name: str) -> None:
     first = Shell(name)
     first.started()
     for sample_id in list(first.state.ledger.running):

@@ -248,9 +248,7 @@ class SeveralVersions(World):
 
 
 @pytest.mark.parametrize(("batch_size", "max_staleness"), [(1, 1), (2, 1), (3, 2), (2, 4)])
-def test_bound_holds_with_members_of_several_versions_and_not_with_one_older(
-    batch_size: int, max_staleness: int
-) -> None:
+def test_the_bound_holds_with_several_versions_and_not_with_an_older_one(batch_size: int, max_staleness: int) -> None:
     worlds: list[SeveralVersions] = []
 
     def play(rng: random.Random) -> None:

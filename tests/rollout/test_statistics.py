@@ -27,7 +27,7 @@ def decoded(group_id: int, *segments: tuple[int, int], index: int = 0, reward: f
     return [*events, SampleScored(time_s=0.0, sample_id=sample_id, reward=reward)]
 
 
-def test_the_lag_of_batches_is_that_of_their_tokens_and_earlier_batches_count_less() -> None:
+def test_the_lag_is_that_of_tokens_and_earlier_batches_count_less() -> None:
     state = RolloutState([opened(0), opened(1), *decoded(0, (60, 0)), consumed(0, 0), published(1)])
     assert state.statistics.lag == RecentLag(num_batches=1.0, num_tokens=60.0, sum_of_lags=0.0)
     for event in [*decoded(1, (40, 0), (60, 1)), consumed(1, 1)]:  # 40 tokens are one version old in step 1

@@ -42,7 +42,7 @@ def versions_of(engine: str, ledger: Ledger) -> set[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_token_of_a_distrusted_engine_is_trained_and_its_prompts_go_out_again(name: str) -> None:
+def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(name: str) -> None:
     async def work() -> None:
         rig = make_two(name)
 
@@ -123,7 +123,7 @@ def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(name: 
     run(work())
 
 
-def test_what_a_member_found_out_at_the_end_has_sampled_does_not_wait_for_the_next_start() -> None:
+def test_samples_of_a_member_found_out_at_the_end_are_dropped_at_once() -> None:
     async def work() -> None:
         rig = make_two("april")
         await rig.train(2, train_s=2.0)

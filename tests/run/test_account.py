@@ -39,7 +39,7 @@ def masked_and_stale(batch: Batch) -> Counter[WasteCause]:
     return counts
 
 
-def test_a_run_counts_as_trained_what_had_a_gradient_in_ledger_metrics_and_report(experiment: Path) -> None:
+def test_ledger_metrics_and_report_count_as_trained_what_had_a_gradient(experiment: Path) -> None:
     from rollover.report.record import read_run
     from rollover.report.summary import summarize
 
@@ -65,7 +65,7 @@ def test_a_run_counts_as_trained_what_had_a_gradient_in_ledger_metrics_and_repor
     assert "wasted: masked stale" in (run / "report.html").read_text()
 
 
-def test_batches_in_which_every_sample_is_masked_are_steps_of_a_run_like_others(experiment: Path) -> None:
+def test_batches_that_are_masked_entirely_are_steps_like_others(experiment: Path) -> None:
     changes = ("--algorithm.mask_truncated", "true", "--rollout.max_new_tokens", "1")
     assert train("run.toml", "--run-dir", "out", "--steps", "6", *DETERMINISTIC, *changes) == 0
     assert runs.ledger(Path("out")).tokens.wasted[WasteCause.MASKED_TRUNCATED] > 0
@@ -92,7 +92,7 @@ def test_a_reward_beyond_float32_fails_its_sample_and_not_the_run(experiment: Pa
     assert all(t.prompt.columns["answer"] != "a" for b in runs.batches(Path("out")) for t in b.trajectories)
 
 
-def test_a_journal_with_such_a_reward_from_earlier_can_go_on_without_its_batch(
+def test_a_journal_with_such_a_reward_can_go_on_without_its_batch(
     experiment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("letter_reward.py").write_text(HUGE)

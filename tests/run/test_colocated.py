@@ -120,9 +120,7 @@ def test_a_deterministic_run_learns_the_same_to_the_bit(experiment: Path) -> Non
     assert apart == turns
 
 
-def test_batches_of_one_collection_are_trained_one_after_the_other_and_the_engine_sleeps_on(
-    experiment: Path, log: list[str]
-) -> None:
+def test_the_engine_sleeps_through_all_batches_of_one_collection(experiment: Path, log: list[str]) -> None:
     argv = ("--deterministic", "true", "--rollout.strategy", '{kind = "rollover", lag_target = 2.0}', "--steps", "10")
     assert train("--run-dir", "apart", *argv) == 0
     assert train("--run-dir", "turns", *argv, *COLOCATED) == 0
@@ -204,7 +202,7 @@ def test_a_run_that_is_killed_in_a_step_wakes_its_servers_when_it_goes_on(config
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
 
 
-def test_a_started_server_that_is_killed_asleep_comes_back_with_the_weights_in_force(
+def test_a_server_killed_asleep_comes_back_with_the_current_weights(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[ServerProcess] = []

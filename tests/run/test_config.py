@@ -143,7 +143,7 @@ def test_a_variant_is_the_config_with_its_changes_from_a_given_policy(tmp_path: 
     )
 
 
-def test_a_mistake_in_a_variant_is_found_before_anything_runs_and_has_its_line(tmp_path: Path) -> None:
+def test_a_mistake_in_a_variant_is_found_with_its_line_before_any_run(tmp_path: Path) -> None:
     text = f"{TEXT}[variants.sync.rollout]\nstratgy = 'sync'\n[variants.april]\n"
     with pytest.raises(ConfigError, match=r"run\.toml:11: rollout\.stratgy: unknown key; did you mean 'strategy'"):
         load(written(tmp_path, text))
@@ -243,9 +243,7 @@ def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]])
-def test_a_cut_distribution_is_refused_with_sglang_whose_log_probs_are_of_the_uncut_one(
-    tmp_path: Path, cut: list[str]
-) -> None:
+def test_sglang_refuses_a_cut_distribution(tmp_path: Path, cut: list[str]) -> None:
     file = written(tmp_path, f"{ENGINE}kind = 'sglang'\nlaunch = true")
     assert load(file).engine == SGLangConfig(launch=True)
     with pytest.raises(ConfigError, match=r"rollout\.top_k .* cut the distribution, but engine\.kind 'sglang'"):

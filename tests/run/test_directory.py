@@ -163,7 +163,7 @@ SOURCE = JsonlConfig(name="a", path="a.jsonl", reward=ExactConfig())
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_setting_may_change_on_resume_where_what_is_learned_does_not_depend_on_it(
+def test_a_setting_that_does_not_change_what_is_learned_may_change(
     tmp_path: Path, kind: str, deterministic: bool
 ) -> None:
     config = replace(CONFIG, deterministic=deterministic, tasks=TasksConfig(train=(SOURCE,)))
@@ -192,7 +192,7 @@ def test_servers_may_be_others_when_a_run_is_resumed(tmp_path: Path) -> None:
         directory.saved_config(tmp_path, ["--engine.kv_on_update", "keep"])
 
 
-def test_a_table_that_a_run_was_begun_without_is_added_where_its_keys_may_change(tmp_path: Path) -> None:
+def test_a_table_may_be_added_on_resume_if_its_keys_may_change(tmp_path: Path) -> None:
     directory.create(CONFIG, tmp_path).close()
     moved = directory.saved_config(tmp_path, ["--cluster.address", "10.0.0.5:6379"])
     assert moved.cluster is not None and moved.cluster.address == "10.0.0.5:6379"
@@ -215,7 +215,7 @@ def test_the_promise_of_the_same_bits_can_be_given_up_but_not_made_later(tmp_pat
         directory.saved_config(tmp_path / "b", ["--deterministic", "true"])
 
 
-def test_a_run_that_an_earlier_version_began_goes_on_though_it_lacks_a_setting(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_goes_on_without_a_new_setting(tmp_path: Path) -> None:
     with directory.create(CONFIG, tmp_path) as run:
         saved = json.loads(run.config_file.read_text())
         del saved["rollout"]["unit"], saved["algorithm"]["advantage"]
@@ -280,7 +280,7 @@ def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("moment", ["dump", "fsync", "replace"])
-def test_a_directory_whose_run_was_killed_while_it_was_made_can_be_used_again(
+def test_a_directory_whose_run_was_killed_at_its_start_can_be_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Killed when ``config.json`` is half written, written but not flushed, and flushed but not in its place."""

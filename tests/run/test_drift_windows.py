@@ -58,7 +58,7 @@ def test_tokens_of_several_batches_are_judged_together_and_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_reports_other_log_probs_is_found_within_a_few_batches_that_each_have_too_few_tokens(seed: int) -> None:
+def test_false_log_probs_are_found_over_a_few_batches_with_few_tokens(seed: int) -> None:
     windows, members = DriftWindows(TOLERANCE), Members(seed=seed, anna=ROUNDING, bert=ROUNDING, liar=0.2)
     num_tokens = 0
     for _ in range(3 * MIN_TOKENS // PER_BATCH):
@@ -88,7 +88,7 @@ def test_who_begins_to_lie_is_found_with_the_second_window_at_the_latest(num_hon
     assert lies <= 2 * MIN_TOKENS
 
 
-def test_a_run_that_is_resumed_finds_a_liar_as_soon_after_as_one_that_has_begun() -> None:
+def test_a_resumed_run_finds_a_liar_as_soon_as_a_new_one() -> None:
     """Windows are not kept over a restart: fewer than 64 tokens of each member go unjudged with it."""
     members, windows = Members(seed=1, anna=ROUNDING, liar=0.2), DriftWindows(TOLERANCE)
     assert windows.add(members.batch()) == {}
@@ -97,7 +97,7 @@ def test_a_run_that_is_resumed_finds_a_liar_as_soon_after_as_one_that_has_begun(
     assert num_batches <= 3 * MIN_TOKENS // PER_BATCH
 
 
-def test_what_is_dropped_with_a_member_is_not_held_against_it_when_it_is_back() -> None:
+def test_dropped_tokens_do_not_count_against_a_returning_member() -> None:
     windows = DriftWindows(TOLERANCE)
     assert windows.add({"liar": Drift(63, 9.0)}) == {}
     windows.forget("liar")

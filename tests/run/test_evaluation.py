@@ -72,7 +72,7 @@ def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
     run(main())
 
 
-def test_a_reward_function_that_is_wrong_ends_the_evaluation_with_one_error() -> None:
+def test_a_wrong_reward_function_ends_the_evaluation_with_one_error() -> None:
     async def main() -> None:
         await evaluator(Failing(after=10**6, failures=0), Refusing(DataError("returns text"))).run()
 

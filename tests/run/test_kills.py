@@ -9,7 +9,7 @@ import pytest
 from tests.kills import Case, cases, kill_and_resume
 
 
-def test_the_campaign_has_every_strategy_that_runs_here_in_both_units_and_both_ways() -> None:
+def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
     assert len(cases()) == 8 * 2 + 6 * 2
 
 

@@ -38,7 +38,7 @@ def done(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_on_two_devices_learns_what_one_on_one_device_learns_also_when_a_rank_is_killed(
+def test_a_run_on_two_devices_equals_one_device_also_after_a_kill(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "9")

@@ -107,7 +107,7 @@ def test_what_it_advises_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == "set trainer.gradient_checkpointing = true and lower trainer.micro_batch_tokens to 4096"
 
 
-def test_adapters_are_advised_where_the_optimizer_alone_is_too_much_and_another_device_where_nothing_helps(
+def test_too_large_an_optimizer_advises_adapters_or_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ("--model.scratch.num_layers", "40", "--engine.kv_cache_bytes", str(100 * 2**20))
@@ -119,7 +119,7 @@ def test_adapters_are_advised_where_the_optimizer_alone_is_too_much_and_another_
     assert advice(memory_lines(config)) == "take a smaller model, or a device with more memory"
 
 
-def test_engine_and_trainer_that_take_turns_need_the_larger_of_both_beside_what_the_trainer_keeps() -> None:
+def test_a_colocated_run_needs_the_larger_side_and_what_is_kept() -> None:
     for cache, turn in ((2**20 * 100, "while it trains"), (2**40, "while it generates")):
         options = ("--engine.kv_cache_bytes", str(cache))
         (apart,) = device_memory(configured(*options))
@@ -162,7 +162,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, num: int, num_bytes: int, visible: 
 GPU_TRAINER = ("--trainer.device", "cuda", "--trainer.num_devices")
 
 
-def test_servers_of_the_embedded_engine_on_a_cpu_share_its_memory_with_the_trainer(
+def test_embedded_servers_on_a_cpu_share_memory_with_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = 8 * 2**30

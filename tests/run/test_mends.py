@@ -151,7 +151,7 @@ def test_a_model_with_another_tokenizer_is_no_model_that_was_moved(begun: Say) -
 
 
 @pytest.mark.parametrize("kl_coef", ["0", "0.01"])
-def test_other_weights_do_where_only_the_checkpoint_counts_and_not_as_reference(
+def test_a_resume_accepts_other_weights_unless_they_are_the_reference(
     say: Say, kl_coef: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint can then stand for a model that is gone; the reference of a KL term cannot be replaced."""

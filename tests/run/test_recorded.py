@@ -22,9 +22,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.mark.parametrize("name", ["april", "oversample", "rollover"])
-def test_a_run_that_an_earlier_version_recorded_goes_on_and_ends_with_the_same_weights(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_weights(name: str, tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
     (tmp_path / "letter_reward.py").write_text(runs.REWARD)
     run = tmp_path / name

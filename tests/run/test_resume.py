@@ -118,7 +118,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(processes: Processe
     assert len(runs.batches(Path("out"))) == 5
 
 
-def test_a_run_killed_before_it_deleted_old_checkpoints_deletes_them_when_it_is_resumed(processes: Processes) -> None:
+def test_a_resumed_run_deletes_checkpoints_that_a_kill_left(processes: Processes) -> None:
     cue = Cue(CheckpointSaved, 2)
     killed = processes.run("train", "run.toml", "--run-dir", "out", "--checkpoint.keep_last", "1", kill_at=cue)
     assert killed.code == -9 and len(list(Path("out/checkpoints").iterdir())) == 2

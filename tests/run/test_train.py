@@ -113,7 +113,7 @@ def test_a_finished_run_parks_and_resumes_samples_and_conserves_them(finished: P
     check_bound(finished, RolloutConfig().staleness_bound)
 
 
-def test_the_timeline_that_a_report_shows_first_has_samples_that_were_parked_and_went_on(finished: Path) -> None:
+def test_the_first_timeline_of_a_report_shows_parked_samples(finished: Path) -> None:
     timeline = read_run(finished).timeline
     found = windows(timeline, num_steps=WINDOW_STEPS, max_windows=6)
     shown = found[most_resumed(found)]
@@ -141,7 +141,7 @@ def test_a_finished_run_knows_version_and_logprob_of_every_token(finished: Path)
             assert all(-30 < p <= 0 for p in t.rollout_logprobs)
 
 
-def test_a_finished_run_recorded_the_logprobs_that_its_trainer_computes_under_each_version(finished: Path) -> None:
+def test_a_finished_run_recorded_the_logprobs_of_each_version(finished: Path) -> None:
     assert largest_logprob_error(finished, finished.parent / "model", trained(finished)) < LOGPROB_TOLERANCE
 
 
@@ -246,7 +246,7 @@ def test_sft_alone_learns_the_answers_and_leaves_a_model_folder(experiment: Path
     assert after > before
 
 
-def test_a_chat_dataset_is_asked_without_its_replies_compared_with_them_and_taught_them(
+def test_a_chat_dataset_is_asked_compared_and_taught_by_its_turns(
     experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoTokenizer

@@ -97,7 +97,7 @@ def sampled(folder: Path, server: Process) -> list[int]:
     return [row["step"] for row in rows if row.get(f"drift/{server.url}") is not None]
 
 
-def test_a_server_that_is_killed_comes_back_with_current_weights_and_nothing_is_lost(experiment: Path) -> None:
+def test_a_killed_server_comes_back_with_current_weights(experiment: Path) -> None:
     with training(experiment) as run:
 
         def until(done: Callable[[], bool], what: str) -> None:

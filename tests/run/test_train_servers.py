@@ -75,7 +75,7 @@ def test_a_server_that_reports_log_probs_before_temperature_stops_the_run(
     assert "--logprobs-mode processed_logprobs" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_an_update_that_hangs_ends_the_run_soon_and_leaves_no_server_standing_still(experiment: Path) -> None:
+def test_ctrl_c_in_a_hung_update_ends_the_run_and_leaves_no_paused_server(experiment: Path) -> None:
     class Hanging(ModelServer):
         async def _post_collective_rpc(self, query, body):  # type: ignore[no-untyped-def]
             if body["kwargs"]["weights_path"].endswith("v2"):

@@ -162,7 +162,7 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
     assert runs.ledger(Path("out")).next_step == 2
 
 
-def test_an_embedded_engine_that_computes_something_else_ends_the_run_before_its_first_batch(
+def test_an_embedded_engine_that_computes_otherwise_ends_the_run_at_once(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(architecture, "_inv_freq", lambda config, head_dim: (1.0,) * (head_dim // 2))

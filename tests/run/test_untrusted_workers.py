@@ -171,7 +171,7 @@ def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16])
-def test_log_probs_that_are_not_true_are_found_within_a_batch_that_has_enough_of_them(
+def test_false_log_probs_are_found_within_a_batch_of_many(
     kind: type[Liar], experiment: Path, lies: Callable[[type[Liar]], None]
 ) -> None:
     torch.set_num_threads(1)
@@ -187,7 +187,7 @@ def test_log_probs_that_are_not_true_are_found_within_a_batch_that_has_enough_of
     assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > found_at)
 
 
-def test_log_probs_that_are_not_true_are_found_though_no_batch_has_enough_of_them(
+def test_false_log_probs_are_found_though_each_batch_has_few(
     experiment: Path, lies: Callable[[type[Liar]], None]
 ) -> None:
     """Three workers at ``max_staleness`` 3: a batch has 56 tokens at most, and few of them are of the newest weights."""

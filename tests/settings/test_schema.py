@@ -160,7 +160,7 @@ def test_overrides_lie_over_the_document() -> None:
         ("none", None),
     ],
 )
-def test_where_a_string_is_wanted_the_text_of_an_override_is_taken_as_it_stands(text: str, value: str | None) -> None:
+def test_an_override_of_a_string_is_taken_as_it_stands(text: str, value: str | None) -> None:
     assert made("", "--rollout.name", text).rollout.name == value
 
 
@@ -193,7 +193,7 @@ def test_keys_lists_every_key_outside_lists() -> None:
         ("[rollout]\nname = '[hidden]'", 'run.toml:2: rollout.name: this is the placeholder of a hidden secret: write the secret itself, got the string "[hidden]"'),
     ],
 )  # fmt: skip
-def test_numbers_are_finite_and_of_64_bits_and_hidden_secrets_are_no_values(text: str, message: str) -> None:
+def test_numbers_are_finite_64_bit_and_hidden_secrets_are_no_values(text: str, message: str) -> None:
     assert complaints(text) == [message]
 
 

@@ -120,7 +120,7 @@ TABLE = ((1, 2.0), (3, 3.0), (5, 7.0))
 @pytest.mark.parametrize(
     ("num_running", "seconds"), [(0, 2.0), (1, 2.0), (2, 2.5), (3, 3.0), (4, 5.0), (5, 7.0), (6, 9.0), (8, 13.0)]
 )
-def test_a_table_of_iteration_times_is_met_at_its_points_and_linear_between_them(
+def test_a_table_of_iteration_times_is_linear_between_its_points(
     rollout: ModuleType, num_running: int, seconds: float
 ) -> None:
     assert rollout.TimedReplica(c0_s=1.0, b0=4.0, iteration_table=TABLE).iteration_s(num_running) == pytest.approx(

@@ -93,7 +93,7 @@ def test_the_closed_form_foretells_the_iterations(unit: str) -> None:
     assert simulation.after(min(rounds)).iterations == pytest.approx(promised, rel=0.06)
 
 
-def test_a_round_is_trained_without_a_start_in_between_and_its_longest_responses_first() -> None:
+def test_a_round_is_trained_longest_first_without_a_start_in_between() -> None:
     between: list[int] = []
     started = 0
 
@@ -118,7 +118,7 @@ def test_the_bound_is_kept_and_limits_the_round(max_staleness: int) -> None:
     assert window.lag.max == max_staleness
 
 
-def test_what_a_round_carries_over_is_weighed_with_what_prefilling_it_again_takes() -> None:
+def test_a_round_weighs_what_it_carries_over_against_its_prefill() -> None:
     """Single samples of a thin tail, on an engine that prefills 20 tokens in the time of an iteration."""
     law = PRESETS["light-8k"]
 
@@ -150,7 +150,7 @@ def test_a_short_run_is_measured_over_a_whole_round(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 12))
-def test_a_run_without_a_whole_round_is_measured_from_where_its_round_began(steps: int) -> None:
+def test_a_run_without_a_whole_round_is_measured_from_its_rounds_start(steps: int) -> None:
     """Later batches of a round take no time of their own, and their rate would be a division by zero."""
     one = Trace(name="one", cap_tokens=512, prompts=(TracePrompt(prompt_id="a", prompt_tokens=9, lengths=(512,)),))
     found = simulate(strategy(4.0, 512, "sample"), one.workload(), one_replica(b0=64.0), steps=steps)

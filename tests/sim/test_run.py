@@ -223,7 +223,7 @@ def test_who_has_switched_collection_off_keeps_it_off() -> None:
         gc.set_threshold(*before)
 
 
-def test_taking_turns_with_the_trainer_costs_the_caches_of_each_step_and_the_pause() -> None:
+def test_colocation_costs_the_caches_of_each_step_and_the_pause() -> None:
     def run_of(**model: Any) -> Simulation:
         scenario = one_replica(prefill_tokens_per_s=10.0, trainer=Latency(base_s=5.0), **model)
         return simulate(strategy_of("april", max_staleness=4), Generator(LAW), scenario, steps=6)
@@ -234,7 +234,7 @@ def test_taking_turns_with_the_trainer_costs_the_caches_of_each_step_and_the_pau
     assert sum(s.duration_s for s in turns.steps) > sum(s.duration_s for s in lost.steps) + 5 * 7.0 - 1e-6
 
 
-def test_a_strategy_that_generates_while_the_trainer_trains_cannot_take_turns_with_it() -> None:
+def test_an_overlapping_strategy_cannot_be_colocated() -> None:
     scenario = one_replica(colocated=True)
     assert scenario.capabilities.is_colocated
     with pytest.raises(ConfigError, match="generates while the trainer trains"):

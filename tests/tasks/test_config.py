@@ -69,14 +69,14 @@ EXACT = "reward = { kind = 'exact' }"
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'exakt' }", ":4: train.0.reward.kind: 'exakt' is not allowed; did you mean 'exact'?"),
     ],
 )  # fmt: skip
-def test_a_key_of_another_kind_is_refused_with_its_line_and_the_kind_it_belongs_to(text: str, message: str) -> None:
+def test_a_key_of_another_kind_is_refused_with_its_line_and_kind(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(f"[[train]]\n{text}")
     assert str(caught.value).startswith(f"tasks.toml{message}")
     assert "\n" not in str(caught.value)
 
 
-def test_each_kind_is_what_its_table_says_and_the_reward_of_generated_items_is_their_verifier() -> None:
+def test_generated_items_are_scored_by_their_verifier() -> None:
     tasks = loaded(
         "[[train]]\nkind = 'reasoning_gym'\nname = 'chain_sum'\nreward = { extract = 'hashes' }\n"
         "[[train]]\nkind = 'jsonl'\nname = 'f'\npath = 'f.jsonl'\n[train.reward]\nkind = 'exact'"

@@ -57,7 +57,7 @@ def test_the_prompt_is_the_chat_template_of_the_turns_before_the_reply(tmp_path:
     assert with_reply.text == PROMPT
 
 
-def test_supervised_examples_are_the_reply_and_the_end_token_behind_that_prompt(tmp_path: Path) -> None:
+def test_supervised_examples_are_the_prompt_the_reply_and_an_end_token(tmp_path: Path) -> None:
     for fields in ({}, {"answer": "2"}):  # the short answer is for scoring
         source = config(tmp_path / "a.jsonl", {"messages": [*ASKED, REPLY], **fields})
         assert taught(source) == [(ids(PROMPT), (*ids("It is 2.\n#### 2"), 1))]
@@ -92,7 +92,7 @@ def test_without_an_answer_column_the_reply_is_the_reference(tmp_path: Path, col
     assert score(config(tmp_path / "a.jsonl", row, reward=hashes, **chosen), "2") == 1.0
 
 
-def test_an_answer_column_comes_first_and_the_prompt_column_s_name_chooses_the_reply(tmp_path: Path) -> None:
+def test_an_answer_column_comes_first_else_the_prompt_column_decides(tmp_path: Path) -> None:
     row = {"messages": [*ASKED, REPLY], "answer": "two"}
     assert score(config(tmp_path / "a.jsonl", row), "two") == 1.0
     assert score(config(tmp_path / "a.jsonl", row, answer_column="messages"), "two") == 0.0

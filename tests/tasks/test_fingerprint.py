@@ -70,7 +70,7 @@ def test_another_or_no_file_is_named_with_what_to_do(tmp_path: Path, role: str, 
     assert f"restore the original dataset, give its new path on --resume, or start a new run ({role}/sums)" in text
 
 
-def test_a_source_without_a_record_is_recorded_and_a_generated_one_needs_none(tmp_path: Path) -> None:
+def test_a_source_without_a_record_is_recorded_unless_generated(tmp_path: Path) -> None:
     gym = ReasoningGymConfig(name="chain_sum")
     tasks = TasksConfig(train=(gym, jsonl(tmp_path / "a.jsonl")))
     assert same_datasets(tasks, {}).keys() == {"train/sums"}
@@ -117,7 +117,7 @@ def test_of_a_saved_dataset_rows_count_and_not_files(tmp_path: Path) -> None:
         same_datasets(saved("shorter", rows(8)), before)
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed_before_a_wrong_row_is_given(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_yields_no_wrong_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     opened = jsonl(path).open(seed=0)
     assert opened[2] == rows(5)[2]

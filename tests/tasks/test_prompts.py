@@ -11,7 +11,7 @@ from tests.environments.words import CHAT, char_tokenizer, ids
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def test_plain_text_gets_the_tokenizers_own_special_tokens_and_nothing_else() -> None:
+def test_plain_text_gets_only_the_tokenizers_own_special_tokens() -> None:
     text, token_ids = PromptEncoder(char_tokenizer(), TasksConfig(prompt_suffix="?")).encode(Question("1+1"), where="x")
     assert text == "1+1?"
     assert token_ids == (0, *ids("1+1?"))

@@ -42,7 +42,7 @@ def test_the_example_of_the_textbook() -> None:
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
-def test_all_ranks_make_the_same_number_of_passes_and_train_each_sample_once(
+def test_ranks_make_equally_many_passes_and_train_each_sample_once(
     samples: list[TrainingSample], num_ranks: int, budget: int
 ) -> None:
     assigned = assign(samples, num_ranks, budget)
@@ -92,7 +92,7 @@ def test_a_family_that_is_the_whole_batch_is_shared_by_all_ranks() -> None:
 
 
 @given(samples=SAMPLES, num_ranks=st.integers(1, 6), budget=st.integers(1, 120))
-def test_families_are_cut_only_where_the_busiest_rank_has_less_to_do_and_nobody_computes_a_prompt_twice_for_nothing(
+def test_families_are_cut_only_if_the_busiest_rank_gains(
     samples: list[TrainingSample], num_ranks: int, budget: int
 ) -> None:
     def busiest(assigned: Sequence[AssignedRows]) -> float:
@@ -110,7 +110,7 @@ def test_families_are_cut_only_where_the_busiest_rank_has_less_to_do_and_nobody_
             assert len(same) == 1 or num_positions(samples, [i for part in same for i in part]) > budget
 
 
-def test_of_recorded_lengths_no_rank_of_eight_has_much_more_to_do_than_the_others() -> None:
+def test_recorded_lengths_are_dealt_evenly_to_eight_ranks() -> None:
     """The costliest family alone is half as much again as the share of a rank."""
     lengths = json.loads((ROOT / "benchmarks" / "lengths.json").read_text())
     ratios = []

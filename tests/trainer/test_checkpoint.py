@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Pat
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.json"])
-def test_a_checkpoint_is_offered_in_place_of_a_damaged_one_only_if_it_is_whole(
+def test_only_a_whole_checkpoint_is_offered_for_a_damaged_one(
     folder: Path, saved: Path, damaged: set[str], mend: str, name: str
 ) -> None:
     places = {number: saved.parent / f"step_{number}" for number in "234"}

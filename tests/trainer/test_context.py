@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(four: RankPool) 
     assert re.match(r"rank 2 of 4 waited \d s for rank 3 \(exchange of a row\): ", third), third
 
 
-def test_a_fleet_whose_ranks_share_rows_trains_what_one_process_does_also_when_one_of_them_stops(
+def test_a_fleet_that_shares_rows_equals_one_process_also_after_a_stop(
     folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)

@@ -201,7 +201,7 @@ LOSSES = [
 """Of each version, from 0."""
 
 
-def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_been(
+def test_a_lost_rank_is_named_and_changes_no_weight(
     folder: Path, tmp_path: Path, after_all: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
@@ -237,7 +237,7 @@ def test_a_lost_rank_is_named_and_the_weights_are_those_that_they_would_have_bee
             assert "it was stopped (SIGSTOP)" in message
 
 
-def test_a_rank_that_is_stopped_while_it_starts_is_named_before_the_others_give_up(
+def test_a_rank_stopped_while_it_starts_is_named_before_others_give_up(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(rank: int, logs: Path | None) -> ranks._Process:

@@ -106,9 +106,7 @@ def test_a_step_counts_a_version_and_measures_staleness_against_it(folder: Path,
     assert [int(tokens.staleness_T.max()) for tokens, _ in seen] == [0, 1]
 
 
-def test_proximal_logprobs_are_those_at_the_start_of_the_batch_for_every_mini_batch(
-    folder: Path, seen: list[Any]
-) -> None:
+def test_proximal_logprobs_are_those_at_the_start_of_the_batch(folder: Path, seen: list[Any]) -> None:
     batch = make_batch(num_groups=5)
     trainer = make_trainer(folder, mini_batches=2, learning_rate=0.02, seed=3)
     metrics = trainer.step(batch).metrics
@@ -233,7 +231,7 @@ def test_the_learning_rate_follows_the_schedule_of_the_run(folder: Path) -> None
     assert rates == pytest.approx([1e-3, 5e-4, 0])
 
 
-def test_a_deterministic_step_repeats_bit_for_bit_and_leaves_the_global_switch(folder: Path) -> None:
+def test_a_deterministic_step_repeats_and_leaves_the_global_switch(folder: Path) -> None:
     def run() -> dict[str, Tensor]:
         trainer = make_trainer(folder, deterministic=True, mini_batches=2)
         for step in range(2):

@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
     [{}, {"lora": LORA}, {"lora": LoraConfig(rank=3, alpha=6.0, publish="adapter")}],
     ids=["full", "merged", "adapter"],
 )
-def test_a_rank_alone_does_to_the_bit_what_the_process_of_a_run_does_also_when_it_is_killed(
+def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)

@@ -210,7 +210,7 @@ def test_targets_that_are_not_there_are_named(folder: Path) -> None:
         lora_trainer(folder, lora=LoraConfig(targets=("q_proj", "qproj")))
 
 
-def test_a_rank_above_that_of_every_target_is_refused_with_the_largest_shape(folder: Path) -> None:
+def test_a_rank_above_every_target_is_refused_with_the_largest_shape(folder: Path) -> None:
     trainer = lora_trainer(folder)
     shapes = {name.split(".")[-2]: tuple(tensor.shape) for name, tensor in trainer.weights().items()}
     small, large = (sorted(shapes[name]) for name in ("k_proj", "q_proj"))

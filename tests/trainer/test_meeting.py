@@ -30,7 +30,7 @@ def task(own: str) -> Any:
     return SimpleNamespace(device="cpu", timeout_s=1.0, rank=1, size=2, meeting=where)
 
 
-def test_ranks_of_several_machines_use_the_interface_of_the_address_by_which_they_are_reached() -> None:
+def test_ranks_use_the_interface_of_the_address_that_reaches_them() -> None:
     meeting.meet(task("127.0.0.1"))
     assert [os.environ[name] for name in NAMES] == ["lo", "=lo"]
 

@@ -40,28 +40,21 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
     return training_memory(config, {**WIDE, "num_hidden_layers": layers}, **{**given, **changes})
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "layers recomputed",
-        "two devices, shared rows",
-        "two devices, adapters, bfloat16",
-    ],
-)
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-def test_what_a_step_takes_beyond_weights_and_optimizer_is_within_15_percent_of_the_estimate(
-    way: str, tmp_path: Path
-) -> None:
+def test_a_step_takes_within_15_percent_of_the_estimated_memory(tmp_path: Path) -> None:
+    """Beyond weights and optimizer."""
     script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
-    chosen = ["--shapes", "narrow, large vocabulary", "--ways", way]
     # Without AVX-512, bfloat16 is slow.
+    ways = ["layers recomputed", "two devices, shared rows", "two devices, adapters, bfloat16"]
+    chosen = ["--shapes", "narrow, large vocabulary", "--ways", *ways]
     subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=within(900))
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["way"] == way
-    assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ways
+    for row in rows:
+        assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row
 
 
-def test_state_is_16_bytes_per_parameter_and_a_frozen_copy_where_the_algorithm_compares_with_it() -> None:
+def test_state_is_16_bytes_per_parameter_and_a_copy_for_a_reference() -> None:
     alone, compared = estimate(CONFIG), estimate(CONFIG, needs_ref=True)
     count = sum(p.numel() for p in make_model("qwen3", **SHAPE_OF_WIDE).parameters())
     assert alone.num_parameters == count
@@ -70,7 +63,7 @@ def test_state_is_16_bytes_per_parameter_and_a_frozen_copy_where_the_algorithm_c
     assert compared.total - alone.total == 4 * count
 
 
-def test_adapters_are_trained_in_float32_beside_a_base_in_its_own_format_and_need_no_copy() -> None:
+def test_adapters_are_float32_beside_a_base_in_its_own_format() -> None:
     config = replace(CONFIG, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
     found = estimate(config, needs_ref=True, base_dtype=torch.bfloat16)
     width, inner, layers = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["num_hidden_layers"]
@@ -83,7 +76,7 @@ def test_adapters_are_trained_in_float32_beside_a_base_in_its_own_format_and_nee
 
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_make_the_same_passes_on_several_devices_and_a_frozen_base_is_gathered_as_it_is_held(
+def test_a_frozen_base_is_gathered_in_the_format_in_which_it_is_held(
     dtype: Literal["float32", "bfloat16"], base: torch.dtype
 ) -> None:
     config = replace(CONFIG, dtype=dtype, lora=LoraConfig(rank=8, targets=("q_proj", "down_proj")))
@@ -97,7 +90,7 @@ def test_adapters_make_the_same_passes_on_several_devices_and_a_frozen_base_is_g
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_weights_are_gathered_in_the_format_of_the_passes_and_gradients_are_summed_in_float32(
+def test_weights_are_gathered_in_the_passes_format_and_summed_in_float32(
     dtype: Literal["float32", "bfloat16"], width: int
 ) -> None:
     found = estimate(replace(CONFIG, dtype=dtype, num_devices=2))
@@ -119,7 +112,7 @@ def test_two_and_three_layers_say_what_seven_take(changes: dict[str, Any], monke
     assert estimate(config, layers=7) == carried_on
 
 
-def test_activations_grow_with_the_row_and_recomputing_them_keeps_one_vector_per_token_and_layer() -> None:
+def test_recomputing_keeps_one_vector_per_token_and_layer() -> None:
     short = replace(CONFIG, gradient_checkpointing=True)
     long = replace(short, micro_batch_tokens=2 * short.micro_batch_tokens)
     assert estimate(long).activations == pytest.approx(2 * estimate(short).activations, rel=0.02)
@@ -128,7 +121,7 @@ def test_activations_grow_with_the_row_and_recomputing_them_keeps_one_vector_per
     assert deeper == pytest.approx(4 * tokens * WIDE["hidden_size"], rel=0.01)
 
 
-def test_a_sample_longer_than_the_budget_has_a_row_of_its_own_and_a_small_batch_fills_none() -> None:
+def test_a_long_sample_has_its_own_row_and_a_small_batch_fills_none() -> None:
     longest = estimate(CONFIG, max_prompt_tokens=1000, max_response_tokens=2000)
     assert longest.activations > 1.6 * estimate(CONFIG).activations
     assert estimate(CONFIG, batch_samples=1).activations < 0.2 * estimate(CONFIG).activations

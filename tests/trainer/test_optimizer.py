@@ -35,7 +35,7 @@ def test_only_matrices_decay() -> None:
         torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
 
 
-def test_the_gradient_is_clipped_to_the_norm_and_the_norm_before_is_returned() -> None:
+def test_the_gradient_is_clipped_and_its_former_norm_is_returned() -> None:
     layer = torch.nn.Linear(2, 1, bias=False)
     config = TrainerConfig(max_grad_norm=1.0)
     optimizer = build_optimizer(layer, config)

@@ -21,7 +21,7 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
-def test_every_digit_is_a_token_of_its_own_and_words_take_their_spaces_along() -> None:
+def test_every_digit_is_a_token_and_words_include_their_spaces() -> None:
     def pieces(text: str) -> list[str]:
         return [TOKENIZER.decode([i]) for i in TOKENIZER(text)["input_ids"]]
 

@@ -106,7 +106,7 @@ def test_ranks_send_what_they_would_have_written_and_none_has_all_of_it(
 
 
 @pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
-def test_a_receiver_that_is_lost_in_the_middle_is_named_and_the_trainer_goes_on(
+def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, num_ranks: int
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
@@ -130,7 +130,7 @@ def test_a_receiver_that_is_lost_in_the_middle_is_named_and_the_trainer_goes_on(
         assert not told
 
 
-def test_a_rank_that_is_lost_while_it_sends_is_replaced_and_the_weights_are_the_same(
+def test_a_rank_lost_while_it_sends_is_replaced_with_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)

@@ -33,9 +33,7 @@ def config(**settings: object) -> SFTConfig:
     return SFTConfig(**{**defaults, **settings})  # type: ignore[arg-type]
 
 
-def test_the_first_loss_and_gradient_are_those_of_transformers_with_prompts_masked(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_first_loss_and_gradient_equal_transformers_with_masked_prompts(folder: Path, tmp_path: Path) -> None:
     model = make_model()
     ids = [torch.tensor([[*p, *r]]) for p, r in EXAMPLES]
     total = sum(len(r) for _, r in EXAMPLES)
@@ -171,7 +169,7 @@ def test_a_rank_of_the_warm_up_that_is_lost_is_named(folder: Path, tmp_path: Pat
     assert not (tmp_path / "o").exists()
 
 
-def test_a_warm_up_that_loses_a_rank_begins_again_and_makes_the_model_that_it_would_have_made(
+def test_a_warm_up_that_loses_a_rank_begins_again_to_the_same_model(
     folder: Path, tmp_path: Path, pids: list[int]
 ) -> None:
     def kill(done: SFTProgress) -> None:

@@ -294,7 +294,7 @@ def assert_sharded(trainer: LocalTrainer, world: World) -> None:
         assert parameter.grad is None or isinstance(parameter.grad, DTensor), name
 
 
-def test_weights_stay_sharded_whatever_is_done_and_the_optimizer_trains_those_that_are_used(
+def test_weights_stay_sharded_and_the_optimizer_trains_the_used_ones(
     two: RankPool, folders: dict[bool, Path], tmp_path: Path
 ) -> None:
     given = batches()
@@ -314,7 +314,7 @@ def loaded(world: World, *, folder: Path) -> tuple[dict[str, torch.Tensor], dict
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
-def test_each_rank_reads_its_rows_to_the_bit_and_makes_the_rotary_module_anew(
+def test_each_rank_reads_its_rows_and_makes_the_rotary_module_anew(
     three: RankPool, tmp_path: Path, family: str, tied: bool
 ) -> None:
     folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied, vocab_size=41)  # 41 rows on three ranks
@@ -361,9 +361,7 @@ def test_weights_that_do_not_fit_are_named(two: RankPool, tmp_path: Path) -> Non
             assert (kind, message.endswith(problem)) == (ModelError.__name__, True), message
 
 
-def test_a_sample_that_cannot_be_trained_is_named_by_its_rank_and_no_rank_goes_on(
-    two: RankPool, folders: dict[bool, Path]
-) -> None:
+def test_an_untrainable_sample_is_named_and_no_rank_goes_on(two: RankPool, folders: dict[bool, Path]) -> None:
     batch = untrainable(make_batch(num_groups=4))
     found = two.call(refused, folder=folders[True], given=[batch], micro_batch_tokens=BUDGET)
     assert sorted(kind for kind, _ in found) == [PeerLost.__name__, RolloverError.__name__]

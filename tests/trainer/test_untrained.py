@@ -270,9 +270,7 @@ def test_a_silent_mini_batch_leaves_the_others_as_they_are(folder: Path) -> None
     assert all(torch.equal(w, alone.weights()[n]) for n, w in trainer.weights().items())
 
 
-def test_a_skipped_batch_makes_a_version_with_the_weights_and_the_state_of_the_one_before(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_skipped_batch_makes_a_version_with_the_former_state(folder: Path, tmp_path: Path) -> None:
     def state(trainer: Any, name: str) -> tuple[bytes, ...]:
         trainer.save(tmp_path / name)
         return tuple((tmp_path / name / f).read_bytes() for f in ("model.safetensors", "trainer/optimizer.safetensors"))

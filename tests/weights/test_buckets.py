@@ -19,9 +19,7 @@ def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["float32", "bfloat16"])), min_size=1, max_size=30),
     st.integers(1, 60),
 )
-def test_buckets_hold_every_weight_once_in_order_and_no_more_than_the_limit(
-    sizes: list[tuple[int, str]], limit: int
-) -> None:
+def test_buckets_hold_every_weight_once_in_order_within_the_limit(sizes: list[tuple[int, str]], limit: int) -> None:
     specs = [spec(f"w{i}", size, dtype=dtype) for i, (size, dtype) in enumerate(sizes)]
     pieces = buckets(specs, limit_bytes=limit)
     assert sorted(s.name for p in pieces for s in p.tensors) == sorted(s.name for s in specs)
@@ -36,7 +34,7 @@ def test_buckets_hold_every_weight_once_in_order_and_no_more_than_the_limit(
     assert all(a.num_bytes + specs[b].num_bytes > limit for a, b in zip(pieces, firsts[1:], strict=False))
 
 
-def test_a_server_takes_the_formats_that_it_serves_and_a_tied_matrix_twice_where_it_has_two() -> None:
+def test_a_server_takes_its_formats_and_a_tied_matrix_twice_if_it_has_two() -> None:
     held = [spec(EMBEDDING, 8, 4), spec("n", 4), spec("x", 2)]
     formats = {EMBEDDING: "bfloat16", HEAD: "bfloat16", "n": "float32", "x": "float8_e4m3fn"}
     served = {s.name: s for s in as_served(held, formats)}

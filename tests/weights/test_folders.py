@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_the_earlier_version_and_says_so(
     assert {p.name for p in root.iterdir()} == {"v1"}
 
 
-def test_the_model_that_folders_are_like_may_be_deleted_while_the_run_is_at_work(like: Path, tmp_path: Path) -> None:
+def test_the_model_of_the_folders_may_be_deleted_during_the_run(like: Path, tmp_path: Path) -> None:
     store = WeightFolders(tmp_path / "weights", like=like)
     shutil.rmtree(like)
     folder = store.write(1, weights(1.0))

@@ -62,7 +62,7 @@ def test_a_target_that_hangs_is_named() -> None:
     assert targets[1].done == ["pause", "resume"]
 
 
-def test_a_publication_that_is_cancelled_has_resumed_its_targets_when_it_ends() -> None:
+def test_a_cancelled_publication_resumes_its_targets() -> None:
     async def main() -> None:
         targets = [Target("one"), Target("two", load_s=1000.0)]
         publishing = asyncio.create_task(Publisher(targets).publish_to_all(FakeWeights(3)))
@@ -114,7 +114,7 @@ class Folders:
         return Path(f"v{version}")
 
 
-def test_a_folder_is_written_only_where_a_target_needs_one_and_the_tensors_stay_in_memory() -> None:
+def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     source, folders = MemoryWeights(3, {"w": torch.ones(2)}), cast(WeightFolders, Folders())
     needy = Target("needy")
     needy.needs_folder = True

@@ -38,7 +38,7 @@ def test_the_manifest_has_name_shape_and_number_format_of_every_tensor(source: W
     }
 
 
-def test_tensors_come_in_the_order_of_the_manifest_or_in_the_order_asked_for(source: WeightSource) -> None:
+def test_tensors_come_in_manifest_order_or_in_the_order_asked_for(source: WeightSource) -> None:
     found = list(source.tensors())
     assert [name for name, _ in found] == [spec.name for spec in source.manifest.tensors]
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in found)

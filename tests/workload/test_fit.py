@@ -28,7 +28,7 @@ def errors_of(law: LengthLaw, trace: Trace) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["r1-16k", "heavy-32k"])
-def test_parameters_come_back_within_their_standard_errors_although_the_cap_hides_the_tail(name: str) -> None:
+def test_parameters_are_recovered_though_the_cap_hides_the_tail(name: str) -> None:
     off = errors_of(PRESETS[name], drawn(PRESETS[name], 500, seed=11))
     assert max(map(abs, off.values())) < 3.5
     assert sum(v**2 for v in off.values()) < 18.5  # chi-squared with 4 degrees of freedom, 99.9%

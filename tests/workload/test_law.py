@@ -24,7 +24,7 @@ lie 1.5 standard errors above what the parameters imply: mean 6202, p90 15563, 9
 
 
 @pytest.mark.parametrize("name", SIMULATED)
-def test_presets_have_the_statistics_of_a_simulation_made_elsewhere_within_its_sampling_error(name: str) -> None:
+def test_presets_have_the_statistics_of_an_independent_simulation(name: str) -> None:
     law = PRESETS[name]
     sample = lengths_of(law.workload(7), 6000)
     for found, exact, values in (
@@ -169,7 +169,7 @@ def test_a_prompt_drawn_again_has_new_samples_of_the_same_prompt() -> None:
     assert workload.prompt_id(7) == "generated/7@0"
 
 
-def test_prompts_keep_their_difficulty_over_epochs_as_far_as_it_is_correlated() -> None:
+def test_prompts_keep_their_correlated_difficulty_over_epochs() -> None:
     law = replace(LONG, icc=1.0, num_prompts=3000, epoch_correlation=0.9)
     workload = law.workload(4)
     zeroth, first, third = (np.log(lengths_of(workload, 3000, 1, first=3000 * e))[:, 0] for e in (0, 1, 3))

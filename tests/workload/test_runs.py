@@ -59,7 +59,7 @@ def test_a_response_is_as_long_as_its_segments_together(tmp_path: Path) -> None:
     )
 
 
-def test_what_was_thrown_away_counts_and_a_prompt_drawn_again_is_the_same_prompt(tmp_path: Path) -> None:
+def test_dropped_samples_count_and_a_prompt_drawn_again_is_the_same(tmp_path: Path) -> None:
     run = run_of(
         tmp_path / "run",
         opened(0, "a"),

@@ -69,7 +69,7 @@ def test_a_replay_in_another_process_gives_the_same_lengths() -> None:
     assert [copy.group_lengths(i, 9) for i in range(9)] == [replay.group_lengths(i, 9) for i in range(9)]
 
 
-def test_a_cut_sample_is_completed_by_something_longer_and_alike_in_every_seed() -> None:
+def test_a_cut_sample_is_completed_longer_and_alike_in_every_seed() -> None:
     # Of the finished lengths only 100 is above 60.
     found = {TRACE.workload(s).group_lengths(i, 2) for s in range(5) for i in range(3)}
     assert (50, 100) in found

@@ -29,7 +29,7 @@ def test_a_decoding_step_by_hand() -> None:
     assert engine.step_s(4096, 200) == pytest.approx(flops / 400e12), "bound by compute"
 
 
-def test_tensor_parallelism_divides_reading_and_adds_two_all_reduces_a_layer() -> None:
+def test_tensor_parallelism_divides_reading_and_adds_two_all_reduces() -> None:
     engine = replica_costs(MODEL, SPEC, device(), 2, 1)
     read = 2 * 900_000_000 + 8 * 4096 * 200
     reduce_s = 1e-5 + 2 * 1 / 2 * 8 * 1024 * 2 / 400e9
@@ -61,7 +61,7 @@ def test_as_many_samples_are_in_flight_as_are_decoded_at_once(cap: int) -> None:
     assert held == pytest.approx(cap * engine.held_bytes(200)), "Little's law for the cache"
 
 
-def test_an_update_costs_the_transfer_the_pause_and_the_prefill_of_all_that_runs() -> None:
+def test_an_update_costs_transfer_pause_and_prefill_of_running_samples() -> None:
     engine = replica_costs(MODEL, SPEC, device(), 1, 1)
     load_s = 2e-5 + 2e9 / 50e9 + 0.5
     assert replica_kind(engine, 8).updates_s[0] == pytest.approx(load_s + 8 * engine.prefill_s(200))

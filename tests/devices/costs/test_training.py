@@ -54,7 +54,7 @@ def test_a_pipeline_fills_and_drains_once() -> None:
     assert piped.fixed_s == pytest.approx(3 * (micro_s + 2 * hand_over_s) + optimizer_s)
 
 
-def test_gradients_cross_the_network_once_a_step_and_hide_behind_the_last_micro_batch() -> None:
+def test_gradients_cross_once_a_step_behind_the_last_micro_batch() -> None:
     slow = Link(bytes_per_s=1e9, latency_s=0.0)
     alone = trainer_costs(MODEL, SPEC, device(), part(dp=2)).cost
     wide = trainer_costs(MODEL, SPEC, device(node_size=1, network=slow), part(dp=2)).cost

@@ -126,7 +126,7 @@ def test_a_budget_too_small_for_all_preempts_and_nobody_notices(folder: Path) ->
     assert poor.stats().kv_bytes <= 40 * block_bytes
 
 
-def test_parked_caches_are_evicted_block_by_block_from_the_end_of_the_oldest(folder: Path) -> None:
+def test_parked_caches_are_evicted_by_block_from_the_oldest_ones_end(folder: Path) -> None:
     block_bytes = 2 * 2 * 2 * 4 * 16 * 4
     core = core_of(folder, max_context_tokens=64, kv_cache_bytes=31 * block_bytes)
     calls = Calls(core)
@@ -155,7 +155,7 @@ SYSTEM = tuple(range(30, 49))
 QUESTIONS = [(*SYSTEM, *(1 + i, 9, 20 - i)) for i in range(8)]
 
 
-def test_prompts_that_begin_alike_prefill_what_they_share_once_and_sample_what_they_sample_alone(
+def test_shared_prefixes_are_prefilled_once_and_change_no_sample(
     folder: Path,
 ) -> None:
     asked = [request(f"q{i}", seed=i, prompt_ids=ids, max_new_tokens=15) for i, ids in enumerate(QUESTIONS)]
@@ -212,7 +212,7 @@ def test_what_older_weights_computed_is_found_by_nobody_who_starts_afresh(
     assert calls.logprobs("new#0") == pytest.approx(logprobs(new, QUESTIONS[0], calls.tokens("new#0")), abs=1e-4)
 
 
-def test_under_keep_what_new_weights_computed_is_not_found_by_who_kept_older_cache(folder: Path) -> None:
+def test_under_keep_new_cache_is_not_found_by_a_call_with_older_cache(folder: Path) -> None:
     core, new = core_of(folder, kv_on_update="keep"), tiny_model(seed=1, sharpness=3.0)
     calls = Calls(core, [request("kept", prompt_ids=PROMPT, max_new_tokens=30)])
     calls.step(5)
@@ -275,7 +275,7 @@ def test_under_recompute_every_token_is_scored_by_the_version_on_its_label(folde
     assert [c.policy_version for c in calls.chunks["s0#0"]] == [0, 0, 2, 2, 3, 3, 3]
 
 
-def test_under_keep_the_record_is_what_was_sampled_from_and_belongs_to_neither_version(folder: Path) -> None:
+def test_under_keep_recorded_logprobs_belong_to_neither_version(folder: Path) -> None:
     old, new = tiny_model(sharpness=3.0), tiny_model(seed=1, sharpness=3.0)
     core = core_of(folder, kv_on_update="keep")
     calls = Calls(core, [request("a", prompt_ids=PROMPT, max_new_tokens=40)])
@@ -305,7 +305,7 @@ def test_what_a_weight_update_costs_is_declared(folder: Path) -> None:
     assert core_of(folder, kv_on_update="recompute").capabilities.prefill_tokens_per_iteration == CPU_PREFILL_TOKENS
 
 
-def test_under_keep_a_parked_sample_resumes_without_prefill_and_says_how_old_its_cache_is(
+def test_under_keep_a_parked_sample_resumes_with_the_age_of_its_cache(
     folder: Path,
 ) -> None:
     core = core_of(folder, kv_on_update="keep")
@@ -378,7 +378,7 @@ def test_requests_that_cannot_run_are_refused_by_name(folder: Path) -> None:
     assert core.stats().num_waiting == 1
 
 
-def test_logits_that_are_not_finite_fail_the_step_and_leave_a_usable_engine(folder: Path) -> None:
+def test_nonfinite_logits_fail_the_step_and_leave_a_usable_engine(folder: Path) -> None:
     core = core_of(folder)
     good = tiny_model(sharpness=3.0).state_dict()
     before = run(core, request("a", max_new_tokens=10)).tokens("a#0")

@@ -108,7 +108,7 @@ def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path
     asyncio.run(main())
 
 
-def test_in_lockstep_calls_of_one_turn_are_in_the_first_batch_in_call_order(folder: Path) -> None:
+def test_in_lockstep_calls_of_one_turn_start_together_in_call_order(folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(folder, lockstep=True, max_running=2, stream_interval_tokens=100)
         order: list[str] = []

@@ -137,7 +137,7 @@ def test_weights_with_two_matrices_do_not_fit_a_model_that_has_one(tmp_path: Pat
         ("llama", {}, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 64}),
     ],
 )
-def test_what_a_config_leaves_out_or_says_twice_means_what_it_means_to_transformers(
+def test_missing_or_doubled_config_keys_mean_what_transformers_reads(
     kind: str, shape: dict[str, Any], change: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = saved(tiny_model(kind, **shape), tmp_path)

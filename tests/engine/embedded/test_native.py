@@ -52,9 +52,7 @@ def test_any_sizes_and_any_number_of_rows_give_transformers_logprobs(num_running
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 1), (4, 4), (6, 2), (9, 1)])
-def test_a_prompt_of_any_length_and_any_number_of_heads_attends_as_in_transformers(
-    heads: int, groups: int, tmp_path: Path
-) -> None:
+def test_any_prompt_length_and_number_of_heads_attends_as_transformers(heads: int, groups: int, tmp_path: Path) -> None:
     model = tiny_model(sharpness=2.0, num_attention_heads=heads, num_key_value_heads=groups)
     core = core_of(saved(model, tmp_path), cpu_kernels="compiled", block_size_tokens=16)
     prompts = [tuple((7 * i + j) % 60 for j in range(length)) for i, length in enumerate((1, 2, 16, 17, 33, 250))]

@@ -166,7 +166,7 @@ def test_the_youngest_is_preempted_and_goes_back_to_its_place() -> None:
     assert machine.finished.index("s2#2") > machine.finished.index("s0#0")
 
 
-def test_a_parked_cache_taken_up_inside_a_shared_prompt_copies_what_it_will_write() -> None:
+def test_a_parked_cache_inside_a_shared_prompt_copies_what_it_writes() -> None:
     machine = Machine(num_blocks=30, max_running=4, chunk=64)
     prompt = tuple(range(2, 12))  # nine cached tokens: two full blocks shared, the third copied
     for arrival, (name, ids) in enumerate((("a", prompt), ("b", prompt), ("a", prompt[:7]))):
@@ -199,7 +199,7 @@ def started(machine: Machine, name: str, prompt: tuple[int, ...], max_new_tokens
     return sequence
 
 
-def test_a_sequence_of_which_nothing_is_cached_yet_begins_with_the_new_weights() -> None:
+def test_a_sequence_without_any_cache_begins_with_the_new_weights() -> None:
     machine = Machine(num_blocks=30, max_running=4, chunk=4)
     early, late = started(machine, "a", tuple(range(2, 12)), 9), started(machine, "b", tuple(range(20, 30)), 9)
     machine.step()

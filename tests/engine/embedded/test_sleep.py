@@ -56,7 +56,7 @@ def test_asleep_the_cache_and_the_weights_are_gone_from_memory(folder: Path, ker
     assert len(tokens(Calls(core, [request("a")]).finish()["a#0"])) == 12
 
 
-def test_what_it_samples_after_its_sleep_is_what_it_would_have_sampled_without_and_nothing_is_found_in_a_cache(
+def test_sleep_changes_no_sample_and_empties_the_caches(
     folder: Path,
 ) -> None:
     drawn, cached = [], []
@@ -122,9 +122,7 @@ def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Pat
     asyncio.run(main())
 
 
-def test_weights_that_do_not_fit_leave_it_asleep_and_memory_that_is_not_to_be_had_names_the_setting(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(folder: Path, tmp_path: Path) -> None:
     other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
 
     async def main() -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_tokenizer(saved(tiny_model(sharpness=3.0), tmp_path_factory.mktemp("model")))
 
 
-def test_a_stop_string_ends_the_response_at_the_token_that_completes_it_at_every_cut(folder: Path) -> None:
+def test_a_stop_string_ends_the_response_at_its_token_at_every_cut(folder: Path) -> None:
     core = core_of(folder)
     free = run(core, request("free", max_new_tokens=30)).tokens("free#0")
     text = "".join(LETTERS[t] for t in free)

@@ -98,7 +98,7 @@ class TestSGLangThatIsGivenAdaptersKeepsTheContract(_AdapterContract):
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_each_version_is_an_adapter_of_its_own_beside_a_base_that_is_sent_once(
+def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_what_a_killed_run_has_left_is_unloaded_and_what_others_have_loaded_stays(
+def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -170,7 +170,7 @@ def test_what_a_killed_run_has_left_is_unloaded_and_what_others_have_loaded_stay
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_a_call_that_runs_when_an_adapter_comes_is_ended_and_none_is_sampled_by_two(
+def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -242,7 +242,7 @@ def test_an_sglang_server_that_adapts_other_matrices_is_refused(base: Path) -> N
     run(main())
 
 
-def test_a_vllm_server_whose_adapters_cannot_change_is_named_with_the_variable(base: Path, tmp_path: Path) -> None:
+def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base: Path, tmp_path: Path) -> None:
     """It was started with --enable-lora, but without the endpoints."""
 
     async def main() -> None:
@@ -281,7 +281,7 @@ def test_vllm_makes_room_in_steps_and_no_further() -> None:
         adapter_arguments(AdapterShape(rank=513, targets=("q_proj",)))
 
 
-def test_a_tensor_of_a_base_beside_which_vllm_puts_adapters_has_its_own_name() -> None:
+def test_a_base_tensor_beside_vllm_adapters_has_its_own_name() -> None:
     """So its digest is compared with that of the model's folder."""
     found = dict(held_tensors({"dp0:pp0:pcp0:tp1:model.layers.0.mlp.down_proj.base_layer.weight": "5ca1ab1e"}))
     place = HeldTensor(name="model.layers.0.mlp.down_proj.weight", part=1, num_parts=2, replica="dp0:pp0:pcp0")

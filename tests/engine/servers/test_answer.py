@@ -115,7 +115,7 @@ DEEP = b'{"is_paused":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         (None, "invalid JSON \\(EOF"),
     ],
 )
-def test_an_answer_of_another_type_is_one_error_naming_server_call_and_field(body: Any, complaint: str) -> None:
+def test_an_answer_of_another_type_names_server_call_and_field(body: Any, complaint: str) -> None:
     with pytest.raises(EngineError, match=f"^http://one answered GET /is_paused with .*{complaint}") as caught:
         asked(Answer(body=body))
     assert len(str(caught.value)) < 400
@@ -270,7 +270,7 @@ def echo(headers: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("status", [200, 307, 400, 401, 500])
-def test_a_server_that_repeats_our_headers_brings_no_part_of_the_key_into_a_message(
+def test_a_server_that_repeats_our_headers_leaks_no_part_of_the_key(
     monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setenv("ENGINE_KEY", SECRET)

@@ -164,7 +164,7 @@ def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
     assert 30.0 <= elapsed_s(server) < 31.0
 
 
-def test_a_busy_server_may_name_a_date_and_else_is_asked_after_a_growing_time() -> None:
+def test_a_busy_server_is_asked_at_its_date_or_after_a_growing_time() -> None:
     server = ScriptedVLLM()
     dates = {"retry-after": "Wed, 21 Oct 2026 07:28:10 GMT", "date": "Wed, 21 Oct 2026 07:28:00 GMT"}
     server.answer_once("/v1/completions", Answer(503, headers=dates))
@@ -180,7 +180,7 @@ def test_a_server_that_stays_busy_is_given_up() -> None:
         events(server, busy_timeout_s=20.0, first_s=1000.0)
 
 
-def test_patience_ends_with_the_first_token_or_with_the_silence_between_two() -> None:
+def test_patience_ends_with_the_first_token_or_a_silence_between_two() -> None:
     with pytest.raises(EngineTimeout, match=r"did not send /v1/completions its first token for 10 s"):
         events(ScriptedVLLM(tick_s=11.0))
     with pytest.raises(EngineTimeout, match=r"its next token for 5 s"):
@@ -239,7 +239,7 @@ def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_engine_works_over_a_real_socket_and_a_dropped_call_is_stopped_there(tmp_path: Path) -> None:
+def test_an_engine_works_over_a_socket_and_a_dropped_call_stops_there(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
 
     async def main() -> None:

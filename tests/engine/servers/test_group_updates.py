@@ -105,7 +105,7 @@ async def opened(kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @KINDS
-def test_all_servers_are_sent_weights_in_one_group_and_no_folder_is_written(
+def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -120,7 +120,7 @@ def test_all_servers_are_sent_weights_in_one_group_and_no_folder_is_written(
 
 
 @KINDS
-def test_a_server_that_is_lost_is_named_and_the_others_are_sent_the_weights_without_it(
+def test_a_lost_server_is_named_and_the_others_get_the_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def die(server: Any) -> None:
@@ -203,7 +203,7 @@ def test_weights_are_sent_again_when_their_sender_is_lost(
 
 
 @KINDS
-def test_a_server_that_comes_back_is_sent_weights_that_are_still_there_at_once(
+def test_a_returning_server_gets_weights_that_are_still_there_at_once(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -219,7 +219,7 @@ def test_a_server_that_comes_back_is_sent_weights_that_are_still_there_at_once(
 
 @KINDS
 @pytest.mark.parametrize("num_restarted", [1, 2])
-def test_a_server_that_comes_back_when_the_weights_are_gone_is_sent_the_next_with_the_others(
+def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restarted: int
 ) -> None:
     async def main() -> None:
@@ -242,7 +242,7 @@ def test_a_server_that_comes_back_when_the_weights_are_gone_is_sent_the_next_wit
 
 
 @KINDS
-def test_a_server_that_comes_back_to_a_run_that_is_faster_than_its_check_is_sent_the_next_with_the_others(
+def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
@@ -270,7 +270,7 @@ def test_a_server_that_comes_back_to_a_run_that_is_faster_than_its_check_is_sent
     assert checked == [1]
 
 
-def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are_sent() -> None:
+def test_weights_do_not_change_while_they_are_sent() -> None:
     lease, version = Lease(), 3
     give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
     order = list[str]()
@@ -297,7 +297,7 @@ def test_weights_are_not_sent_while_they_change_and_do_not_change_while_they_are
     lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)()
 
 
-def test_a_sender_that_is_never_closed_is_waited_for_no_longer_than_its_transfer_may_take(
+def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sending, "_CLOSE_S", 0.01)
@@ -312,7 +312,7 @@ def test_a_sender_that_is_never_closed_is_waited_for_no_longer_than_its_transfer
         pass
 
 
-def test_a_step_that_is_interrupted_while_it_waits_does_not_keep_weights_from_being_sent(
+def test_an_interrupted_step_does_not_keep_weights_from_being_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lease = Lease()

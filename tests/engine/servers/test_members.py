@@ -36,7 +36,7 @@ def pool(*capacities: int, clock: HandClock | None = None) -> Members:
     return members
 
 
-def test_calls_of_different_prompts_fill_members_in_proportion_to_their_room() -> None:
+def test_calls_of_different_prompts_fill_members_by_their_room() -> None:
     members = pool(8, 4, 4)
     dispatch = Dispatch(members)
     for i in range(16):

@@ -57,7 +57,7 @@ def name(server: Any, weights: str) -> None:
 # -- labels -------------------------------------------------------------------------------------------------
 
 
-def test_a_label_tells_whose_weights_a_server_has_and_whether_it_was_given_back() -> None:
+def test_a_label_names_the_owner_of_weights_and_whether_it_left() -> None:
     ownership = Ownership("ours", predecessor="before")
     assert ownership.label(7) == "rollover:ours:7"
     assert [ownership.version(x) for x in ("rollover:ours:7", "rollover:ours:7:free", "rollover:theirs:7", "7")] == [
@@ -111,9 +111,7 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
 
 
 @KINDS
-def test_a_server_of_another_run_is_left_as_it_is_and_the_message_says_how_to_free_it(
-    kind: ModuleType, folder: Path
-) -> None:
+def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
     async def main() -> None:
         server = kind.Server()
         name(server, "rollover:theirs:4")
@@ -148,9 +146,7 @@ def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleT
 
 @KINDS
 @pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
-def test_a_server_that_a_killed_run_left_is_taken_by_its_resumption_and_by_its_machine(
-    kind: ModuleType, folder: Path, left: str
-) -> None:
+def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(kind: ModuleType, folder: Path, left: str) -> None:
     async def main() -> None:
         server = kind.Server()
         name(server, left)
@@ -162,9 +158,7 @@ def test_a_server_that_a_killed_run_left_is_taken_by_its_resumption_and_by_its_m
 
 
 @KINDS
-def test_a_server_that_another_run_takes_from_us_gets_nothing_from_us_any_more(
-    kind: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         server = kind.Server()
         async with engine_of(kind, server, folder, Ownership("ours")) as engine:
@@ -214,9 +208,7 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
     asyncio.run(main())
 
 
-def test_a_servers_weights_are_compared_with_those_of_the_others_by_their_checksums(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_weights_of_servers_are_compared_by_checksums(folder: Path, tmp_path: Path) -> None:
     from rollover.engine.servers.vllm.weights import ChecksumRecord
 
     async def main(spoil: bool) -> None:

@@ -37,7 +37,7 @@ class Movable:
         self._servers.clear()
 
 
-def test_a_member_whose_server_comes_up_elsewhere_is_given_current_weights_under_its_old_name(tmp_path: Path) -> None:
+def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_path: Path) -> None:
     first, second = model_folder(tmp_path / "v0"), model_folder(tmp_path / "v1")
 
     async def main() -> None:

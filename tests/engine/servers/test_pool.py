@@ -49,7 +49,7 @@ class TestAPoolOfThreeKeepsTheContract(Pool):
     num_members = 3
 
 
-def test_the_pool_can_what_all_members_can_and_has_the_room_of_those_that_are_up() -> None:
+def test_the_pool_can_what_all_can_and_has_the_room_of_healthy_members() -> None:
     async def main() -> None:
         one, two = Flaky("one", max_running=4, max_context_tokens=500), Flaky("two", max_running=8)
         async with pool_of(one, two) as pool:
@@ -67,7 +67,7 @@ def test_the_pool_can_what_all_members_can_and_has_the_room_of_those_that_are_up
 
 
 @pytest.mark.parametrize("how", ["failing", "hanging"])
-def test_a_member_that_falls_ill_in_mid_call_is_left_out_and_the_call_goes_on_elsewhere(how: str) -> None:
+def test_a_call_of_a_failing_member_goes_on_elsewhere(how: str) -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two) as pool:
@@ -159,7 +159,7 @@ def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
     run(main())
 
 
-def test_weights_that_some_refuse_take_those_out_and_weights_that_all_refuse_change_nothing() -> None:
+def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two) as pool:
@@ -217,7 +217,7 @@ def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
     run(main())
 
 
-def test_an_abort_reaches_all_members_at_once_and_does_not_wait_for_one_that_hangs() -> None:
+def test_an_abort_reaches_all_members_without_waiting_for_a_hung_one() -> None:
     async def main() -> None:
         members = [Flaky(f"e{i}") for i in range(3)]
         async with pool_of(*members) as pool:
@@ -305,7 +305,7 @@ def test_when_no_member_proves_itself_all_are_named() -> None:
     run(main())
 
 
-def test_a_member_that_comes_back_gets_calls_only_once_it_has_proved_itself() -> None:
+def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two) as pool:

@@ -34,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("call", "limit_s"), [("pause", 20.0), ("load", 50.0), ("resume", 20.0)])
-def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
+def test_a_hung_member_is_taken_out_at_its_deadline(
     call: str, limit_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_a_member_that_hangs_is_taken_out_at_its_deadline_and_the_others_go_on(
     run(main())
 
 
-def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the_others_stand_still() -> None:
+def test_a_silent_member_is_found_by_its_probes_during_an_update() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two, control_timeout_s=75.0) as pool:
@@ -72,7 +72,7 @@ def test_a_member_that_no_longer_answers_at_all_is_found_by_its_probes_while_the
     run(main())
 
 
-def test_when_all_hang_in_a_load_the_run_waits_for_one_to_come_back_with_the_new_weights() -> None:
+def test_when_all_hang_in_a_load_the_run_waits_for_one_to_return() -> None:
     async def main() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two, control_timeout_s=5.0, load_timeout_s=25.0, all_down_timeout_s=500.0) as pool:
@@ -107,7 +107,7 @@ def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
     run(main())
 
 
-def test_waiting_for_any_engine_is_said_once_when_it_begins_and_once_when_it_ends(
+def test_waiting_for_any_engine_is_reported_at_its_start_and_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -166,7 +166,7 @@ class Fleet:
 
 
 @KINDS
-def test_a_server_that_hangs_inside_a_load_costs_its_deadline_and_nothing_else(
+def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
     kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -214,9 +214,7 @@ def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(kind: M
 
 @KINDS
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_pool_that_is_closed_in_the_middle_of_an_update_wakes_what_it_has_paused(
-    kind: ModuleType, tmp_path: Path, frozen: bool
-) -> None:
+def test_a_pool_closed_during_an_update_resumes_what_it_paused(kind: ModuleType, tmp_path: Path, frozen: bool) -> None:
     async def main() -> None:
         fleet = Fleet(kind, model_folder(tmp_path / "v0"))
         await fleet.open()
@@ -259,7 +257,7 @@ def test_a_lost_server_is_one_line_however_many_calls_it_had(
 
 
 @KINDS
-def test_a_server_that_answers_and_decodes_nothing_is_found_by_its_calls_and_left_out_until_it_decodes(
+def test_a_server_that_decodes_nothing_is_left_out_until_it_decodes(
     kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -289,7 +287,7 @@ def test_a_server_that_answers_and_decodes_nothing_is_found_by_its_calls_and_lef
     run(main())
 
 
-def test_a_server_that_goes_on_sampling_after_a_pause_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_a_server_that_ignores_a_pause_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     async def main() -> None:
         server = vllm_kit.Server()
         async with vllm_kit.opened(server, model_folder(tmp_path / "v0"), control_timeout_s=5.0) as engine:

@@ -52,9 +52,7 @@ def number_of_calls(server: Any) -> int:
 
 
 @KINDS
-def test_an_abort_that_nobody_asked_for_is_an_error_behind_the_tokens_that_came(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         server = kind.Server()
         async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
@@ -120,7 +118,7 @@ def driver_of(engine: Any, **limits: Any) -> RolloutDriver:
 
 @KINDS
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_servers_that_stop_every_call_end_the_run_in_bounded_time_and_calls(
+def test_servers_that_stop_every_call_end_the_run_after_bounded_calls(
     kind: ModuleType, tmp_path: Path, num_servers: int
 ) -> None:
     async def main() -> None:
@@ -174,7 +172,7 @@ class Aborting(FakeEngine):
             yield chunk
 
 
-def test_the_driver_counts_an_abort_it_has_not_asked_for_as_a_failure_and_waits_longer_each_time() -> None:
+def test_an_unrequested_abort_is_a_failure_with_a_growing_wait() -> None:
     async def main() -> None:
         engine = Aborting(after=0, times=10**9)
         driver = driver_of(engine, max_retries=5)
@@ -287,7 +285,7 @@ async def completed(engine: FakeEngine, **settings: Any) -> list[Chunk]:
     return [chunk async for chunk in complete(engine, request("a", max_new_tokens=20), **settings)]
 
 
-def test_a_response_that_is_stopped_again_and_again_is_given_up_after_a_growing_time() -> None:
+def test_a_response_stopped_again_and_again_is_given_up() -> None:
     async def main() -> None:
         engine = Aborting(after=0, times=10**9)
         with pytest.raises(EngineError, match=r"the engine stopped a#0.* after 0 tokens without being asked to"):

@@ -102,7 +102,7 @@ def test_digests_of_another_kind_must_follow_the_changes(folders: list[Path], tm
     read_back.check(folder, opaque(only_norm), server="one")
 
 
-def test_a_change_that_a_coarser_format_rounds_away_is_none_as_long_as_others_are_seen(folders: list[Path]) -> None:
+def test_a_change_that_a_format_rounds_away_is_none_if_others_are_seen(folders: list[Path]) -> None:
     read_back = ReadBack(FolderDigests())
     read_back.check(folders[0], opaque(model(0)), server="one")
     rounded = {**opaque(model(1)), HeldTensor(name=NORM): opaque(model(0))[HeldTensor(name=NORM)]}

@@ -195,9 +195,7 @@ def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: ModuleTy
 
 
 @KINDS
-def test_a_server_that_is_restarted_while_it_should_sleep_is_asked_to_wake_from_nothing(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+def test_a_server_restarted_while_it_should_sleep_is_not_woken(kind: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         server = kind.Server()
         engine = colocated(kind, server, model_folder(tmp_path / "v0"))
@@ -234,7 +232,7 @@ class Process:
 
 @KINDS
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
-def test_memory_that_may_be_held_still_ends_the_run_with_the_name_of_the_server(
+def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
     kind: ModuleType, tmp_path: Path, fault: str
 ) -> None:
     async def main() -> None:
@@ -267,9 +265,7 @@ def test_memory_that_may_be_held_still_ends_the_run_with_the_name_of_the_server(
 
 
 @KINDS
-def test_a_started_server_that_does_not_sleep_is_stopped_and_comes_back_with_the_next_weights(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         servers = {"s0": kind.Server(), "s1": kind.Server()}
         folder = model_folder(tmp_path / "v0")
@@ -297,9 +293,7 @@ def test_a_started_server_that_does_not_sleep_is_stopped_and_comes_back_with_the
 
 
 @KINDS
-def test_servers_that_die_asleep_are_out_until_they_are_back_with_the_next_weights(
-    kind: ModuleType, tmp_path: Path
-) -> None:
+def test_servers_that_die_asleep_return_with_the_next_weights(kind: ModuleType, tmp_path: Path) -> None:
     async def main() -> None:
         servers = {"s0": kind.Server(), "s1": kind.Server()}
         folder = model_folder(tmp_path / "v0")
@@ -375,7 +369,7 @@ def test_a_cache_that_is_to_be_kept_cannot_be_given_back() -> None:
     ],
     ids=["vllm", "sglang"],
 )
-def test_a_server_that_does_not_start_since_it_cannot_sleep_says_what_is_missing(
+def test_a_server_that_cannot_sleep_says_what_is_missing(
     tmp_path: Path, config: Any, opened: Any, said: str, remedy: str
 ) -> None:
     command = (sys.executable, "-c", f"raise SystemExit({said!r})")

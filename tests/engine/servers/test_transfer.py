@@ -73,9 +73,7 @@ def posted(server: ScriptedServer, *ignored: str) -> list[str]:
 # -- vLLM --------------------------------------------------------------------------------------------------------
 
 
-def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_the_last_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_gets_all_weights_and_the_version_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedVLLM(), Meetings()
 
@@ -111,7 +109,7 @@ def test_vllm_is_sent_all_weights_between_start_and_finish_and_the_version_with_
         assert_received(meeting.seats[0], load_file(folder / "model.safetensors"))
 
 
-def test_a_vllm_server_that_refuses_in_the_middle_is_sent_the_weights_from_before(
+def test_a_vllm_server_that_refuses_midway_gets_the_former_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
@@ -142,7 +140,7 @@ def test_a_launched_vllm_server_is_told_to_expect_weights(tmp_path: Path) -> Non
 # -- SGLang ------------------------------------------------------------------------------------------------------
 
 
-def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last_piece(
+def test_sglang_gets_all_weights_in_a_session_and_the_version_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
@@ -179,7 +177,7 @@ def test_sglang_is_sent_all_weights_in_one_session_and_the_version_with_the_last
     assert [m.closed for m in meetings.all] == [True, True]
 
 
-def test_an_sglang_server_that_refuses_in_the_middle_is_left_without_a_session_or_known_weights(
+def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
@@ -241,7 +239,7 @@ def test_weights_in_a_folder_are_sent_from_the_device_that_the_run_names(
     assert [meeting.plan.sends_from for meeting in meetings.all] == ["cuda:1"]
 
 
-def test_a_gloo_group_carries_tensors_to_a_worker_and_listens_on_one_address() -> None:
+def test_a_gloo_group_carries_tensors_and_listens_on_one_address() -> None:
     group = TorchGroup("gloo", "127.0.0.1", "run/7", num_workers=1, timeout_s=30.0)
     told = group.address
     sent = [torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16)]

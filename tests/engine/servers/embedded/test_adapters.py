@@ -49,9 +49,7 @@ class TestServerThatIsGivenAdaptersKeepsTheContract(EmbeddedServer):
         return on_disk(self.folders["misfit"], AdapterSource(1, {Q_PROJ: low_rank(64, 31)}))
 
 
-def test_adapters_are_merged_into_the_run_s_model_whatever_the_server_began_with(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_are_merged_into_the_model_of_the_run(folders: dict[str, Path], tmp_path: Path) -> None:
     base = folders["initial"]
     merged = AdapterWeights(2, MergedWeights(dict(FolderWeights(0, base).tensors()), adapters()))
     whole = FolderWeights(2, WeightFolders(tmp_path / "merged", like=base).write(2, dict(merged.tensors())))

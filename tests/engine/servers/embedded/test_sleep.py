@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("transfer", ["folder", "gloo"])
-def test_it_sleeps_wakes_with_the_next_weights_and_samples_what_it_always_would(folder: Path, transfer: str) -> None:
+def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path, transfer: str) -> None:
     async def main(url: str) -> None:
         async with opened(url, folder, colocated=True, weight_transfer=transfer) as engine:
             assert engine.capabilities.is_colocated
@@ -59,7 +59,7 @@ def test_the_next_run_wakes_one_that_was_left_asleep(folder: Path) -> None:
         asyncio.run(main(url))
 
 
-def test_calls_of_somebody_else_keep_it_awake_and_the_run_is_told_who_holds_memory(folder: Path) -> None:
+def test_foreign_calls_keep_it_awake_and_the_run_is_told(folder: Path) -> None:
     async def main(url: str) -> None:
         async with opened(url, folder, colocated=True) as engine, opened(url, folder) as other:
             stream = other.generate(request("theirs", max_new_tokens=1000))

@@ -50,7 +50,7 @@ def test_each_token_is_taken_once(incremental: bool) -> None:
     assert [d.logprobs for d in rest] == [(-12.0, -13.0, -14.0)]
 
 
-def test_lists_that_have_grown_since_the_event_was_counted_are_cut_at_its_count() -> None:
+def test_lists_that_grew_after_the_count_are_cut_at_the_count() -> None:
     stream = reply()
     assert tokens_of(stream.read(event(2, IDS), certain=True)) == [(IDS[:2], 3)]
     assert tokens_of(stream.read(event(3, IDS), certain=True)) == [(IDS[2:3], 3)]
@@ -83,7 +83,7 @@ def test_an_abort_before_prefill_has_no_tokens_whatever_it_says() -> None:
     assert (delta.token_ids, delta.logprobs, delta.finish_reason) == ((), (), FinishReason.ABORT)
 
 
-def test_tokens_that_more_than_one_version_may_have_sampled_wait_for_the_servers_word() -> None:
+def test_tokens_of_an_uncertain_version_wait_for_the_servers_word() -> None:
     stream = reply(stop_token_ids=(15,))
     assert tokens_of(stream.read(event(2, IDS[:2]), certain=True)) == [(IDS[:2], 3)]
     assert stream.read(event(4, IDS[:4], weight_version="4"), certain=False) == []

@@ -126,7 +126,7 @@ def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
     check(folder, law)
 
 
-def test_an_id_is_never_used_again_so_a_late_abort_of_its_first_owner_hits_nobody(folder: Path) -> None:
+def test_an_id_is_never_reused_so_a_late_abort_hits_nobody(folder: Path) -> None:
     async def main() -> None:
         server = ScriptedSGLang(tick_s=0.1)
         for _ in range(2):
@@ -161,7 +161,7 @@ def test_a_key_never_reaches_a_command_line() -> None:
 # -- how it ends --------------------------------------------------------------------------------------------
 
 
-def test_an_end_token_of_the_servers_own_is_an_error_when_there_are_stop_tokens_and_none_otherwise(
+def test_the_servers_own_end_token_is_an_error_beside_stop_tokens(
     folder: Path,
 ) -> None:
     async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
@@ -226,7 +226,7 @@ def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_running_call_taken_off_the_batch_and_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
+def test_a_preempted_call_that_is_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
     async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
         await asyncio.sleep(0.3)
@@ -510,7 +510,7 @@ def refused(folder: Path, message: str, **script: Any) -> None:
     run(main())
 
 
-def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(folder: Path, tmp_path: Path) -> None:
+def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab=100)
     smaller = model_folder(tmp_path / "smaller", vocab=32)
     wider = model_folder(tmp_path / "wider", hidden=8)
@@ -534,7 +534,7 @@ def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folde
     check(folder, law)
 
 
-def test_what_was_cached_is_not_counted_as_prefilled_and_what_is_recomputed_is(folder: Path, new: Path) -> None:
+def test_cached_tokens_are_not_prefilled_and_recomputed_tokens_are(folder: Path, new: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)

@@ -221,7 +221,7 @@ def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Pat
     run(main())
 
 
-def test_an_abort_that_is_ignored_becomes_a_pause_that_stops_all_and_the_server_goes_on(folder: Path) -> None:
+def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         server.aborts_by_id = False
         calls = [
@@ -238,7 +238,7 @@ def test_an_abort_that_is_ignored_becomes_a_pause_that_stops_all_and_the_server_
     assert ("POST", "/pause", {"mode": "abort"}, None) in check(folder, law).log
 
 
-def test_a_hung_server_cannot_hold_up_an_abort_and_what_it_has_streamed_is_kept(folder: Path) -> None:
+def test_a_hung_server_delays_no_abort_and_its_tokens_are_kept(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.2)
@@ -366,7 +366,7 @@ def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
     check(folder, law)
 
 
-def test_the_clock_of_a_frozen_call_stands_still_while_the_server_is_paused(folder: Path) -> None:
+def test_the_clock_of_a_frozen_call_stops_while_the_server_is_paused(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
@@ -427,7 +427,7 @@ def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: P
     assert bodies(server, "/v1/completions")[0]["include_stop_str_in_output"] is True
 
 
-def test_a_stop_string_over_the_cut_is_seen_here_and_the_call_is_stopped_there(folder: Path) -> None:
+def test_a_stop_string_over_the_cut_stops_the_call_at_the_server(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
         seed = unique_seed(folder, 3, (1,))
         speller = spelling(server, call_seed(seed, 3), folder, {1: "nd>"})
@@ -461,7 +461,7 @@ def update_calls(server: ScriptedVLLM) -> list[str]:
     return [path for _, path, _, _ in server.log if path in wanted]
 
 
-def test_weights_are_replaced_in_the_order_that_leaves_no_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
+def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
 
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
@@ -677,7 +677,7 @@ def refused(folder: Path, prepare: Callable[[ScriptedVLLM], None], message: str,
     run(main())
 
 
-def test_a_server_that_cannot_be_used_is_refused_at_the_start_with_the_mend(folder: Path, tmp_path: Path) -> None:
+def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     larger = model_folder(tmp_path / "larger", vocab=100)
     smaller = model_folder(tmp_path / "smaller", vocab=32)
 

@@ -48,7 +48,7 @@ test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-deep: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deep --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deep --numprocesses $(JOBS) --dist loadfile --durations 20 $(ARGS)
 
 test-vllm: $(VENV)/installed-test
 	tests/real/vllm_env.sh $(VLLM_VENV)

@@ -9,9 +9,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # environment NAME REQUIREMENT: an empty environment in $work/NAME with the wheel in it
+# (modules are compiled when they are imported)
 environment() {
     "${PYTHON:-python3}" -m venv "$work/$1"
-    "$work/$1/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt" "$2"
+    "$work/$1/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$root/constraints.txt" "$2"
 }
 
 # refused EXTRA COMMAND...: the command must end with code 2 and say how to install what it needs

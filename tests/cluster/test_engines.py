@@ -46,10 +46,10 @@ TRAINER = TrainerConfig(num_devices=2, device="cpu")
 ENGINE = VLLMConfig(
     launch=True,
     launch_command=(sys.executable, "-m", "tests.cluster.vllm_program", "serve"),
-    launch_timeout_s=60.0,
+    launch_timeout_s=within(20.0),
     stop_timeout_s=5.0,
     health_interval_s=0.3,
-    health_timeout_s=5.0,
+    health_timeout_s=within(2.0),
     rejoin_max_interval_s=1.0,
     max_running=8,
 )

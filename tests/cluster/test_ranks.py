@@ -28,8 +28,10 @@ from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.sft import SFTProgress, run_sft
 from tests.cluster.conftest import add_node, cluster_has, until
+from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer
+from tests.trainer.test_fleet import PATIENCE_S
 from tests.trainer.test_sft import EXAMPLES
 from tests.trainer.test_sft import config as sft_config
 
@@ -93,7 +95,7 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
     told: list[str] = []
     settings = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
-    with fleet(folder, tmp_path, settings, told, rank_timeout_s=10.0) as trainer:
+    with fleet(folder, tmp_path, settings, told, rank_timeout_s=2 * PATIENCE_S) as trainer:
         assert len({*trainer._ranks.nodes}) == 2
         assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
         metrics = [trainer.step(BATCHES[0]).metrics]
@@ -111,7 +113,7 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
         last = trainer.pids
     assert [message.partition(";")[0] for message in told] == [
         "trainer: rank 1 of 2 was killed (SIGKILL, possibly out of memory) in step 1",
-        "trainer: rank 0 of 2 did nothing for 10 s (trainer.rank_timeout_s) in step 2: it was stopped (SIGSTOP)",
+        f"trainer: rank 0 of 2 did nothing for {2 * PATIENCE_S:g} s (trainer.rank_timeout_s) in step 2: it was stopped (SIGSTOP)",
     ]
     assert [message.partition("restarting all 2 ranks from ")[2] for message in told] == [
         "step_1, 0 steps to repeat (restart 1 of 3)",
@@ -181,7 +183,7 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
         warmup,
         output=tmp_path / "there",
         deterministic=True,
-        launcher=RayLauncher(settings, warmup, timeout_s=60.0, notify=told.append),
+        launcher=RayLauncher(settings, warmup, timeout_s=within(20.0), notify=told.append),
         max_restarts=1,
         on_progress=kill,
         notify=told.append,
@@ -207,7 +209,7 @@ def test_a_lost_node_or_host_is_replaced_within_the_stated_time(
 
     told: list[str] = []
     nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
-    settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=60.0)
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))
     try:
         with fleet(folder, tmp_path, settings, told) as trainer:
             trainer.step(BATCHES[0])

@@ -24,13 +24,13 @@ begin() {
 
 # packages ARGUMENT...: pip install, with a word on what to look at when it fails.
 packages() {
-  "$folder/bin/python" -m pip --disable-pip-version-check install --quiet "$@" \
+  "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "$@" \
     || fail "pip could not install $*: is the package index in reach (pip config list), and is there disk left?"
 }
 
 # torch_for_cpu REQUIREMENT: its CPU build, which may be on the index in use or only on PyTorch's own.
 torch_for_cpu() {
-  "$folder/bin/python" -m pip --disable-pip-version-check install --quiet "$1" 2>/dev/null \
+  "$folder/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "$1" 2>/dev/null \
     || packages "$1" --extra-index-url https://download.pytorch.org/whl/cpu
 }
 

@@ -19,6 +19,7 @@ from rollover.trainer.config import LoraConfig
 from rollover.weights import buckets as pieces_of
 from rollover.weights.sending import SenderLost, SendReport, WeightsGone
 from tests.engine.servers.receivers import ReceiverProcess, digest
+from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer
 from tests.trainer.test_fleet import fleet
@@ -30,13 +31,15 @@ LIMIT = 6000
 @contextmanager
 def receivers(*names: str, **settings: Any) -> Iterator[list[ReceiverProcess]]:
     with ExitStack() as stack:
-        opened = [ReceiverProcess(name, **{"timeout_s": 30.0, **settings}) for name in names]
+        opened = [ReceiverProcess(name, **{"timeout_s": within(10.0), **settings}) for name in names]
         for each in opened:
             stack.callback(each.close)
         yield opened
 
 
-def send(source: Any, to: Sequence[ReceiverProcess], formats: dict[str, str], limit_s: float = 30.0) -> SendReport:
+def send(
+    source: Any, to: Sequence[ReceiverProcess], formats: dict[str, str], limit_s: float = within(10.0)
+) -> SendReport:
     pieces = pieces_of.buckets(pieces_of.as_served(source.manifest.tensors, formats), limit_bytes=LIMIT)
     assert len(pieces) > 3
     return asyncio.run(
@@ -45,7 +48,7 @@ def send(source: Any, to: Sequence[ReceiverProcess], formats: dict[str, str], li
             pieces,
             [each.receiver() for each in to],
             limit_s=limit_s,
-            part_s=6.0,
+            part_s=within(2.0),
         )
     )
 
@@ -112,7 +115,7 @@ def test_a_receiver_lost_midway_is_named_and_the_trainer_goes_on(
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = make_folder(tmp_path / "model")
     told: list[str] = []
-    limit_s = 6.0 if number == signal.SIGSTOP else 60.0
+    limit_s = within(2.0) if number == signal.SIGSTOP else within(20.0)
     with ExitStack() as stack:
         well, lost = stack.enter_context(receivers("well", "lost", timeout_s=limit_s))
         trainer: Any = make_trainer(folder)

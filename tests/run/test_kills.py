@@ -17,7 +17,6 @@ def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
     "case",
     [
         Case(strategy="inflight", unit="sample"),
-        Case(strategy="token_budget", deterministic=True),
         Case(strategy="april", deterministic=True, adapters=True),
     ],
     ids=lambda case: case.name,

@@ -37,7 +37,7 @@ def test_engines_sample_from_the_merged_weights(experiment: Path) -> None:
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
     versions = versions_T.unique().tolist()
-    assert len(versions) > 2
+    assert len(versions) > 1
     for version in versions:
         folder = Path("model")
         if version:

@@ -88,13 +88,13 @@ async def swarm(case: Case, folder: Path) -> AsyncIterator[SwarmEngine]:
     identity = RunIdentity(run_id="load", run_epoch=1, vocab_size=32000, max_context_tokens=8192)
     coordinator = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=False, checks=False)
     engine = SwarmEngine(config, coordinator, lambda version, source: head(version), SystemClock(), number_format="x")
-    engine.gateway = Gateway(config, engine, member_of=lambda header: (header or "")[7:], blobs=folder)
+    engine.gateway = Gateway(config, engine.shell, member_of=lambda header: (header or "")[7:], blobs=folder)
     engine.gateway.bind()
     await engine.start()
     try:
         yield engine
     finally:
-        engine.run_ended()
+        engine.placement.run_ended()
         await engine.close()
 
 
@@ -161,7 +161,7 @@ class Callers:
                 seed=self.number,
                 is_journaled=True,
             )
-            while self.engine.reserve(request.sample_key, 0, self.case.tokens) is None:
+            while self.engine.placement.reserve(request.sample_key, 0, self.case.tokens) is None:
                 await asyncio.sleep(0.1)  # its member tells how fast it is with its first heartbeat
             chunks = [chunk async for chunk in self.engine.generate(request)]
             self.write(sample_id, chunks)
@@ -186,7 +186,7 @@ class Callers:
         written, self.unwritten = self.unwritten, []
         self.journal.append(written)
         self.journal.sync()
-        self.engine.journaled((sample_key(e.sample_id), len(e.segment.token_ids)) for e in written)
+        self.engine.placement.journaled((sample_key(e.sample_id), len(e.segment.token_ids)) for e in written)
 
 
 async def coordinator_alone(case: Case, engine: SwarmEngine, journal: Journal, seconds: float) -> None:
@@ -229,14 +229,14 @@ async def whole_run(case: Case, engine: SwarmEngine, journal: Journal, seconds: 
         clock=clock,
         state=RolloutState(),
         journal=journal,
-        placement=engine,
+        placement=engine.placement,
     )
     until_s = clock.now_s() + seconds
     while clock.now_s() < until_s:
         batch = await driver.next_batch()
 
         async def load(version: int = batch.step + 1) -> None:
-            engine._perform(engine.coordinator.published(head(version), clock.now_s()))
+            engine.shell.perform(engine.coordinator.published(head(version), clock.now_s()))
 
         await driver.update_weights(batch.step + 1, load)
         if (batch.step + 1) % CHECKPOINT_EVERY == 0:

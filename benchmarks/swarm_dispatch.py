@@ -6,9 +6,9 @@
 A thousand members differ in speed by up to 50 times, in room, and in the bandwidth over which they fetch new weights;
 they leave and come back. All ways of dealing are given the same members, responses and failures. *Even* gives a call to
 the member with the least calls for its room, as a pool of like servers does. *Rule* is the rule of
-``rollover.swarm.coordinator.machine.dispatch``.
+``rollover.swarm.coordinator.machine.placing.rule``.
 
-Two loads: a batch of responses that is waited for (sequential pull), dealt by the coordinator's ``Ranking``; and
+Two loads: a batch of responses that is waited for (sequential pull), dealt by the rule alone; and
 asynchronous push-pull, where each group is due at some step, by the scheduler and the coordinator of production
 (``swarm_push_pull.py``).
 """
@@ -31,11 +31,9 @@ from typing import Protocol
 import numpy as np
 from swarm_push_pull import DEALINGS, Load, PushPull, Worker
 
-from rollover.swarm.coordinator.machine.dispatch import Work
-from rollover.swarm.coordinator.machine.members import SwarmMember
-from rollover.swarm.coordinator.machine.ranking import Ranking
-from rollover.swarm.coordinator.machine.remaining import RemainingTokens
-from rollover.swarm.wire.messages import Ready
+from rollover.swarm.coordinator.machine.placing import rule as placing
+from rollover.swarm.coordinator.machine.placing.forecast import RemainingTokens
+from rollover.swarm.coordinator.machine.placing.rule import CallFacts
 
 LIMIT = 8192
 WEIGHTS_BYTES = 1e9
@@ -66,7 +64,7 @@ class Rule(Protocol):
 
     def changed(self, machine: Machine) -> None: ...
 
-    def choose(self, work: Work, now_s: float) -> int | None: ...
+    def choose(self, work: CallFacts, now_s: float) -> int | None: ...
 
     def published(self, version: int, now_s: float) -> None: ...
 
@@ -86,7 +84,7 @@ class Even:
         self._loads[machine.place] = len(machine.calls) / machine.room if has_room else math.inf
         self._versions[machine.place] = machine.version
 
-    def choose(self, work: Work, now_s: float) -> int | None:
+    def choose(self, work: CallFacts, now_s: float) -> int | None:
         loads = np.where(self._versions >= work.least_version, self._loads, math.inf)
         place = int(loads.argmin())
         return place if loads[place] < math.inf else None
@@ -99,39 +97,33 @@ class Even:
 
 
 class BySpeed:
-    """The coordinator's rule, over members as the coordinator knows them."""
+    """The coordinator's rule."""
 
     def __init__(self, machines: Sequence[Machine]) -> None:
-        self._ranking = Ranking(checks=False)
+        self._crowd = placing.Crowd()
         self._head, self._published_s = 0, 0.0
-        self._members = {
-            m.name: SwarmMember(
-                m.name,
-                ready=Ready(max_running=m.room, max_context_tokens=2 * LIMIT, seeded=True, number_format="bfloat16"),
-                reserved=m.calls,  # the same dict: it is asked for its length alone
-            )
-            for m in machines
-        }
         self._places = {m.name: m.place for m in machines}
 
     def changed(self, machine: Machine) -> None:
-        member = self._members[machine.name]
-        member.is_connected, member.version = machine.is_up, machine.version
-        if machine.version > 0:
-            member.prepare_s = machine.fetch_s
-        if machine.is_measured:
-            member.call_tokens_per_s = machine.speed
-        self._ranking.changed(member)
+        facts = placing.MemberFacts(
+            version=machine.version,
+            num_running=len(machine.calls),
+            max_running=machine.room,
+            tokens_per_s=machine.speed if machine.is_measured else None,
+            prepare_s=machine.fetch_s if machine.version > 0 else None,
+        )
+        self._crowd.put(machine.name, facts if machine.is_up else None)
 
-    def choose(self, work: Work, now_s: float) -> int | None:
-        name = self._ranking.choose(work, self._head, now_s - self._published_s)
+    def choose(self, work: CallFacts, now_s: float) -> int | None:
+        news = placing.News(version=self._head, age_s=now_s - self._published_s)
+        name = placing.choose(self._crowd, work, news)
         return None if name is None else self._places[name]
 
     def published(self, version: int, now_s: float) -> None:
         self._head, self._published_s = version, now_s
 
     def drain_s(self, num_tokens: float) -> float:
-        return self._ranking.drain_s(num_tokens)
+        return self._crowd.drain_s(num_tokens)
 
 
 RULES: dict[str, Callable[[Sequence[Machine]], Rule]] = {"even": Even, "rule": BySpeed}
@@ -188,14 +180,14 @@ class Swarm:
             self.at(machine.fetch_s, f"serves {version}", machine)
             self.at(HEARTBEAT_S, "beat", machine)
 
-    def work(self, call: str, least_version: int) -> Work:
+    def work(self, call: str, least_version: int) -> CallFacts:
         """As the coordinator has it."""
         typical = self.remaining.expected(0, LIMIT)
         num_calls = self.num_running / 2 + len(self.fresh) + len(self.resumed)
-        return Work(
+        return CallFacts(
             least_version=least_version,
-            remaining_tokens=self.remaining.expected(int(self.total[call] - self.left[call]), LIMIT),
-            mean_remaining_tokens=typical / 2,
+            tokens_left=self.remaining.expected(int(self.total[call] - self.left[call]), LIMIT),
+            mean_tokens_left=typical / 2,
             horizon_s=self.rule.drain_s(num_calls * typical),
         )
 

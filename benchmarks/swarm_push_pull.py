@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample
 from rollover.rollout.config import Limits
@@ -25,10 +27,9 @@ from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.dispatch import Work
 from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.ranking import Ranking
+from rollover.swarm.coordinator.machine.placing.rule import CallFacts, Crowd
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Ack,
@@ -62,13 +63,13 @@ class Dealing:
     """By the rule; else to the member with the least calls for its room."""
     has_deadlines: bool = True
     """The rule is told when a response is due."""
-    relieves: bool = True
+    moves: bool = True
     """Calls are taken from slow members where faster ones have nothing to do."""
 
 
 DEALINGS = {
-    "even": Dealing(by_speed=False, has_deadlines=False, relieves=False),
-    "even, relieved": Dealing(by_speed=False, has_deadlines=False),
+    "even": Dealing(by_speed=False, has_deadlines=False, moves=False),
+    "even, with moves": Dealing(by_speed=False, has_deadlines=False),
     "rule without deadlines": Dealing(has_deadlines=False),
     "rule": Dealing(),
 }
@@ -197,7 +198,7 @@ class PushPull:
         identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=2 * load.limit, max_context_tokens=2 * load.limit)
         self.hub = Coordinator(identity, _head(0), ttl_s=LEASE_S, exact=False, checks=False)
         if not dealing.by_speed:
-            self.hub._ranking.choose = _evenly(self.hub._ranking)  # type: ignore[assignment, method-assign]
+            self.hub._assignments._choose = _evenly(self.hub._assignments._crowd)  # type: ignore[assignment, method-assign]
         self.by_lease: dict[int, Worker] = {}
         state = RolloutState()
         self.ledger = state.ledger
@@ -301,7 +302,7 @@ class PushPull:
             "held_up_share": self.held_up_s / seconds,
             "idle_share": self.idle_s / seconds,
             "mean_lag": self.lag / max(1, len(steps)),
-            "relieved_calls": self.hub.counters.relieved_calls,
+            "moved_calls": self.hub.counters.moved_calls,
         }
 
     # -- members --------------------------------------------------------------------------------------------------
@@ -389,8 +390,8 @@ class PushPull:
 
     def _keep(self, _: None) -> None:
         self._perform(self.hub.expire(self.now_s))
-        if self.dealing.relieves:
-            self._perform(self.hub.relieve(self.now_s))
+        if self.dealing.moves:
+            self._perform(self.hub.move_calls(self.now_s))
         self._act()
         self.at(KEEP_S, "keep", None)
 
@@ -474,13 +475,14 @@ def _head(version: int) -> Head:
     return Head(version=version, manifest=f"{version:064x}")
 
 
-def _evenly(ranking: Ranking) -> Callable[[Work, int, float], str | None]:
+def _evenly(crowd: Crowd) -> Callable[[CallFacts], str | None]:
     """Choose the member with the least calls for its room."""
 
-    def choose(work: Work, head_version: int, elapsed_s: float) -> str | None:
-        ranking._settle()
-        fit = (each.free for version, each in ranking._versions.items() if version >= work.least_version)
-        least = min(((load, name) for free in fit for _, load, name in free), default=None)
-        return None if least is None else least[1]
+    def choose(call: CallFacts) -> str | None:
+        versions, running, places, _, _ = crowd.columns()
+        free = (versions >= call.least_version) & (running < places)
+        return (
+            crowd.names[int(np.where(free, running / np.maximum(places, 1), np.inf).argmin())] if free.any() else None
+        )
 
     return choose

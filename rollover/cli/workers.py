@@ -14,7 +14,7 @@ from rollover.errors import ConfigError, RolloverError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.coordinator.status.snapshot import SwarmStatus
-    from rollover.swarm.coordinator.trust.outcasts import Outcasts
+    from rollover.swarm.coordinator.trust.blocklist import Blocklist
 
 
 _SILENT_S = 15.0
@@ -48,7 +48,7 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
         Credentials(run / "swarm" / "workers.json").revoke(revoke)
         click.echo(f"the token of {revoke} is rejected from now on")
     if trust is not None:
-        _outcasts(run).pardon(trust)
+        _blocklist(run).readmit(trust)
         click.echo(f"{trust} may join again: restart its worker")
     if (add, revoke, trust) == (None, None, None):
         from rollover.swarm.coordinator.status.snapshot import StatusFile
@@ -56,10 +56,10 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
         _show(run, StatusFile(run / "swarm" / "status.json").read())
 
 
-def _outcasts(run: Path) -> Outcasts:
-    from rollover.swarm.coordinator.trust.outcasts import FILE_NAME, Outcasts
+def _blocklist(run: Path) -> Blocklist:
+    from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
 
-    return Outcasts(run / "swarm" / FILE_NAME)
+    return Blocklist(run / "swarm" / FILE_NAME)
 
 
 def _add(root: Path, name: str, out: Path | None) -> None:
@@ -125,10 +125,10 @@ def _advice(run: Path, status: SwarmStatus) -> Iterator[str]:
 
     if not status.workers:
         yield f"create a token for each: rollover workers {run} --add NAME"
-    for name, outcast in _outcasts(run).listed().items():
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(outcast.time_s))
+    for name, blocked in _blocklist(run).listed().items():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(blocked.time_s))
         yield (
-            f"{name} was sent away on {when}: {shown(outcast.reason)}; once that is fixed, readmit it:"
+            f"{name} was sent away on {when}: {shown(blocked.reason)}; once that is fixed, readmit it:"
             f" rollover workers {run} --trust {name}"
         )
     if any(w.state == "full" for w in status.workers):

@@ -28,7 +28,9 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
     )
     if swarm.admin is not None:
         setup.notify(f"see the workers on {swarm.admin.url}, or with rollover workers {setup.root}")
-    return OpenedEngine(engine=swarm, weights=swarm, placement=swarm, trust=swarm, metrics=swarm)
+    return OpenedEngine(
+        engine=swarm, weights=swarm, placement=swarm.placement, trust=swarm.checks, metrics=swarm.metrics
+    )
 
 
 def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:

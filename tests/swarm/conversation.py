@@ -17,10 +17,10 @@ import msgspec
 import zstandard
 
 from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Send
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,

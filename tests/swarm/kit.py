@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollover.engine.base import GenerateRequest
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
+from rollover.swarm.coordinator.machine.placing.rule import Crowd, MemberFacts
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -91,19 +92,17 @@ def request(
     )
 
 
-def assert_ranked(hub: Coordinator) -> None:
-    """The ranking was told of every change."""
-    able = {m.name: m for m in hub.members.values() if m.serves(checked=hub.checks) is not None}
-    ranking = hub._ranking
-    assert ranking.max_running == sum(m.ready.max_running for m in able.values() if m.ready is not None)
-    assert ranking._places.keys() == able.keys()
-    for name, place in ranking._places.items():
-        candidate = able[name].candidate(hub.head.version, 0.0)
-        ready = able[name].ready
-        assert ready is not None
-        load = candidate.num_running / ready.max_running
-        assert place.key == (-(candidate.call_tokens_per_s or 0.0), load, name)
-        assert (place.version, place.is_free) == (candidate.version, candidate.room > 0)
+def assert_crowd_is_current(hub: Coordinator) -> None:
+    """The placing rule was told of every change."""
+    assignments = hub._assignments
+    able = [m for m in hub.members.values() if m.serves(checked=hub.checks) is not None]
+    assert assignments.max_running == sum(m.ready.max_running for m in able if m.ready is not None)
+    fresh = Crowd()
+    for name in assignments._crowd.names:
+        fresh.put(name, MemberFacts(version=0, num_running=0, max_running=1))
+        fresh.put(name, hub.members[name].facts(checked=hub.checks))
+    assert {m.name for m in able} <= {*fresh.names}
+    assert assignments._crowd._table.tolist() == fresh._table.tolist()
 
 
 class DrivenSwarm(RuleBasedStateMachine):
@@ -135,12 +134,12 @@ class DrivenSwarm(RuleBasedStateMachine):
         self.perform(self.hub.published(head(self.hub.head.version + 1), self.now_s))
 
     @rule(slow=st.sampled_from("abc"))
-    def relieve(self, slow: str) -> None:
+    def move(self, slow: str) -> None:
         """One member is found to be slow, the others are fast."""
         for name, member in self.hub.members.items():
             member.measured(0.01 if name == slow else 1000.0, 1.0)
-            self.hub._ranking.changed(member)
-        self.perform(self.hub.relieve(self.now_s))
+            self.hub._assignments.changed(member)
+        self.perform(self.hub.move_calls(self.now_s))
 
     @invariant()
     def tokens_are_the_samples_own(self) -> None:
@@ -148,8 +147,8 @@ class DrivenSwarm(RuleBasedStateMachine):
             assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
 
     @invariant()
-    def members_are_ranked_as_they_are(self) -> None:
-        assert_ranked(self.hub)
+    def the_rule_knows_the_members_as_they_are(self) -> None:
+        assert_crowd_is_current(self.hub)
 
     @invariant()
     def each_call_is_with_one_member(self) -> None:

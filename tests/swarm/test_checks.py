@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineMismatch
+from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Effect, SentAway
-from rollover.swarm.coordinator.trust.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
+from rollover.swarm.coordinator.shell import Shell
+from rollover.swarm.coordinator.status.weight_log import WeightLog
 from tests.swarm.kit import ModelWorker, head
 from tests.swarm.test_coordinator import coordinator, join
 from tests.virtual_time import VirtualClock, run
@@ -22,16 +22,14 @@ class Swarm:
     stats = abort = None
 
 
-def checked_swarm() -> tuple[Coordinator, MemberChecks, list[Effect]]:
+def checked_swarm() -> tuple[Coordinator, MemberChecks, list[str]]:
+    """Return a coordinator with a member, its checks, and a list of the members that are sent away from now on."""
     hub = coordinator(checks=True, ttl_s=1e6)
     join(hub, ModelWorker("a"))
-    effects: list[Effect] = []
-
-    def perform(new: Iterable[Effect]) -> None:
-        effects.extend(new)
-
+    shell, sent_away = Shell(hub, VirtualClock(), WeightLog(), None), list[str]()
+    shell.on_distrust.append(sent_away.append)
     swarm: Any = Swarm()
-    return hub, MemberChecks(swarm, hub, perform, VirtualClock()), effects
+    return hub, MemberChecks(swarm, shell), sent_away
 
 
 def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
@@ -46,7 +44,7 @@ def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
                 await asyncio.Event().wait()
 
         member = hub.members["a"]
-        checks.check_with(check)
+        checks.check_logprobs_with(check)
         checks.begin("a", 0)
         await asyncio.sleep(CHECK_TIMEOUT_S + 1)
         assert member.serves(checked=True) is None
@@ -67,8 +65,8 @@ def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
             if errors:
                 raise errors.pop()
 
-        checks.check_with(check)
-        checks.begin_all()
+        checks.check_logprobs_with(check)
+        await checks.check_logprobs()
         await asyncio.sleep(1)
         assert "nothing to compare weights version 0 with" in hub.members["a"].last_error
         await asyncio.sleep(AGAIN_S)
@@ -78,7 +76,7 @@ def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
     run(law())
 
 
-def test_a_check_that_is_under_way_is_not_begun_again_and_one_that_failed_is_at_once() -> None:
+def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
     async def law() -> None:
         hub, checks, _ = checked_swarm()
         answers = [asyncio.get_running_loop().create_future() for _ in range(3)]
@@ -89,10 +87,10 @@ def test_a_check_that_is_under_way_is_not_begun_again_and_one_that_failed_is_at_
             asked += 1
             await answers[asked - 1]
 
-        checks.check_with(check)
-        checks.begin_all()
+        checks.check_logprobs_with(check)
+        await checks.check_logprobs()
         await asyncio.sleep(1)
-        checks.begin_all()  # as after each publication
+        await checks.check_logprobs()  # as after each publication
         await asyncio.sleep(1)
         assert asked == 1, "what a slow member has answered so far is not asked again"
         answers[0].set_exception(EngineError("nothing to compare weights version 0 with"))
@@ -101,7 +99,7 @@ def test_a_check_that_is_under_way_is_not_begun_again_and_one_that_failed_is_at_
         answers[1].set_exception(EngineError("nothing to compare weights version 0 with"))
         await asyncio.sleep(1)
         assert asked == 2 and "nothing to compare" in hub.members["a"].last_error
-        checks.begin_all()
+        await checks.check_logprobs()
         await asyncio.sleep(0.1)
         assert asked == 3, "there may be something now: it does not stand still for the rest of the pause"
         answers[2].set_result(None)
@@ -125,7 +123,7 @@ def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> No
             await asyncio.sleep(1)
             assert hub.members["a"].checked_version == version
 
-        checks.check_with(check)
+        checks.check_logprobs_with(check)
         await checked(0)
         worker = ModelWorker("a")
         for version in (1, 2):
@@ -140,7 +138,7 @@ def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> No
     run(law())
 
 
-def test_a_member_that_serves_other_weights_by_now_is_not_asked_about_the_old_ones() -> None:
+def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
     async def law() -> None:
         hub, checks, _ = checked_swarm()
         asked: list[int] = []
@@ -151,7 +149,7 @@ def test_a_member_that_serves_other_weights_by_now_is_not_asked_about_the_old_on
             hub.members["a"].version = 1
             raise EngineError("the call failed")
 
-        checks.check_with(check)
+        checks.check_logprobs_with(check)
         checks.begin("a", 0)
         await asyncio.sleep(10 * AGAIN_S)
         assert asked == [0] and hub.members["a"].last_error == ""
@@ -162,17 +160,15 @@ def test_a_member_that_serves_other_weights_by_now_is_not_asked_about_the_old_on
 
 def test_a_member_that_fails_is_sent_away() -> None:
     async def law() -> None:
-        _, checks, effects = checked_swarm()
+        hub, checks, sent_away = checked_swarm()
 
         async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
             raise EngineMismatch(f"{engine!r} does not sample from the trainer's policy")
 
-        checks.check_with(check)
+        checks.check_logprobs_with(check)
         checks.begin("a", 0)
         await asyncio.sleep(1)
-        assert [e for e in effects if isinstance(e, SentAway)] == [
-            SentAway("a", "a does not sample from the trainer's policy")
-        ]
+        assert sent_away == ["a"] and hub.members["a"].distrust == "a does not sample from the trainer's policy"
         await checks.close()
 
     run(law())

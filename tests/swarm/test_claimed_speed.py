@@ -9,7 +9,7 @@ import pytest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Send
 from rollover.swarm.wire.messages import Assign, Serving
-from tests.swarm.kit import LENGTH, ModelWorker, assert_ranked, head, request
+from tests.swarm.kit import LENGTH, ModelWorker, assert_crowd_is_current, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
 
 BEAT_S = 5.0
@@ -19,7 +19,7 @@ def says(hub: Coordinator, worker: ModelWorker, number: int, claimed: float, *, 
     """Let a member claim a speed for each of its calls. Returns what is believed."""
     claim = beat(number, mean_running=mean_running, tokens_per_s=claimed * mean_running)
     hub.received(worker.lease, claim, number * BEAT_S)
-    assert_ranked(hub)
+    assert_crowd_is_current(hub)
     return hub.members[worker.name].call_tokens_per_s or 0.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -97,8 +98,8 @@ class TestASwarmInPushPullMode(TestASwarmInPullMode):
 
     def test_both_workers_decode(self) -> None:
         async def law(engine: FullEngine) -> None:
-            room = engine.room()  # type: ignore[attr-defined]
-            assert room == len(self.workers) * ENGINE.max_running
+            room = ENGINE.max_running * len(self.workers)
+            assert cast(SwarmEngine, engine).placement.room() == room
             calls = (collect(engine, request(f"c{i}", seed=i, max_new_tokens=LONG)) for i in range(room))
             by = [{chunk.engine for chunk in chunks} for chunks in await asyncio.gather(*calls)]
             assert all(len(names) == 1 for names in by) and set.union(*by) == {*self.workers}

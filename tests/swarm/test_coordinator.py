@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec import structs
 
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
@@ -24,7 +25,6 @@ from rollover.swarm.coordinator.machine.effects import (
 )
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.machine.publications import EarlierPublication
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -118,7 +118,7 @@ def test_in_pull_mode_nothing_is_assigned_to_a_member_with_older_weights() -> No
     assert sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)[0].least_version == 1
 
 
-def test_a_member_that_is_long_overdue_with_the_weights_keeps_nobody_waiting() -> None:
+def test_a_member_long_overdue_with_weights_is_not_waited_for() -> None:
     hub, slow, fast = coordinator(exact=True), ModelWorker("slow"), ModelWorker("fast")
     for worker, speed in ((slow, 1.0), (fast, 100.0)):
         join(hub, worker)
@@ -152,7 +152,7 @@ def test_a_promise_that_nobody_takes_up_lapses() -> None:
     assert hub.reserve("g1.0.", 0, LENGTH, until_s=9.0) == 0
 
 
-def test_silence_beyond_the_lease_fails_the_calls_and_fences_what_comes_later() -> None:
+def test_silence_beyond_the_lease_fails_calls_and_fences_messages() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
     worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
@@ -172,7 +172,7 @@ def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
     assert hub.members["a"].call_tokens_per_s == 25.0 and hub.members["a"].num_held == 7
 
 
-def test_speed_is_that_of_a_call_whatever_share_of_the_time_there_were_calls() -> None:
+def test_speed_is_measured_per_call_over_the_time_with_calls() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
     # 20 tokens per second and call: eight calls for a quarter of the time, of which one is left; then nothing; then two
@@ -222,7 +222,7 @@ def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
 
 
 @pytest.mark.parametrize("lapses", [True, False])
-def test_what_a_member_offers_that_had_lost_its_lease_is_accepted_late_and_counted(lapses: bool) -> None:
+def test_offers_after_a_lost_lease_are_accepted_and_counted_as_late(lapses: bool) -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
     worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
@@ -265,7 +265,7 @@ def holding(*spans: tuple[int, int]) -> ModelWorker:
         pytest.param([(0, 12), (20, 30)], 15, None, id="neither will do"),
     ],
 )
-def test_of_several_calls_of_a_sample_a_member_resumes_the_one_that_reaches_furthest(
+def test_of_several_calls_of_a_sample_the_furthest_is_resumed(
     spans: list[tuple[int, int]], num_done: int, adopted: int | None, waits: bool
 ) -> None:
     hub, worker = coordinator(), holding(*spans)
@@ -283,7 +283,7 @@ def test_of_several_calls_of_a_sample_a_member_resumes_the_one_that_reaches_furt
     assert hub.num_running == 0
 
 
-def test_calls_that_a_member_offers_of_a_sample_that_another_finishes_are_released() -> None:
+def test_offers_of_a_sample_that_another_member_finishes_are_released() -> None:
     hub, other, worker = coordinator(), ModelWorker("b"), holding((0, 12), (12, 30))
     join(hub, other)
     other.got(sent(hub.opened(request("g0.0", 9)), Assign)[0])
@@ -375,7 +375,7 @@ def decoding_at(version: int) -> ModelWorker:
         pytest.param([], 2, 3, 3, False, id="nothing on record"),
     ],
 )
-def test_tokens_from_an_earlier_start_are_taken_only_if_their_weights_are_on_record_and_the_run_has_kept_them(
+def test_tokens_of_an_earlier_start_need_weights_that_the_run_has_kept(
     earlier: list[EarlierPublication], epoch: int, restart_at: int, head_now: int, kept: bool
 ) -> None:
     """The worker has served version 3 in epoch 1; a run that resumed from version 2 has made another version 3 since."""
@@ -397,7 +397,7 @@ def test_tokens_from_an_earlier_start_are_taken_only_if_their_weights_are_on_rec
 
 
 @pytest.mark.parametrize("is_confirmed", [True, False])
-def test_a_version_of_the_start_before_confirms_nothing_once_its_number_is_reached_again(is_confirmed: bool) -> None:
+def test_a_version_number_reached_again_confirms_no_earlier_version(is_confirmed: bool) -> None:
     """Epoch 1 was at version 7, the run resumed from version 5, and the worker says truly that it has served 7."""
     hub, worker = restarted(2, at=5, earlier=of_epoch(1, 5, 6, 7)), ModelWorker("a")
     worker.run_id, worker.run_epoch, worker.version = "run", 1, 7
@@ -463,7 +463,7 @@ def test_a_worker_that_was_started_again_has_served_nothing() -> None:
     assert hub.members["a"].served == {}
 
 
-def test_the_last_tokens_of_a_call_are_acknowledged_however_many_notices_come() -> None:
+def test_the_last_tokens_of_a_call_are_acknowledged_once() -> None:
     hub, worker = coordinator(), ModelWorker("a")
     join(hub, worker)
     worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
@@ -805,7 +805,7 @@ class Swarm(DrivenSwarm):
 
     @invariant()
     def offers_are_known_by_sample_and_by_member(self) -> None:
-        offers = sorted((name, held.call_id) for each in self.hub._placing._offers.values() for name, held in each)
+        offers = sorted((name, held.call_id) for each in self.hub._offers._offers.values() for name, held in each)
         assert offers == sorted((m.name, call_id) for m in self.hub.members.values() for call_id in m.held)
 
     @invariant()

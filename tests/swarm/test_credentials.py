@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus, shown
+from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
 from rollover.swarm.coordinator.trust.credentials import Credentials
-from rollover.swarm.coordinator.trust.outcasts import FILE_NAME, Outcasts
 
 KEY = Ed25519PrivateKey.generate().public_key()
 
 
-def test_a_token_opens_the_door_until_it_is_revoked_also_by_another_process(tmp_path: Path) -> None:
+def test_a_token_is_valid_until_any_process_revokes_it(tmp_path: Path) -> None:
     here, elsewhere = (Credentials(tmp_path / "workers.json") for _ in range(2))
     assert here.member_of("Bearer x") is None
     token = elsewhere.add("laptop", KEY)
@@ -170,7 +170,7 @@ def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"create a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
     seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
     assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "create a token" not in seen
-    Outcasts(tmp_path / "swarm" / FILE_NAME).add("liar", "its log-probs are 0.2 nats off\x1b[2J")
+    Blocklist(tmp_path / "swarm" / FILE_NAME).add("liar", "its log-probs are 0.2 nats off\x1b[2J")
     seen = listed(tmp_path, capsys, worker)
     assert re.search(r"liar was sent away on \d{4}-\d\d-\d\d \d\d:\d\d: its log-probs are 0\.2 nats off\?\[2J;", seen)
     assert f"readmit it: rollover workers {tmp_path} --trust liar" in seen

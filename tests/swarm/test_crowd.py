@@ -30,7 +30,7 @@ NUM_MEMBERS, NUM_DEAD, NUM_SAMPLES = 100, 20, 600
 TTL_S = 15.0
 
 
-def test_in_virtual_time_every_call_of_the_dead_goes_on_elsewhere_within_a_lease() -> None:
+def test_in_virtual_time_calls_of_dead_members_go_on_within_a_lease() -> None:
     """All join in the first second. In the third, a fifth falls silent for ever, with the calls that they have."""
     rng = Random(0)
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
@@ -110,7 +110,7 @@ async def swarm(folder: Path) -> AsyncIterator[SwarmEngine]:
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=False, checks=False)
     engine = SwarmEngine(config, hub, lambda version, source: head(version), SystemClock(), number_format="float32")
-    engine.gateway = Gateway(config, engine, member_of=lambda header: (header or "")[7:], blobs=folder)
+    engine.gateway = Gateway(config, engine.shell, member_of=lambda header: (header or "")[7:], blobs=folder)
     engine.gateway.bind()
     await engine.start()
     try:
@@ -149,7 +149,7 @@ class Light:
                                 return
 
 
-def test_on_real_sockets_a_hundred_members_join_at_once_and_a_fifth_of_them_die(tmp_path: Path) -> None:
+def test_on_real_sockets_a_hundred_members_join_and_a_fifth_die(tmp_path: Path) -> None:
     async def law() -> None:
         names = [f"m{i:03d}" for i in range(NUM_MEMBERS)]
         dead = set(Random(1).sample(names, NUM_DEAD))

@@ -7,7 +7,7 @@ import pytest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Fail, Send
 from rollover.swarm.wire.messages import Assign
-from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_ranked, head, request
+from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
 
 STEP_S = 10.0
@@ -44,7 +44,7 @@ class Swarm:
         assert [self.opened(f"b{i}.0", due=3) for i in range(8)] == [["server"]] * 8
 
 
-def test_a_phone_gets_none_of_what_is_due_before_it_would_be_done_and_all_the_rest() -> None:
+def test_a_phone_gets_only_calls_that_it_can_finish_in_time() -> None:
     swarm = Swarm()
     swarm.fill_the_server()
     assert swarm.opened("g0.0", due=3) == [], "10 s are left"
@@ -55,7 +55,7 @@ def test_a_phone_gets_none_of_what_is_due_before_it_would_be_done_and_all_the_re
     (piece,) = decoded(swarm.server, "b0.0#0.", LENGTH)
     assert swarm.got(swarm.hub.received(swarm.server.lease, piece, NOW_S)) == ["server"]
     assert swarm.hub.num_waiting == 1 and "g0.0#0." in swarm.server.calls
-    assert_ranked(swarm.hub)
+    assert_crowd_is_current(swarm.hub)
 
 
 @pytest.mark.parametrize(("max_staleness", "version"), [(0, None), (1, None), (2, 2), (None, 2)])
@@ -95,7 +95,7 @@ def test_what_is_due_does_not_wait_for_a_member_that_is_gone() -> None:
     assert swarm.got(effects) == ["phone"], "late is better than never"
 
 
-def test_where_everything_is_due_at_once_the_phone_helps_as_in_sequential_pull() -> None:
+def test_the_phone_helps_if_everything_is_due_at_once() -> None:
     """With a staleness bound of 0 a batch is waited for from the beginning: what counts is when all of it is done."""
     for exact in (False, True):
         swarm = Swarm(exact=exact)

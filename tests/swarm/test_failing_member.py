@@ -1,19 +1,20 @@
-"""A member at which calls fail holds nobody up, as long as another does better; what fails everywhere is said."""
+"""A member at which calls fail is set aside, and its failures are not those of its calls."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from msgspec import structs
 
-from rollover.swarm.coordinator.machine.blame import NUM_REMEMBERED, Blame
+from rollover.swarm.coordinator.machine import assignments
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Changed, Deliver, Effect, Fail
 from rollover.swarm.wire.messages import Assign, CallFailed
-from tests.swarm.kit import LENGTH, ModelWorker, assert_ranked, request, response
+from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, request, response
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
-from tests.swarm.test_relief import given, member
+from tests.swarm.test_moves import given, member
 
 OUT_OF_MEMORY = "the engine is out of memory"
 
@@ -34,26 +35,25 @@ def test_what_fails_at_one_member_is_displaced_and_goes_to_others() -> None:
         assert given(hub.opened(request(f"g{number}.0")), broken, good) is broken
     effects = fail(hub, broken, "g0.0#0.", 1.0)
     assert failed(effects) == [("g0.0#0.", True)]
-    assert any(isinstance(e, Changed) and OUT_OF_MEMORY in e.what for e in effects)
+    assert any(isinstance(e, Changed) and e.is_warning and OUT_OF_MEMORY in e.what for e in effects)
     assert hub.members["broken"].last_error == f"broken: {OUT_OF_MEMORY}"
     assert failed(fail(hub, broken, "g1.0#0.", 1.0)) == [("g1.0#0.", True)]
     assert given(hub.opened(request("g0.0", 1)), broken, good) is good
-    assert_ranked(hub)
+    assert_crowd_is_current(hub)
 
 
-def test_samples_that_failed_and_never_came_back_are_remembered_up_to_a_number() -> None:
-    blame = Blame()
-    for number in range(NUM_REMEMBERED + 10):
-        assert blame.is_members(f"g{number}.0.", "broken")
-    assert len(blame) == NUM_REMEMBERED
-    newest = f"g{NUM_REMEMBERED + 9}.0."
-    assert blame.is_members(newest, "broken") and not blame.is_members(newest, "good")
-    assert not blame.is_members("g10.0.", "good"), "the oldest that is remembered"
-    blame.forget(newest)
-    assert blame.is_members(newest, "good") and len(blame) == NUM_REMEMBERED
+def test_a_bounded_number_of_failed_samples_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignments, "NUM_REMEMBERED", 2)
+    hub = coordinator()
+    broken = member(hub, "broken", 100.0, room=8)
+    for number in range(3):
+        given(hub.opened(request(f"g{number}.0")), broken)
+    for number in range(3):
+        fail(hub, broken, f"g{number}.0#0.", 1.0)
+    assert [*hub._assignments._failed] == ["g1.0.", "g2.0."]
 
 
-def test_it_rests_for_twice_as_long_each_time_and_gets_one_call_at_a_time_until_it_decodes() -> None:
+def test_a_failing_member_gets_one_call_at_a_time_until_it_decodes() -> None:
     hub = coordinator()
     broken, good = member(hub, "broken", 100.0, room=8), member(hub, "good", 1.0, room=1)
     assert given(hub.opened(request("g0.0")), broken, good) is broken
@@ -77,7 +77,7 @@ def test_it_rests_for_twice_as_long_each_time_and_gets_one_call_at_a_time_until_
     hub.received(broken.lease, piece, now_s)
     assert hub.members["broken"].num_failures == 0
     assert len(sent(hub.received(broken.lease, beat(999), now_s), Assign)) == 1, "there is room again for all that wait"
-    assert_ranked(hub)
+    assert_crowd_is_current(hub)
 
 
 def test_what_fails_at_a_second_member_too_is_a_failed_attempt() -> None:
@@ -100,7 +100,7 @@ def test_what_fails_at_a_second_member_too_is_a_failed_attempt() -> None:
         (3, "abort", (), "stopped g0.0#0. after 3 tokens without being asked to"),
     ],
 )
-def test_an_end_that_cannot_have_come_is_a_failure_of_the_member_that_claims_it(
+def test_an_impossible_end_is_a_failure_of_the_member_that_claims_it(
     num_tokens: int, reason: str, stops: tuple[int, ...], said: str
 ) -> None:
     """The response keeps its tokens and continues elsewhere; no such answer can end the run while another worker does
@@ -120,7 +120,7 @@ def test_an_end_that_cannot_have_come_is_a_failure_of_the_member_that_claims_it(
     assert failed(effects) == [("g0.0#0.", True)]
     assert said in hub.members["liar"].last_error
     assert given(hub.opened(request("g0.0", 1, num_done=num_tokens)), liar, good) is good
-    assert_ranked(hub)
+    assert_crowd_is_current(hub)
 
 
 @pytest.mark.parametrize("claimed", [-5, 0, 7, 30, 10**12])
@@ -134,11 +134,75 @@ def test_a_member_can_claim_no_more_prefill_than_there_was_to_do(claimed: int) -
     assert [p.num_prefilled_tokens for p in pieces] == [min(max(claimed, 0), 30), 0]
 
 
-def test_the_only_member_is_not_spared_so_that_the_run_says_what_is_wrong() -> None:
-    hub, alone = coordinator(), ModelWorker("alone", room=4)
-    join(hub, alone)
-    for number in range(4):
-        (assign,) = sent(hub.opened(request("g0.0", number)), Assign)
-        alone.got(assign)
-        assert failed(fail(hub, alone, assign.call_id, 1.0)) == [(assign.call_id, False)]
-    assert not hub.members["alone"].is_resting
+def fails_all(hub: Coordinator, worker: ModelWorker, samples: list[str], until_s: int) -> list[tuple[float, bool]]:
+    """Let a member fail every call, at once, while its failed calls are opened again. Returns the time of each failure,
+    and whether it was displaced."""
+    found, numbers = list[tuple[float, bool]](), dict.fromkeys(samples, 0)
+    effects = [e for sample in samples for e in hub.opened(request(sample))]
+    for half_s in range(2 * until_s):
+        now_s = half_s / 2
+        effects += hub.received(worker.lease, beat(half_s + 2), now_s)
+        while effects:
+            assigned, effects = sent(effects, Assign), []
+            for assign in assigned:
+                worker.got(assign)
+                for call_id, is_displaced in failed(fail(hub, worker, assign.call_id, now_s)):
+                    found.append((now_s, is_displaced))
+                    sample = call_id.partition("#")[0]
+                    numbers[sample] += 1
+                    effects += hub.opened(request(sample, numbers[sample]))
+    return found
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_worker_that_fails_all_calls_is_paused_while_others_are_away(num_samples: int) -> None:
+    """The leases of the others have lapsed: the swarm waits for them, as it does without any worker."""
+    hub = coordinator()
+    good, broken = member(hub, "good", 1.0, room=8), member(hub, "broken", 100.0, room=1)
+    hub.expire(0.0)
+    hub.received(broken.lease, beat(1), TTL_S + 1.0)
+    hub.expire(TTL_S + 1.0)
+    assert not hub.members["good"].lease
+    found = fails_all(hub, broken, [f"g{number}.0" for number in range(num_samples)], until_s=300)
+    assert not [at_s for at_s, is_displaced in found if not is_displaced]
+    assert [b - a for (a, _), (b, _) in pairwise(found)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert hub.members["broken"].last_error == f"broken: {OUT_OF_MEMORY}"
+    assert len(sent(join(hub, good, 301.0), Assign)) == num_samples, "they continue where they can"
+
+
+def test_a_lone_worker_that_fails_every_call_is_paused_too() -> None:
+    hub = coordinator()
+    found = fails_all(hub, member(hub, "alone", 100.0, room=2), ["g0.0", "g1.0"], until_s=60)
+    assert not [at_s for at_s, is_displaced in found if not is_displaced]
+    assert [at_s for at_s, _ in found] == [0, 0, 1, 3, 7, 15, 31]
+
+
+def test_a_sample_that_fails_alone_at_the_only_worker_fails_for_good() -> None:
+    """Else a prompt that no engine takes would keep its batch waiting for ever."""
+    hub = coordinator()
+    found = fails_all(hub, member(hub, "alone", 100.0), ["g0.0"], until_s=8)
+    assert found == [(0.0, True), (1.0, False), (3.0, False), (7.0, False)]
+
+
+def test_a_sample_that_fails_twice_at_a_decoding_member_is_at_fault() -> None:
+    hub = coordinator()
+    worker = member(hub, "alone", 100.0)
+    for sample in ("g0.0", "g1.0"):
+        assert given(hub.opened(request(sample)), worker) is worker
+    assert failed(fail(hub, worker, "g0.0#0.", 1.0)) == [("g0.0#0.", True)]
+    (piece,) = decoded(worker, "g1.0#0.", 1)
+    hub.received(worker.lease, piece, 1.0)
+    assert not hub.members["alone"].num_failures
+    assert given(hub.opened(request("g0.0", 1)), worker) is worker
+    assert failed(fail(hub, worker, "g0.0#1.", 2.0)) == [("g0.0#1.", False)]
+
+
+def test_the_tokens_of_a_log_prob_check_are_no_recovery() -> None:
+    hub = coordinator()
+    worker = member(hub, "broken", 100.0)
+    assert given(hub.opened(request("g0.0")), worker) is worker
+    fail(hub, worker, "g0.0#0.", 1.0)
+    assert given(hub.opened(request("check"), only="broken"), worker) is worker
+    (piece,) = decoded(worker, "check#0.", LENGTH)
+    hub.received(worker.lease, piece, 1.0)
+    assert hub.members["broken"].num_failures == 1 and hub.members["broken"].is_set_aside

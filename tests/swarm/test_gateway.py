@@ -91,7 +91,7 @@ async def swarm(
     )
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
-    engine.gateway = Gateway(config, engine, member_of=lambda header: names.get(header or ""), blobs=folder)
+    engine.gateway = Gateway(config, engine.shell, member_of=lambda header: names.get(header or ""), blobs=folder)
     engine.gateway.bind()
     await engine.start()
     try:
@@ -165,7 +165,7 @@ def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
             chunks = await call
             assert tokens(chunks) == response("g0.0.")
             assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
-            assert engine.stats().decoded_tokens == LENGTH and engine.room() == 4
+            assert engine.stats().decoded_tokens == LENGTH and engine.placement.room() == 4
 
     run(law)
 
@@ -331,14 +331,14 @@ def test_a_flood_of_frames_arrives_whole_and_in_order(tmp_path: Path, monkeypatc
         async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
             member = engine.coordinator.members["a"]
             numbers: list[int] = []
-            received = engine.received
+            received = engine.shell.received
 
             def watch(lease: int, message: FromWorker) -> None:
                 received(lease, message)
                 if isinstance(message, Heartbeat):
                     numbers.append(message.number)
 
-            monkeypatch.setattr(engine, "received", watch)
+            monkeypatch.setattr(engine.shell, "received", watch)
             for number in range(1, 1001):
                 await wire.say(structs.replace(IDLE, number=number))
             await until(lambda: member.last_heartbeat == 1000)
@@ -363,7 +363,7 @@ def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
                 if isinstance(message, Heartbeat):
                     leases.append(lease)
 
-            monkeypatch.setattr(engine, "received", watch)
+            monkeypatch.setattr(engine.shell, "received", watch)
             for number in range(1, 41):  # all of them wait when the first is handed out
                 for worker in (first, second):
                     protocol = protocols[f"Bearer {worker.name}"]
@@ -380,11 +380,11 @@ def test_what_is_sent_comes_in_order_and_before_the_end(tmp_path: Path) -> None:
         async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
             lease = wire.worker.lease
             for number in range(1, 51):
-                engine._connections.send(lease, Beat(number=number, head=head(0)))
+                engine.shell.connections.send(lease, Beat(number=number, head=head(0)))
             got = [decode_down(await wire.socket.recv()).message for _ in range(50)]
             assert [beat.number for beat in got if isinstance(beat, Beat)] == [*range(1, 51)]
-            engine._connections.send(lease, Beat(number=51, head=head(0)))
-            engine._connections.close(lease)
+            engine.shell.connections.send(lease, Beat(number=51, head=head(0)))
+            engine.shell.connections.close(lease)
             last = decode_down(await wire.socket.recv()).message
             assert isinstance(last, Beat) and last.number == 51, "what was sent before the end comes"
             with pytest.raises(websockets.ConnectionClosed):
@@ -414,7 +414,7 @@ def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_pat
     async def law() -> None:
         async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
             told: list[str] = []
-            engine.on_distrust(told.append)
+            engine.placement.on_distrust(told.append)
             call = asyncio.create_task(collect(engine, "g0.0"))
             await wire.hear()
             await wire.decode("g0.0#0.", 10)
@@ -443,7 +443,7 @@ def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(
         valid = {"a"}
         async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
             told: list[str] = []
-            engine.on_distrust(told.append)
+            engine.placement.on_distrust(told.append)
             async with joined(engine, ModelWorker("a")) as wire:
                 call = asyncio.create_task(collect(engine, "g0.0"))
                 await wire.hear()
@@ -475,7 +475,7 @@ def test_the_valid_tokens_are_read_once_each_time_however_many_members_there_are
         hub, clock = coordinator(), VirtualClock()
         engine = SwarmEngine(SwarmConfig(), hub, None, clock, number_format="float32", valid_names=valid_names)  # type: ignore[arg-type]
         for name in "ab":
-            engine.connected(name, ModelWorker(name).hello(), Silent())
+            engine.shell.connected(name, ModelWorker(name).hello(), Silent())
         await engine.start()
         await clock.sleep(4.9)
         assert last == 19 and all(hub.members[name].lease for name in "ab")
@@ -499,7 +499,7 @@ def test_only_the_end_of_the_run_lets_workers_go_for_good(tmp_path: Path, is_ove
     async def law() -> None:
         async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
             if is_over:
-                engine.run_ended()
+                engine.placement.run_ended()
             closing = asyncio.create_task(engine.close())
             bye = await wire.hear()
             assert isinstance(bye, Goodbye) and (bye.is_final, bye.has_ended) == (is_over, is_over)
@@ -579,7 +579,7 @@ def test_a_worker_that_is_busy_sending_when_the_run_ends_reads_that_it_has_ended
         async with swarm(tmp_path) as engine:
             client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
             await until(lambda: "a" in engine.coordinator.members)
-            engine.run_ended()
+            engine.placement.run_ended()
             received, _ = await asyncio.gather(asyncio.to_thread(send_and_read_later, client), engine.close())
             assert b"the run has ended" in received
 
@@ -595,7 +595,7 @@ def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog:
             lease = members["a"].lease
             client.close()  # reset: the next write fails, and the event loop hears of it when it comes round
             for _ in range(50):  # so large that each is written at once
-                engine._connections.send(lease, Abort(call_ids=(Random(0).randbytes(2**17).hex(),)))
+                engine.shell.connections.send(lease, Abort(call_ids=(Random(0).randbytes(2**17).hex(),)))
             await until(lambda: not members["a"].is_connected)
 
     run(law)

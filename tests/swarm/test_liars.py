@@ -139,8 +139,8 @@ def test_a_liar_that_is_not_cunning_samples_nothing_at_all(
             workers(root, engine, HONEST, kind, cunning=False),
         ):
             engine.coordinator.checks = True
-            engine.check_logprobs_with(check)
-            engine.on_distrust(told.append)
+            engine.checks.check_logprobs_with(check)
+            engine.placement.on_distrust(told.append)
             await until(lambda: serving(engine, 0, HONEST))
             decoders = set(await asyncio.gather(*(sampled_by(engine, i) for i in range(12))))
             if kind is liars.OldWeights:

@@ -10,9 +10,10 @@ import pytest
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Send
-from rollover.swarm.wire.messages import Adopt, Assign, Decoded, Welcome
-from tests.swarm.kit import LENGTH, ModelWorker, head, request
+from rollover.swarm.wire.messages import Adopt, Assign, Decoded, Serving, Welcome
+from tests.swarm.kit import LENGTH, ModelWorker, assert_crowd_is_current, head, request
 from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
+from tests.swarm.test_moves import given, member
 
 NAMES = "abcdef"
 
@@ -21,13 +22,11 @@ def one_by_one(hub: Coordinator) -> Callable[[], list[Effect]]:
     """Ask about every waiting call, in order of arrival."""
 
     def place_waiting() -> list[Effect]:
-        placing, calls, effects = hub._placing, hub._calls, list[Effect]()
-        for call_id in list(calls.waiting.accepting(calls.waiting.versions)):
-            call = calls.get(call_id)
-            assert call is not None
-            name = placing._choose_for(call)
-            if name is not None:
-                effects += placing.assign(call_id, call, hub.members[name])
+        placing, calls, effects = hub._assignments, hub._calls, list[Effect]()
+        for version in calls.waiting.versions():
+            for call_id in calls.waiting.accepting(version):
+                if (name := placing._choose_for(calls[call_id])) is not None:
+                    effects += placing.assign(call_id, calls[call_id], hub.members[name])
         return effects
 
     return place_waiting
@@ -39,7 +38,7 @@ class Pair:
     def __init__(self, seed: int, *, exact: bool) -> None:
         self.rng = random.Random(seed)
         self.hub, self.plain = coordinator(exact=exact), coordinator(exact=exact)
-        self.plain._placing.place_waiting = one_by_one(self.plain)  # type: ignore[method-assign]
+        self.plain._assignments.place_waiting = one_by_one(self.plain)  # type: ignore[method-assign]
         self.workers = {name: ModelWorker(name, room=self.rng.randint(1, 4)) for name in NAMES}
         self.now_s, self.num_samples, self.num_beats = 0.0, 0, 0
         self.most_waiting = self.num_given_late = 0
@@ -145,3 +144,32 @@ def test_a_call_that_no_member_accepts_yet_does_not_keep_others_waiting() -> Non
     assert [hub.opened(request(f"g{i}.0", least_version=1)) for i in range(2, 5)] == [[], [], []]
     given = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
     assert [assign.call_id for assign in given] == ["g0.0#0."], "it has room for one more, and that is the first"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_member_that_boasts_at_most_doubles_the_time_of_a_call(exact: bool) -> None:
+    """A response of unknown length has 20 tokens: 20 s at the honest member."""
+    hub = coordinator(exact=exact)
+    liar, honest = member(hub, "liar", 1e6), member(hub, "honest", 1.0)
+    for worker, prepare_s in ((liar, 20.0), (honest, 1.0)):
+        hub.received(worker.lease, Serving(version=0, manifest=head(0).manifest, prepare_s=prepare_s), 0.0)
+    hub.published(head(1), 0.0)
+    hub.received(honest.lease, honest.change(head(1)), 5.0)
+    assert hub.opened(request("g0.0", least_version=1, due_version=1)) == [], "the liar needs 15 s more, it says"
+    assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) is None
+    beats = ((s, hub.received(honest.lease, beat(s), float(s))) for s in range(6, 41))
+    given_s = next(s for s, effects in beats if sent(effects, Assign))
+    assert given_s == 25.0 and hub.num_waiting == 0
+    assert hub.reserve("g1.0.", 1, LENGTH, max_staleness=0, until_s=99.0) == 1
+    assert hub.reserve("g2.0.", 1, LENGTH, max_staleness=0, until_s=99.0) == 1, "nor does the next one wait again"
+
+
+def test_a_member_that_is_as_fast_as_it_says_is_waited_for_again_and_again() -> None:
+    hub = coordinator(exact=True)
+    server, phone = member(hub, "server", 50.0, room=1), member(hub, "phone", 1.0, room=1)
+    assert given(hub.opened(request("g0.0")), server, phone) is server
+    for number in range(1, 60):
+        assert hub.opened(request(f"g{number}.0")) == [], "the server is done with both before the phone is with one"
+        (piece,) = decoded(server, f"g{number - 1}.0#0.", LENGTH)
+        assert given(hub.received(server.lease, piece, float(number)), server, phone) is server
+    assert_crowd_is_current(hub)

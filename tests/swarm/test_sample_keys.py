@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.publication.keys import open_key, secret_of
 
 names = st.from_regex(r"[a-z0-9-]{1,8}", fullmatch=True)

@@ -16,8 +16,8 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
+from rollover.swarm.coordinator.trust.blocklist import Blocklist
 from rollover.swarm.coordinator.trust.credentials import Credentials
-from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.messages import Goodbye, Serving, decode_down
 from tests.swarm.kit import TTL_S, ModelWorker, coordinator, head, request
@@ -48,9 +48,9 @@ def join(engine: SwarmEngine, name: str, connection: Heard | None = None) -> int
     """Have a worker join that is ready and serves version 0. Returns its lease."""
     worker = ModelWorker(name)
     connection = connection or Heard()
-    lease = engine.connected(name, worker.hello(), connection)
+    lease = engine.shell.connected(name, worker.hello(), connection)
     for message in worker.got(connection.messages[0]):
-        engine.received(lease, message)
+        engine.shell.received(lease, message)
     return lease
 
 
@@ -95,20 +95,20 @@ def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
     assert len(said) == 1, "it is said once"
 
 
-def test_a_table_that_cannot_be_read_for_a_while_stops_no_revocation_for_good(tmp_path: Path) -> None:
-    tokens, outcasts = tmp_path / "workers.json", tmp_path / "sent_away.json"
+def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_path: Path) -> None:
+    tokens, blocked = tmp_path / "workers.json", tmp_path / "sent_away.json"
     credentials, key = Credentials(tokens), open_key(tmp_path / "key").public_key()
     for name in "ab":
         credentials.add(name, key)
-    Outcasts(outcasts).add("liar", "it lies")
+    Blocklist(blocked).add("liar", "it lies")
 
     async def law() -> None:
         hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub, valid_names=credentials.hashes, outcasts=Outcasts(outcasts))
+        engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(blocked))
         for name in "ab":
             join(engine, name)
         await engine.start()
-        before = {file: file.read_bytes() for file in (tokens, outcasts)}
+        before = {file: file.read_bytes() for file in (tokens, blocked)}
         for file in before:
             file.write_text("half of it")
         await clock.sleep(1)
@@ -116,7 +116,7 @@ def test_a_table_that_cannot_be_read_for_a_while_stops_no_revocation_for_good(tm
         for file, content in before.items():
             file.write_bytes(content)
         credentials.revoke("a")
-        Outcasts(outcasts).pardon("liar")
+        Blocklist(blocked).readmit("liar")
         await clock.sleep(1)
         assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
         await engine.close()
@@ -129,11 +129,11 @@ def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path)
 
     async def law() -> None:
         hub = coordinator()
-        engine = engine_with(hub, outcasts=Outcasts(file))
-        engine.on_distrust(told.append)
+        engine = engine_with(hub, blocklist=Blocklist(file))
+        engine.placement.on_distrust(told.append)
         lease = join(engine, "a", connection)
         file.write_text("half of it")
-        engine.received(lease, Serving(version=0, manifest="0" * 64))
+        engine.shell.received(lease, Serving(version=0, manifest="0" * 64))
         assert told == ["a"] and isinstance(connection.messages[-1], Goodbye) and not hub.members["a"].lease
         await engine.close()
 
@@ -148,7 +148,7 @@ def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path)
         lambda engine: engine.load(1, None),
     ],
 )
-def test_a_mistake_in_the_code_ends_open_calls_and_refuses_what_comes_after(
+def test_a_mistake_in_the_code_ends_open_calls_and_refuses_new_ones(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[SwarmEngine], Awaitable[object]]
 ) -> None:
     def broken(now_s: float) -> list[Effect]:
@@ -163,7 +163,7 @@ def test_a_mistake_in_the_code_ends_open_calls_and_refuses_what_comes_after(
             with pytest.raises(KeyError, match="a bug"):
                 await asked()
         with pytest.raises(KeyError, match="a bug"):
-            engine.takes_one(0, 10)
+            engine.placement.takes_one(0, 10)
         assert clock.now_s() == 0
         await engine.close()
 

@@ -31,9 +31,9 @@ from rollover.swarm.coordinator.status.pages.listener import AdminListener
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.status.weight_log import FILE_NAME, WeightLog
 from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.coordinator.trust.blocklist import FILE_NAME as SENT_AWAY
+from rollover.swarm.coordinator.trust.blocklist import Blocklist
 from rollover.swarm.coordinator.trust.credentials import Credentials
-from rollover.swarm.coordinator.trust.outcasts import FILE_NAME as SENT_AWAY
-from rollover.swarm.coordinator.trust.outcasts import Outcasts
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
@@ -100,9 +100,9 @@ async def open_swarm(
         valid_names=credentials.hashes,
         board=board,
         weight_log=weight_log,
-        outcasts=Outcasts(root / SENT_AWAY),
+        blocklist=Blocklist(root / SENT_AWAY),
     )
-    gateway = engine.gateway = Gateway(config, engine, member_of=credentials.member_of, blobs=root / "blobs")
+    gateway = engine.gateway = Gateway(config, engine.shell, member_of=credentials.member_of, blobs=root / "blobs")
     gateway.bind()
     await _open_page(engine, config, board)
     return engine
@@ -129,7 +129,7 @@ def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusB
 
 
 async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoard) -> None:
-    """Serve the live page from now on, where the config wants it; the engine closes it."""
+    """Serve the live page from now on, if the config wants it; the engine closes it."""
     if config.admin_address is None:
         return
     engine.admin = AdminListener(config.admin_address, board)

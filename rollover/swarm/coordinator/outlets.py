@@ -1,7 +1,7 @@
 """The open calls of a swarm as their callers see them: chunks come out in order, unless all stands still.
 
-What it keeps true: a chunk is taken once; while calls are held, none but an end by error or abort comes out, and what
-has come in meanwhile comes out before anything later.
+Invariants: a chunk is taken once; while calls are held, only an end by error or abort comes out, and what has come in
+meanwhile comes out before anything later.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Outlet:
 
 
 class Outlets:
-    """All open calls by id, and those that were opened while the engine stands still.
+    """All open calls by id, and the calls that were opened while the engine stands still.
 
     Example: after ``hold()``, ``open(request)`` keeps the request; ``flow()`` returns it, to be given to a member.
     """

@@ -1,21 +1,19 @@
-"""The work of a swarm that time alone asks for: the ends of leases, revoked tokens, readmitted workers, the status.
+"""The periodic work of a swarm: the ends of leases, revoked tokens, readmitted workers, the status.
 
-What it keeps true: work that the machine does not let be done now, because a disk is full or a file cannot be read, is
-reported once and tried again, and keeps no other work waiting; a mistake in the code ends the run, never this work
-alone.
+Invariants: work that fails because a disk is full or a file cannot be read is reported once, tried again, and delays no
+other work; a mistake in the code ends the run, never this work alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 
-from rollover.clock import Clock
 from rollover.errors import RolloverError, refusal
-from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Effect
-from rollover.swarm.coordinator.trust.outcasts import Outcasts
+from rollover.swarm.coordinator.shell import Shell
+from rollover.swarm.coordinator.status.board import StatusBoard
+from rollover.swarm.coordinator.status.snapshot import swarm_status
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +27,8 @@ class Upkeep:
     """Looks after a swarm until it is closed.
 
     Args:
-        perform: carries out effects.
-        proceed: called whenever leases have been looked at, for work that may be possible by now.
-        write_status: shows the state of the swarm.
-        crashed: called with an error that is a mistake in the code; the work that it broke is not repeated.
+        board: shows people the state of the swarm.
+        url: returns the address that workers are to join.
         valid_names: returns the workers whose token is valid now; without it, all are.
 
     Example: ``upkeep.start(lease_s=15.0)`` looks at leases every two seconds, and at tokens four times a second.
@@ -40,27 +36,22 @@ class Upkeep:
 
     def __init__(
         self,
-        coordinator: Coordinator,
-        clock: Clock,
+        shell: Shell,
         *,
-        perform: Callable[[Iterable[Effect]], None],
-        proceed: Callable[[], None],
-        write_status: Callable[[], None],
-        crashed: Callable[[Exception], None],
-        valid_names: Callable[[], Container[str]] | None = None,
-        outcasts: Outcasts | None = None,
+        board: StatusBoard | None,
+        url: Callable[[], str],
+        valid_names: Callable[[], Container[str]] | None,
     ) -> None:
-        self._coordinator, self._clock = coordinator, clock
-        self._perform, self._proceed, self._write_status, self._crashed = perform, proceed, write_status, crashed
-        self._valid_names, self._outcasts = valid_names, outcasts
+        self._shell, self._coordinator, self._clock = shell, shell.coordinator, shell.clock
+        self._board, self._url, self._valid_names = board, url, valid_names
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, lease_s: float) -> None:
         """Begin the upkeep; each piece of work has a task of its own."""
         self._repeat(self._look_at_leases, min(_STATUS_S, lease_s / 4))
-        self._repeat(self._write_status, _STATUS_S)
+        self._repeat(self.write_status, _STATUS_S)
         self._repeat(self._send_revoked_away, _TOKENS_S)
-        self._repeat(self._readmit_pardoned, _TOKENS_S)
+        self._repeat(self._readmit, _TOKENS_S)
 
     async def close(self) -> None:
         """Stop."""
@@ -68,21 +59,26 @@ class Upkeep:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def write_status(self) -> None:
+        """Show people the state of the swarm."""
+        if self._board is not None:
+            self._board.write(swarm_status(self._coordinator, self._url()))
+
     def _look_at_leases(self) -> None:
-        self._perform(self._coordinator.expire(self._clock.now_s()))
-        self._perform(self._coordinator.relieve(self._clock.now_s()))
-        self._proceed()
+        self._shell.perform(self._coordinator.expire(self._clock.now_s()))
+        self._shell.perform(self._coordinator.move_calls(self._clock.now_s()))
+        self._shell.changed()  # time alone may change who should get a call
 
     def _send_revoked_away(self) -> None:
         members = self._coordinator.members
         valid = self._valid_names() if self._valid_names is not None else members
         for name, member in list(members.items()):
             if member.lease and name not in valid:
-                self._perform(self._coordinator.revoked(name))
+                self._shell.perform(self._coordinator.revoked(name))
 
-    def _readmit_pardoned(self) -> None:
-        for name in self._outcasts.pardoned() if self._outcasts is not None else ():
-            self._perform(self._coordinator.pardoned(name))
+    def _readmit(self) -> None:
+        for name in self._shell.blocklist.readmitted() if self._shell.blocklist is not None else ():
+            self._shell.perform(self._coordinator.readmitted(name))
 
     def _repeat(self, work: Callable[[], None], every_s: float) -> None:
         self._tasks.append(asyncio.create_task(self._again_and_again(work, every_s)))
@@ -99,6 +95,6 @@ class Upkeep:
                     logger.warning("%s (tried again every %g s)", problem, every_s)
             except Exception as e:
                 logger.exception("the swarm cannot be looked after any more, and the run ends")
-                self._crashed(e)
+                self._shell.crash(e)
                 return
             await self._clock.sleep(every_s)

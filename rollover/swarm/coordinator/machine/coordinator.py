@@ -1,6 +1,6 @@
 """The coordinator: members, leases, versions and calls. Pure: no network, no clock, no engine.
 
-A shell tells it what has happened and when, and carries out the effects that it returns.
+A shell reports what has happened and when, and carries out the effects that it returns.
 
 ::
 
@@ -8,19 +8,22 @@ A shell tells it what has happened and when, and carries out the effects that it
         │                                                                                  │
         └── disconnected: keeps lease and calls ──ttl without a word──▶ lease ended: its calls fail
 
-What it keeps true: a call is with one member at most; its tokens come out once, in order and only under versions that
+Invariants: a call is with one member at most; its tokens come out once, in order and only under versions that
 the member has confirmed and the call accepts; a message under a lease that has ended changes nothing; messages
 arrive in order and once, or the connection and its lease end; no lease outlives ``ttl_s`` of silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from secrets import token_bytes
 
 from rollover.engine.base import GenerateRequest
-from rollover.swarm.coordinator.machine.blame import Blame, others_do_better
-from rollover.swarm.coordinator.machine.calls import SwarmCalls
+from rollover.swarm.coordinator.machine.assignments import Assignments
+from rollover.swarm.coordinator.machine.calls.call import OutOfOrder, SwarmCall, checked_piece
+from rollover.swarm.coordinator.machine.calls.offers import Offers
+from rollover.swarm.coordinator.machine.calls.open_calls import SwarmCalls
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
@@ -32,12 +35,7 @@ from rollover.swarm.coordinator.machine.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember, brief
-from rollover.swarm.coordinator.machine.placing import Placing
 from rollover.swarm.coordinator.machine.publications import EarlierPublication, Publications
-from rollover.swarm.coordinator.machine.ranking import Ranking
-from rollover.swarm.coordinator.machine.relief import CallUnderWay, Relief
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
-from rollover.swarm.coordinator.machine.swarm_call import OutOfOrder, SwarmCall, checked_piece
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Beat,
@@ -105,15 +103,18 @@ class Coordinator:
             self._publications.add(head)
         self._leases: dict[int, SwarmMember] = {}
         self.last_lease = 0
-        self._ranking, keys = Ranking(checks=checks), SampleKeys(secret or token_bytes(32))
-        self._calls = SwarmCalls(self.members, keys, self._ranking.changed, newest=head.version)
-        self.calls_of = self._calls.of
-        self._placing = Placing(
-            self.members, keys, self._calls, self._ranking, self.counters, exact=exact, checks=checks
+        keys = SampleKeys(secret or token_bytes(32))
+        self._calls = SwarmCalls(
+            self.members, keys, lambda member: self._assignments.changed(member), newest=head.version
         )
-        self._placing.newest = head.version
-        self.takes_one, self.reserve = self._placing.takes_one, self._placing.promise
-        self._relief, self._blame = Relief(patience_s=ttl_s), Blame()
+        self._offers = Offers(self.members, keys)
+        self._assignments = Assignments(
+            self.members, self._calls, self._offers, self.counters, exact=exact, checks=checks, max_silent_s=ttl_s
+        )
+        self._assignments.newest = head.version
+        self.calls_of = self._calls.of
+        self.takes_one, self.reserve = self._assignments.takes_one, self._assignments.promise
+        self.aborted, self.cut, self.journaled = self._calls.aborted, self._calls.cut, self._calls.durable
 
     # -- connections ------------------------------------------------------------------------------------------
 
@@ -132,10 +133,12 @@ class Coordinator:
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.is_late, member.has_lapsed = member.has_lapsed, False
         member.ready = member.version = member.checked_version = None
-        member.last_heartbeat = 0
-        self._ranking.changed(member)
-        effects.append(Send(member.lease, self._welcome(member)))
-        return effects + self._take_up(member, hello)
+        member.last_heartbeat, self._assignments.now_s = 0, now_s
+        self._assignments.changed(member)
+        effects += [Send(member.lease, self._welcome(member)), *self._take_up(member, hello)]
+        for _, call in self._calls.of(member):
+            call.heard_s = now_s
+        return effects
 
     def _welcome(self, member: SwarmMember) -> Welcome:
         return Welcome(
@@ -151,7 +154,7 @@ class Coordinator:
 
     def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
         """Resume the open calls that a worker holds; remember the others as offers; fail those it has lost."""
-        self._placing.forget(member)
+        self._assignments.forget(member)
         started_again = f"{member.name} was started again"
         if hello.run_id != self.run.run_id:
             member.served.clear()
@@ -169,7 +172,11 @@ class Coordinator:
                 effects += answers
             else:
                 offers.append(offer)
-        return effects + self._placing.offer(member, offers)
+        effects += self._offers.add(member, offers)
+        for sample_key in dict.fromkeys(held.sample_key for held in member.held.values()):
+            if (waiting_id := self._calls.waiting.of_sample(sample_key)) is not None:
+                effects += self._assignments.adopt(waiting_id)
+        return effects
 
     def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
         """Record that tokens of a member may come from those of these publications that are known."""
@@ -179,16 +186,16 @@ class Coordinator:
         """Record that the connection of a lease is gone; the lease lasts until its time is over."""
         if (member := self._leases.get(lease)) is not None:
             member.is_connected = False
-            self._ranking.changed(member)
+            self._assignments.changed(member)
             return [Changed(f"{member.name} has lost its connection")]
         return []
 
     def expire(self, now_s: float) -> list[Effect]:
         """End the leases of members that have been silent for longer than ``ttl_s``, and promises that lapsed."""
-        self._placing.now_s = now_s
+        self._assignments.now_s = now_s
         effects: list[Effect] = []
         for lease, member in list(self._leases.items()):
-            self._placing.lapse(member, now_s)
+            self._assignments.lapse(member, now_s)
             if now_s - member.heard_s > self._ttl_s:
                 self.counters.expired_leases += 1
                 member.has_lapsed = True
@@ -198,31 +205,10 @@ class Coordinator:
                 effects += self._ended(member, reason)
         return effects
 
-    def relieve(self, now_s: float) -> list[Effect]:
-        """Take calls from members that hold up a batch, where faster ones have room that no waiting call was given;
-        they fail, and continue elsewhere."""
-        if not self._calls.num_running or not self._ranking.has_room(0):
-            self._relief.rest()
-            return []
-        calls = (
-            CallUnderWay(call_id=call_id, call=call, member=member.name, tokens_per_s=member.call_tokens_per_s)
-            for member in self._leases.values()
-            if member.is_connected  # of one that is not, nothing is known; its lease ends
-            for call_id, call in self._calls.of(member)
-        )
-        candidates = self._placing.candidates()
-        effects: list[Effect] = []
-        for found in list(self._relief.held_up(calls, candidates, self._placing.remaining, now_s)):
-            member = self.members[found.member]
-            member.found_slow(found.tokens_per_s)
-            self._ranking.changed(member)
-            release = Release(call_ids=(found.call_id,))
-            self._calls.acknowledgements.dropped(found.call_id)
-            reason = f"{member.name} would have taken another {found.left_s:.0f} s, while other workers are idle"
-            moved = self._calls.failed(member, reason, {found.call_id}, is_displaced=True)
-            effects += [*moved, Send(member.lease, release)]
-            self.counters.relieved_calls += 1
-        return effects
+    def move_calls(self, now_s: float) -> list[Effect]:
+        """Take calls from members that hold up a batch, if faster ones have room; they fail, and continue there."""
+        self._assignments.now_s = now_s
+        return self._assignments.move()
 
     @property
     def next_expiry_s(self) -> float | None:
@@ -234,8 +220,8 @@ class Coordinator:
         self._leases.pop(member.lease, None)
         member.is_connected, member.lease, member.last_error = False, 0, reason
         member.ready = member.version = member.checked_version = None
-        self._placing.forget(member)
-        self._ranking.changed(member)
+        self._assignments.forget(member)
+        self._assignments.changed(member)
         call_ids = set(member.calls)
         failed = self._calls.failed(member, reason, call_ids)
         self._calls.acknowledgements.lapsed(call_ids)
@@ -252,7 +238,7 @@ class Coordinator:
         if member is None or not member.is_connected:
             self.counters.refuse(message)
             return []
-        member.heard_s = self._placing.now_s = now_s
+        member.heard_s = self._assignments.now_s = now_s
         try:
             return self._handle(member, message)
         except OutOfOrder as e:
@@ -267,14 +253,14 @@ class Coordinator:
             case Decoded():
                 return self._decoded(member, message)
             case Heartbeat():
-                return [*self._beaten(member, message), *self._placing.place_waiting()]
+                return [*self._beaten(member, message), *self._assignments.place_waiting()]
             case CallFailed(call_id=call_id, reason=reason):
                 said = f"{member.name}: {brief(reason)}"
-                return [*self._failed_at(member, call_id, said), *self._placing.place_waiting()]
+                return [*self._assignments.failed(member, call_id, said), *self._assignments.place_waiting()]
             case Ready():
-                return [*self._is_ready(member, message), *self._placing.place_waiting()]
+                return [*self._is_ready(member, message), *self._assignments.place_waiting()]
             case Serving():
-                return [*self._serving(member, message), *self._placing.place_waiting()]
+                return [*self._serving(member, message), *self._assignments.place_waiting()]
             case NotServing(version=version, reason=reason):
                 member.last_error = f"version {version}: {brief(reason)}"
                 return []
@@ -283,20 +269,6 @@ class Coordinator:
                 return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
             case Hello():
                 raise ProtocolError("it sent a second hello on one connection")
-
-    def _failed_at(self, member: SwarmMember, call_id: str, reason: str) -> list[Effect]:
-        """Handle the failure of a call at its member. It is no failed attempt where others do better, as far as can be
-        told."""
-        call = self._calls.get(call_id)
-        if call is None or call.member != member.name:
-            return []
-        if call.is_directed or not others_do_better(member, self._leases.values()):
-            return self._calls.failed(member, reason, {call_id})
-        effects = [] if member.num_failures else [Changed(f"{reason}; it gets one call at a time, until one succeeds")]
-        member.failed_a_call(reason, self._placing.now_s)
-        self._ranking.changed(member)
-        is_displaced = self._blame.is_members(call.request.sample_key, member.name)
-        return [*effects, *self._calls.failed(member, reason, {call_id}, is_displaced=is_displaced)]
 
     def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
         if ready.max_running < 1:
@@ -316,22 +288,23 @@ class Coordinator:
         if member.ready is None and not member.num_failures:
             member.last_error = ""  # what ended its last membership
         member.ready = member.declared = ready
-        self._ranking.changed(member)
+        self._assignments.changed(member)
         return [Changed(f"{member.name} is ready")]
 
     def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
-        """Take note of a confirmed version. One that was never published is a lie or a mix-up."""
+        """Record a confirmed version. A version that was never published is a lie or a mix-up."""
         version, manifest = serving.version, serving.manifest
         if not self._publications.is_of_this_start(version, manifest):
             raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
         if member.version is not None and version < member.version:
             return []  # within an epoch no engine goes back
         member.loaded(serving)
+        self._assignments.changed(member)
         if version == member.version:
             return []
-        self._ranking.changed(member)
         effects: list[Effect] = [] if member.served.get(version) == manifest else [ServesAnew(member.name, serving)]
         member.version, member.served[version] = version, manifest
+        self._assignments.changed(member)
         for old in sorted(member.served)[:-NUM_SERVED]:
             del member.served[old]
         effects.append(Changed(f"{member.name} serves version {version}"))
@@ -354,32 +327,28 @@ class Coordinator:
         )
         before = call.position
         effects = self._calls.arrived(member, message.call_id, piece)
-        num_new = call.position - before
-        if num_new:
-            self._blame.forget(call.request.sample_key)
-            if member.num_failures:
-                self._ranking.changed(member)
-        member.decoded_tokens(num_new)
+        if num_new := call.position - before:
+            self._assignments.decoded(member, call, num_new)
         if call.refused_end:
-            refused = self._failed_at(member, message.call_id, f"{member.name}: {call.refused_end}")
-            return [*effects, *refused, *self._placing.place_waiting()]
+            refused = self._assignments.failed(member, message.call_id, f"{member.name}: {call.refused_end}")
+            return [*effects, *refused, *self._assignments.place_waiting()]
         if call.is_over:
             if call.finish_reason is not FinishReason.ABORT and not call.is_directed:
-                self._placing.remaining.ended(call.position)
-                effects += self._placing.withdraw(call.request.sample_key)
+                self._assignments.remaining.ended(call.position)
+                effects += self._offers.withdraw(call.request.sample_key)
             self._calls.ended(message.call_id)
-            effects += self._placing.place_waiting()
+            effects += self._assignments.place_waiting()
         return effects
 
     def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
-        """Answer a heartbeat, which renews the lease and tells how fast the member is."""
+        """Answer a heartbeat, which renews the lease and reports how fast the member is."""
         positions = {
             call_id: call.position
             for call_id, call in self._calls.of(member)
             if not (call.is_aborted or call.is_directed)
         }
-        member.beaten(beat, positions, self._placing.now_s)
-        self._ranking.changed(member)
+        member.beaten(beat, positions, self._assignments.now_s)
+        self._assignments.changed(member)
         return [Send(member.lease, Beat(number=beat.number, head=self.head))]
 
     # -- versions and trust -----------------------------------------------------------------------------------
@@ -388,15 +357,18 @@ class Coordinator:
         """Announce a new version of the weights, which can be fetched now."""
         assert head.version >= self.head.version, "versions only grow"
         self.head, self._calls.newest = head, head.version
-        self._placing.published(head.version, now_s)
+        self._assignments.published(head.version, now_s)
         self._publications.add(head)
         return [Send(member.lease, head) for member in self._leases.values() if member.is_connected]
 
     def checked(self, name: str, version: int) -> list[Effect]:
         """Record that the log-probs of a member are those of ``version``."""
-        self._ranking.changed(self.members[name])
         self.members[name].checked_version = version
-        return [Changed(f"{name} has passed the log-prob check of version {version}"), *self._placing.place_waiting()]
+        self._assignments.changed(self.members[name])
+        return [
+            Changed(f"{name} has passed the log-prob check of version {version}"),
+            *self._assignments.place_waiting(),
+        ]
 
     def distrust(self, name: str, reason: str) -> list[Effect]:
         """Send a member away for good; its calls fail."""
@@ -409,12 +381,12 @@ class Coordinator:
         bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
         return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
-    def outcast(self, name: str, reason: str) -> None:
+    def block(self, name: str, reason: str) -> None:
         """Record that a member was sent away for good by an earlier process of this run."""
         self.members.setdefault(name, SwarmMember(name)).distrust = reason
 
-    def pardoned(self, name: str) -> list[Effect]:
-        """Let a member come back that was sent away for good, since a user has pardoned it."""
+    def readmitted(self, name: str) -> list[Effect]:
+        """Let a member come back that was sent away for good, since a user has readmitted it."""
         if (member := self.members.get(name)) is None or not member.distrust:
             return []
         member.distrust = member.last_error = ""
@@ -433,7 +405,7 @@ class Coordinator:
     @property
     def max_running(self) -> int:
         """Return the number of calls that all members which may get some decode at the same time."""
-        return self._ranking.max_running
+        return self._assignments.max_running
 
     @property
     def num_running(self) -> int:
@@ -448,24 +420,12 @@ class Coordinator:
         """Open a call. It goes to a member at once or waits for one. With ``only`` it goes to that member or fails, and
         it may go there before the member's log-probs are checked."""
         call_id = request.request_id
-        call = SwarmCall(request, self._placing.least(request.least_version), is_directed=only is not None)
+        call = SwarmCall(request, self._assignments.least(request.least_version), is_directed=only is not None)
         self._calls.add(call_id, call)
         if only is None:
-            return self._placing.place(call_id, call)
+            return self._assignments.place(call_id, call)
         member = self.members[only]
         if member.serves(checked=False) is not None:
-            return self._placing.assign(call_id, call, member)
+            return self._assignments.assign(call_id, call, member)
         self._calls.ended(call_id)
         return [Fail(call_id, f"{only} is gone: {member.last_error}")]
-
-    def aborted(self, call_ids: Collection[str]) -> list[Effect]:
-        """Stop calls. Those without a member end at once, those of a member that is gone with what they have."""
-        return self._calls.aborted(call_ids)
-
-    def cut(self, call_ids: Iterable[str]) -> list[Effect]:
-        """End calls with what has arrived, since their member does not answer; it is to forget the rest."""
-        return self._calls.cut(call_ids)
-
-    def journaled(self, sample_key: str, num_tokens: int) -> list[Effect]:
-        """Record that the first ``num_tokens`` of a sample's response are durable."""
-        return self._calls.durable(sample_key, num_tokens)

@@ -105,7 +105,7 @@ class SentAway:
 
 @dataclass(frozen=True, slots=True)
 class ServesAnew:
-    """Take note that a member serves a version that it had not served before.
+    """Record that a member serves a version that it had not served before.
 
     Example: ``ServesAnew("laptop", Serving(version=7, manifest="9c1e...", prepare_s=4.1))``
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rollover.swarm.coordinator.machine.dispatch import Candidate
+from rollover.swarm.coordinator.machine.placing.rule import MemberFacts, pause_s
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Decoded,
@@ -20,8 +20,6 @@ from rollover.swarm.wire.messages import (
     Serving,
 )
 
-_FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
-"""Shortest and longest time for which a member gets no call after one has failed at it."""
 _MOST_TOKENS_PER_S, _MOST_REPORTED = 1e6, 1e15
 """Highest speed of a call that is believed, and highest figure that a heartbeat may give."""
 _LOOK_S = 1.0
@@ -116,8 +114,11 @@ class SwarmMember:
     last_error: str = ""
     num_failures: int = 0
     """Calls that failed at it, one trial after the other, since it decoded a token."""
-    rests_until_s: float = 0.0
-    is_resting: bool = False
+    failed_samples: set[str] = field(default_factory=set)
+    """Keys of the samples of all calls that failed at it since it decoded a token."""
+    is_set_aside: bool = False
+    """It gets no calls, since one has failed."""
+    set_aside_until_s: float = 0.0
 
     def refusal(self, hello: Hello) -> str:
         """Return why a worker that says this of itself is refused; empty when it is not."""
@@ -136,12 +137,12 @@ class SwarmMember:
         return len(self.calls) + len(self.reserved)
 
     def serves(self, *, checked: bool) -> int | None:
-        """Return the version under which it may get calls now; ``checked``: only one that passed the log-prob check."""
+        """Return the version under which it may get calls now; ``checked``: only if the check has passed."""
         able = self.is_connected and self.ready is not None and not self.distrust
         return self.version if able and (not checked or self.checked_version == self.version) else None
 
     def loaded(self, serving: Serving) -> None:
-        """Record how long new weights took to load; a message that repeats a version tells nothing of that. Raises
+        """Record how long new weights took to load; a message that repeats a version says nothing of that. Raises
         ``ProtocolError`` for what cannot be true."""
         if not all(0 <= figure < math.inf for figure in (serving.prepare_s, serving.pause_s, serving.wire_bytes)):
             raise ProtocolError(
@@ -151,51 +152,33 @@ class SwarmMember:
         if serving.prepare_s:
             self.prepare_s, self.pause_s, self.wire_bytes = serving.prepare_s, serving.pause_s, serving.wire_bytes
 
-    def candidate(self, head_version: int, elapsed_s: float) -> Candidate:
-        """Return the member as the dispatch rule sees it, ``elapsed_s`` after the newest version was published."""
-        assert self.ready is not None and self.version is not None, "only members that serve are candidates"
-        return Candidate(
-            name=self.name,
-            version=self.version,
-            ready_s=self._ready_s(elapsed_s) if self.version < head_version else math.inf,
+    def facts(self, *, checked: bool) -> MemberFacts | None:
+        """Return the member as the placing rule sees it; ``None`` while it may get no calls."""
+        if (version := self.serves(checked=checked)) is None or self.ready is None:
+            return None
+        return MemberFacts(
+            version=version,
             num_running=self.num_running,
-            max_running=self.num_places,
-            call_tokens_per_s=self.call_tokens_per_s,
+            max_running=0 if self.is_set_aside else 1 if self.num_failures else self.ready.max_running,
+            tokens_per_s=self.call_tokens_per_s,
+            prepare_s=self.prepare_s,
         )
 
-    @property
-    def num_places(self) -> int:
-        """Return the number of calls that it may have at a time: one on trial, where the last ones failed."""
-        assert self.ready is not None
-        return 0 if self.is_resting else 1 if self.num_failures else self.ready.max_running
-
-    def failed_a_call(self, reason: str, now_s: float) -> None:
-        """Take note that a call has failed here, where others do better: it rests, each time for twice as long."""
+    def failed_a_call(self, sample_key: str, reason: str, now_s: float) -> None:
+        """Record that a call has failed here: it is set aside, each time for twice as long."""
         self.last_error = reason
-        if not self.is_resting:  # else the call was given to it before
-            rest_s = min(_FIRST_REST_S * 2.0 ** min(self.num_failures, 16), _LONGEST_REST_S)
-            self.num_failures, self.rests_until_s, self.is_resting = self.num_failures + 1, now_s + rest_s, True
+        self.failed_samples.add(sample_key)
+        if not self.is_set_aside:  # else the call was given to it before
+            self.is_set_aside, self.set_aside_until_s = True, now_s + pause_s(self.num_failures)
+            self.num_failures += 1
 
-    def decoded_tokens(self, num_tokens: int) -> None:
-        """Take note of new tokens: what it was blamed for is forgotten."""
-        self.num_decoded += num_tokens
-        if num_tokens:
-            self.num_failures, self.is_resting = 0, False
-
-    def _ready_s(self, elapsed_s: float) -> float:
-        """Return the time until it serves the newest version, as far as the last time tells. One that is long overdue
-        is not waited for."""
-        if self.prepare_s is None or elapsed_s > self.awaited_until_s:
-            return math.inf
-        return max(0.0, self.prepare_s - elapsed_s)
-
-    @property
-    def awaited_until_s(self) -> float:
-        """Return the time from a publication on for which it is waited for."""
-        return 0.0 if self.prepare_s is None else 2 * self.prepare_s + 1
+    def recovered(self) -> None:
+        """Record that it decodes: it gets as many calls as before."""
+        self.num_failures, self.is_set_aside = 0, False
+        self.failed_samples.clear()
 
     def beaten(self, beat: Heartbeat, positions: Mapping[str, int], now_s: float) -> None:
-        """Record what a heartbeat says about the member itself. ``positions``: those that its calls have reached.
+        """Record what a heartbeat says about the member itself. ``positions``: where its calls are.
         Raises ``ProtocolError`` for what cannot be true."""
         if not (0 <= beat.tokens_per_s <= _MOST_REPORTED and 0 <= beat.mean_running <= _MOST_REPORTED):
             raise ProtocolError(
@@ -205,7 +188,7 @@ class SwarmMember:
         self._look(positions, now_s, is_first=not self.last_heartbeat)
         self.last_heartbeat = beat.number
         self.num_held, self.is_full = beat.num_held, beat.is_full
-        self.is_resting = self.is_resting and now_s < self.rests_until_s
+        self.is_set_aside = self.is_set_aside and now_s < self.set_aside_until_s
         self.measured(beat.tokens_per_s, beat.mean_running)
 
     def measured(self, tokens_per_s: float, mean_running: float) -> None:
@@ -220,7 +203,7 @@ class SwarmMember:
 
     def _look(self, positions: Mapping[str, int], now_s: float, *, is_first: bool) -> None:
         """Record how far its calls have come since the last look. Those that it had all the time show how fast it
-        is, a token for each more or less; where there are none, tokens that have arrived show that it decodes."""
+        is, a token for each more or less; if there are none, tokens that have arrived show that it decodes."""
         since_s, before = self._looked
         if not is_first and now_s - since_s < _LOOK_S:
             return
@@ -232,7 +215,7 @@ class SwarmMember:
         self._looked = now_s, positions
 
     def found_slow(self, tokens_per_s: float) -> None:
-        """Take note that a call has shown it to be no faster than this."""
+        """Record that a call has shown it to be no faster than this."""
         if self.call_tokens_per_s is None or self.call_tokens_per_s > tokens_per_s:
             weight = self._decoding[1] or 1.0
             self._decoding, self.call_tokens_per_s = (tokens_per_s * weight, weight), tokens_per_s
@@ -247,12 +230,12 @@ class SwarmCounters:
 
     fenced: int = 0
     late_tokens: int = 0
-    """Tokens in these messages. A worker that comes back offers them again, where they may still be wanted."""
+    """Tokens in these messages. A worker that comes back offers them again if they may still be wanted."""
     adopted_calls: int = 0
     late_accepted: int = 0
     """Calls among them whose member had lost its lease before it came back with them."""
     expired_leases: int = 0
-    relieved_calls: int = 0
+    moved_calls: int = 0
     """Calls that were taken from slow members, for faster ones that had nothing to do."""
     out_of_order: int = 0
     """Connections that ended since messages did not follow each other as they should."""

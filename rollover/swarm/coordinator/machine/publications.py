@@ -5,8 +5,8 @@ A run that starts again resumes from a checkpoint of version *r* and publishes i
 a manifest names its start (its epoch). Versions up to *r* are what they were. Those above *r* are made again from other
 batches, so a publication of an earlier start above *r* is not one of this run, even if its number is reached again.
 
-What it keeps true: a publication is known by its version and its digest together. One of an earlier start is known only
-if it is on record, so a digest that was never published is not known under any version.
+Invariants: a publication is known by its version and its digest together; a publication of an earlier start is known
+only if it is on record, so a digest that was never published is not known under any version.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
             "adopted_calls": counters.adopted_calls,
             "late_accepted": counters.late_accepted,
             "expired_leases": counters.expired_leases,
-            "relieved_calls": counters.relieved_calls,
+            "moved_calls": counters.moved_calls,
             "out_of_order": counters.out_of_order,
             "workers_sent_away": sum(counters.refused.values()),
             "refused_logins": counters.turned_away["token"],

@@ -1,1 +1,1 @@
-"""This room says who may take part, and finds out who does not sample what it says."""
+"""The workers that may join a run: tokens, and the list of workers that were sent away."""

@@ -1,7 +1,7 @@
 """The workers that may join a run: a file of names and hashes of their tokens, which commands change as the run goes
 on.
 
-What it keeps true: no token can be made from the file; a token that was revoked opens nothing from the next request on;
+Invariants: no token can be made from the file; a token that was revoked opens nothing from the next request on;
 only the owner can read the file.
 """
 

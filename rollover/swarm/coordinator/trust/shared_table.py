@@ -33,7 +33,7 @@ class SharedTable(Generic[T]):
         self._rows: dict[str, T] = {}
 
     def rows(self) -> Mapping[str, T]:
-        """Return the rows by name; none where there is no file. Raises ``RunError`` for one that cannot be read."""
+        """Return the rows by name; none if there is no file. Raises ``RunError`` for a file that cannot be read."""
         try:
             status = self._file.stat()
         except FileNotFoundError:

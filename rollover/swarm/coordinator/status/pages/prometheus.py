@@ -36,7 +36,7 @@ _COUNTERS = {
     "refused_logins": ("refused_logins", "Requests with a token that is unknown or was revoked."),
     "refused_protocols": ("refused_protocols", "Clients that speak another protocol."),
     "refused_frames": ("refused_frames", "Frames that could not be read, after which their connection was ended."),
-    "relieved_calls": ("relieved_calls", "Calls that were taken from slow workers and given to idle ones."),
+    "moved_calls": ("moved_calls", "Calls that were taken from slow workers and given to idle ones."),
 }
 
 

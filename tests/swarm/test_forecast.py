@@ -1,14 +1,25 @@
-"""When a training step waits for a response: from the pace of publications, and the version its group starts under."""
+"""Forecasts: when a training step waits for a response, and how many tokens a response has left."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.swarm.coordinator.machine.deadlines import NUM_INTERVALS, Deadline, Pace
+from rollover.swarm.coordinator.machine.placing.forecast import (
+    NUM_INTERVALS,
+    WINDOW,
+    Deadline,
+    Pace,
+    RemainingTokens,
+)
+
+
+def left(deadline: Deadline, *versions: int) -> list[float]:
+    return [float(left_s) for left_s in deadline.under(np.array(versions, dtype=np.float64))]
 
 
 def pace(*published: tuple[int, float]) -> Pace:
@@ -24,12 +35,12 @@ def test_a_version_is_expected_one_step_after_another() -> None:
     assert [known.until_s(version, 170.0) for version in (4, 5, 6, 7)] == [0.0, 0.0, 20.0, 50.0]
 
 
-def test_a_version_that_is_overdue_may_come_at_any_time_and_the_next_one_a_step_later() -> None:
+def test_an_overdue_version_may_come_now_and_the_next_a_step_later() -> None:
     known = pace((3, 100.0), (4, 130.0))
     assert [known.until_s(version, 500.0) for version in (5, 6, 7)] == [0.0, 30.0, 60.0]
 
 
-def test_before_the_second_publication_nothing_is_due_that_is_not_due_already() -> None:
+def test_before_the_second_publication_the_pace_is_not_known() -> None:
     for known in (pace((3, 100.0)), pace((3, 100.0), (3, 400.0))):
         assert known.step_s == math.inf
         assert [known.until_s(version, 500.0) for version in (3, 4)] == [0.0, math.inf]
@@ -53,21 +64,21 @@ def test_the_pace_is_that_of_the_last_steps() -> None:
     assert known.step_s == 60.0
 
 
-def test_an_older_version_takes_steps_off_the_time_of_a_group_that_starts_under_it() -> None:
+def test_starting_under_an_older_version_leaves_a_group_less_time() -> None:
     deadline = pace((5, 160.0), (6, 190.0), (7, 220.0)).of_first(7, 3, 230.0)
     assert deadline == Deadline(due_version=10, left_s=80.0, start_version=7, per_version_s=30.0)
-    assert [deadline.under(version) for version in (7, 6, 5, 4)] == [80.0, 50.0, 20.0, 0.0]
+    assert left(deadline, 7, 6, 5, 4) == [80.0, 50.0, 20.0, 0.0]
 
 
-def test_the_time_of_a_group_that_has_started_is_the_same_wherever_its_calls_are() -> None:
+def test_a_started_group_has_the_same_time_at_every_member() -> None:
     deadline = pace((6, 190.0), (7, 220.0)).of_started(9, 230.0)
-    assert [deadline.under(version) for version in (9, 7, 0)] == [50.0, 50.0, 50.0]
+    assert left(deadline, 9, 7, 0) == [50.0, 50.0, 50.0]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])
 def test_while_the_pace_is_not_known_a_first_call_is_due_at_once_or_never(max_staleness: int) -> None:
     deadline = pace((7, 220.0)).of_first(7, max_staleness, 230.0)
-    assert [deadline.under(version) for version in (7, 5)] == [math.inf if max_staleness else 0.0] * 2
+    assert left(deadline, 7, 5) == [math.inf if max_staleness else 0.0] * 2
 
 
 @given(
@@ -76,7 +87,7 @@ def test_while_the_pace_is_not_known_a_first_call_is_due_at_once_or_never(max_st
     st.integers(0, 8),
     st.integers(0, 8),
 )
-def test_a_first_call_has_the_time_until_its_own_step_whichever_version_it_starts_under(
+def test_a_first_call_has_the_time_until_its_own_step(
     intervals: list[float], elapsed_s: float, max_staleness: int, age: int
 ) -> None:
     """The line through the versions says of each what the pace says of its step."""
@@ -86,7 +97,25 @@ def test_a_first_call_has_the_time_until_its_own_step_whichever_version_it_start
         at_s += interval_s
         known.published(version, at_s)
     newest, now_s = len(intervals), at_s + elapsed_s
-    left_s = known.of_first(newest, max_staleness, now_s).under(newest - age)
+    (left_s,) = left(known.of_first(newest, max_staleness, now_s), newest - age)
     assert left_s == pytest.approx(known.until_s(newest - age + max_staleness, now_s), abs=1e-6)
-    assert known.of_first(newest, max_staleness, now_s + 1.0).under(newest) <= left_s or age
-    assert known.of_first(newest, max_staleness, now_s).under(newest) >= left_s
+    assert left(known.of_first(newest, max_staleness, now_s + 1.0), newest)[0] <= left_s or age
+    assert left(known.of_first(newest, max_staleness, now_s), newest)[0] >= left_s
+
+
+def test_what_is_left_is_the_mean_of_the_longer_ones() -> None:
+    lengths = RemainingTokens()
+    assert lengths.expected(0, 100) == 50.0, "nothing is known: half of what the limit leaves"
+    for length in (10, 20, 300):
+        lengths.ended(length)
+    assert lengths.expected(0, 512) == 110.0
+    assert lengths.expected(15, 512) == 145.0
+    assert lengths.expected(15, 100) == 85.0, "no more than the limit leaves"
+    assert lengths.expected(300, 512) == 106.0
+
+
+def test_old_lengths_are_forgotten() -> None:
+    lengths = RemainingTokens()
+    for length in [1000] * WINDOW + [10] * WINDOW:
+        lengths.ended(length)
+    assert lengths.expected(0, 2000) == 10.0

@@ -1,21 +1,137 @@
 """The open calls of a swarm: each waits for a member or is with one, until it ends, fails or is cut off.
 
-What it keeps true: a call is with one member at most; it ends exactly once; whoever has it is told when it is not
-wanted any more.
+Invariants: a call is with one member at most; it ends exactly once; its member is told when it is no longer wanted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from rollover.swarm.coordinator.machine.acknowledgements import Acknowledgements
+from rollover.swarm.coordinator.machine.calls.call import SwarmCall
+from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Piece, Send
 from rollover.swarm.coordinator.machine.members import SwarmMember
-from rollover.swarm.coordinator.machine.sample_keys import SampleKeys
-from rollover.swarm.coordinator.machine.swarm_call import SwarmCall
-from rollover.swarm.coordinator.machine.waiting import WaitingCalls
 from rollover.swarm.wire.messages import Abort, Ack, HeldCall, ProtocolError, Release
+
+
+class WaitingCalls:
+    """The calls without a member, in order of arrival, by the oldest version that each accepts and by sample.
+
+    Example: after ``add("a#1.", call)`` of a call that accepts version 3 and newer, ``versions()`` is ``[3]`` and
+    ``accepting(3)`` is ``["a#1."]``.
+    """
+
+    def __init__(self) -> None:
+        self._by_version: dict[int, dict[str, None]] = {}
+        self._of_sample: dict[str, str] = {}
+        """Call by sample key."""
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def versions(self) -> list[int]:
+        """Return the versions that are the oldest for some call, in order."""
+        return sorted(self._by_version)
+
+    def accepting(self, version: int) -> list[str]:
+        """Return the calls for which ``version`` is the oldest."""
+        return list(self._by_version.get(version, ()))
+
+    def of_sample(self, sample_key: str) -> str | None:
+        return self._of_sample.get(sample_key)
+
+    def add(self, call_id: str, call: SwarmCall) -> None:
+        self._num += 1
+        self._by_version.setdefault(call.least_version, {})[call_id] = None
+        self._of_sample[call.request.sample_key] = call_id
+
+    def discard(self, call_id: str, call: SwarmCall) -> None:
+        """Forget a call, if it is among those that wait."""
+        calls = self._by_version.get(call.least_version, {})
+        if call_id not in calls:
+            return
+        del calls[call_id]
+        self._num -= 1
+        if not calls:
+            del self._by_version[call.least_version]
+        if self._of_sample.get(call.request.sample_key) == call_id:
+            del self._of_sample[call.request.sample_key]
+
+
+@dataclass(slots=True)
+class Holding:
+    """The tokens of one call at its member.
+
+    Example: ``Holding("laptop", "g4.1.", acked=256, end=300)``: 44 tokens of a call that has ended are not durable yet.
+    """
+
+    member: str
+    sample_key: str
+    acked: int
+    """Position after the last token that is durable."""
+    end: int | None = None
+    """Position of its end, once that is known here."""
+
+
+class Acknowledgements:
+    """Follows calls from their member to the journal: from the moment at which a member gets a call until its end is
+    known and all of its tokens are durable, or until it is no longer wanted.
+
+    Example: after ``given("c", "g4.1.", "laptop", 0)`` and ``ended("c", 300)``, ``durable("g4.1.", 300)`` yields the
+    laptop and the last acknowledgement of ``c``.
+    """
+
+    def __init__(self) -> None:
+        self._holdings: dict[str, Holding] = {}
+        self._of_sample: dict[str, list[str]] = {}
+        """Calls of each sample: several if an earlier call has ended and is not durable."""
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def get(self, call_id: str) -> Holding | None:
+        return self._holdings.get(call_id)
+
+    def given(self, call_id: str, sample_key: str, member: str, start: int) -> None:
+        """Record that a member has a call from now on, of a response that is durable up to ``start``."""
+        self._holdings[call_id] = Holding(member, sample_key, start)
+        self._of_sample.setdefault(sample_key, []).append(call_id)
+
+    def ended(self, call_id: str, position: int) -> None:
+        """Record that a call has ended here; its last tokens have yet to be written down."""
+        if (holding := self._holdings.get(call_id)) is not None:
+            holding.end = position
+
+    def lapsed(self, call_ids: Iterable[str]) -> None:
+        """Record that the member of these calls, which have ended here, is gone. If all received tokens of a call are
+        durable, tokens that the member may still hold of it count as not asked for yet."""
+        for call_id in call_ids:
+            if (holding := self._holdings.get(call_id)) is not None and holding.end == holding.acked:
+                self.dropped(call_id)
+
+    def dropped(self, call_id: str) -> None:
+        """Record that the member was told to forget a call."""
+        if (holding := self._holdings.pop(call_id, None)) is not None:
+            calls = self._of_sample[holding.sample_key]
+            calls.remove(call_id)
+            if not calls:
+                del self._of_sample[holding.sample_key]
+
+    def durable(self, sample_key: str, num_tokens: int) -> Iterator[tuple[str, Ack]]:
+        """Yield the acknowledgements that are due now that the first ``num_tokens`` of a response are durable, each
+        with its member."""
+        for call_id in list(self._of_sample.get(sample_key, ())):
+            holding = self._holdings[call_id]
+            is_over = holding.end is not None and num_tokens >= holding.end
+            offset = num_tokens if holding.end is None else min(num_tokens, holding.end)
+            if offset > holding.acked or is_over:
+                holding.acked = max(holding.acked, offset)
+                yield holding.member, Ack(call_id=call_id, offset=holding.acked, is_over=is_over)
+            if is_over:
+                self.dropped(call_id)
 
 
 class SwarmCalls:
@@ -42,9 +158,8 @@ class SwarmCalls:
         self._calls: dict[str, SwarmCall] = {}
         self._halves: Counter[int | None] = Counter()
         """Half calls that are left, by the version at whose publication they are waited for: two where a call has yet
-        to begin, on average one where it runs."""
+        to begin, one on average while it runs."""
         self.waiting = WaitingCalls()
-        """Calls without a member."""
         self.acknowledgements = Acknowledgements()
         self.newest = newest
         """The newest version, which a call claims that is cut off without a token."""
@@ -59,10 +174,13 @@ class SwarmCalls:
         return len(self.waiting)
 
     def num_left(self, due_version: int | None = None) -> float:
-        """Return how many calls there are, running ones counted as halves; with ``due_version`` only those that are
+        """Return how many calls there are, running ones counted as halves; with ``due_version`` only calls that are
         waited for by the time that version is published."""
         halves = self._halves.items()
         return sum(n for v, n in halves if due_version is None or (v is not None and v <= due_version)) / 2
+
+    def __getitem__(self, call_id: str) -> SwarmCall:
+        return self._calls[call_id]
 
     def get(self, call_id: str) -> SwarmCall | None:
         return self._calls.get(call_id)
@@ -77,12 +195,12 @@ class SwarmCalls:
         self._halves[call.due_version] += 2
         self.waiting.add(call_id, call)
 
-    def give(self, call_id: str, member: SwarmMember, *, held_as: str = "") -> None:
+    def give(self, call_id: str, member: SwarmMember, now_s: float, *, held_as: str = "") -> None:
         """Give the call to a member; ``held_as``: the id under which the member held it before."""
         call = self._calls[call_id]
         self.waiting.discard(call_id, call)
         self._halves[call.due_version] -= 1
-        call.member, call.held_as = member.name, held_as
+        call.member, call.held_as, call.heard_s = member.name, held_as, now_s
         if not held_as:  # what it held may be older
             call.given_to(member.version)
         member.calls.add(call_id)
@@ -90,8 +208,8 @@ class SwarmCalls:
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.position)
 
     def assignment(self, call_id: str, member: SwarmMember) -> Effect:
-        """Return the message that gives a call to its member. A call that is only for that member, to look at it, is
-        not one that it may resume later: its sample has no sealed key."""
+        """Return the message that gives a call to its member. A call that checks that member is not resumed
+        later: its sample has no sealed key."""
         call = self._calls[call_id]
         sample_key = call.request.sample_key
         told = sample_key if call.is_directed else self._keys.sealed(member.name, sample_key)
@@ -118,7 +236,7 @@ class SwarmCalls:
     def failed(
         self, member: SwarmMember, reason: str, call_ids: Collection[str], *, is_displaced: bool = False
     ) -> list[Effect]:
-        """End calls of a member with an error; those that were to be stopped anyway, with what has arrived.
+        """End calls of a member with an error, or with what has arrived if they were to be stopped anyway.
         ``is_displaced``: other members can continue them."""
         effects: list[Effect] = []
         for call_id in sorted(call_ids):
@@ -158,17 +276,12 @@ class SwarmCalls:
 
     def durable(self, sample_key: str, num_tokens: int) -> list[Effect]:
         """Acknowledge what is due now that the first ``num_tokens`` of a sample's response are written down."""
-        effects: list[Effect] = []
-        for due in self.acknowledgements.durable(sample_key, num_tokens):
-            member = self._members[due.member]
-            if member.is_connected:
-                ack = Ack(call_id=due.call_id, offset=due.offset, is_over=due.is_over)
-                effects.append(Send(member.lease, ack))
-        return effects
+        due = self.acknowledgements.durable(sample_key, num_tokens)
+        return [Send(self._members[name].lease, ack) for name, ack in due if self._members[name].is_connected]
 
     def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
         """Take the next tokens of a call from its member. Raises ``OutOfOrder`` if they are not the next, and
-        ``ProtocolError`` if their version is not one that the member has confirmed."""
+        ``ProtocolError`` if the member has not confirmed their version."""
         call = self._calls[call_id]
         if piece.token_ids and piece.version not in member.served:
             raise ProtocolError(f"it sent tokens of version {piece.version}, which it has not confirmed to serve")

@@ -47,8 +47,11 @@ class SwarmCall:
         """Reason for which it ended, once its end has come out."""
         self.member: str | None = None
         self.held_as = ""
-        """The id under which its member held it when it was told to continue it; empty where it was assigned."""
+        """The id under which its member held it when it was told to continue it; empty if it was assigned."""
         self.is_aborted = False
+        self.waits_since_s = 0.0
+        self.heard_s = 0.0
+        """Time of its last token; before the first, time at which its member got it."""
         self._prefix = hashlib.sha256(pack_ids(request.response_ids))
         self._version = 0
         """The version of the last token that came out."""
@@ -63,11 +66,11 @@ class SwarmCall:
 
     @property
     def due_version(self) -> int | None:
-        """Return the version at whose publication a training step waits for the response, where one will."""
+        """Return the version at whose publication a training step waits for the response, if one will."""
         return self.request.due_version
 
     def given_to(self, version: int | None) -> None:
-        """Take note that the call was given to a member that had confirmed ``version``: its engine never goes back."""
+        """Record that the call was given to a member that had confirmed ``version``: its engine never goes back."""
         self.least_version = max(self.least_version, version or 0)
 
     @property

@@ -29,12 +29,12 @@ class SampleKeys:
         self._secret = secret
 
     def sealed(self, member: str, sample_key: str) -> str:
-        """Return the key by which ``member`` is told of a sample."""
+        """Return the key by which ``member`` knows a sample."""
         code = hmac.digest(self._secret, f"{member}\0{sample_key}".encode(), sha256)[:_SEAL_BYTES]
         return f"{sample_key}~{urlsafe_b64encode(code).decode().rstrip('=')}"
 
     def opened(self, member: str, sealed: str) -> str | None:
-        """Return the sample key that ``member`` was told as ``sealed``; ``None`` if it was never told that."""
+        """Return the sample key that ``member`` knows as ``sealed``; ``None`` if it was never given that."""
         sample_key = sealed.rpartition("~")[0]
         expected = self.sealed(member, sample_key)
         return sample_key if hmac.compare_digest(expected.encode(), sealed.encode()) else None

@@ -1,0 +1,1 @@
+"""The placing of calls: the rule, and the forecasts that it needs."""

@@ -1,0 +1,241 @@
+"""The placing rule: the fastest member with room that is in time gets a call; else it waits if that is sooner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.swarm.coordinator.machine.placing.forecast import Deadline
+from rollover.swarm.coordinator.machine.placing.rule import (
+    NUM_PROBES,
+    CallFacts,
+    Crowd,
+    MemberFacts,
+    News,
+    choose,
+    counts_as_attempt,
+    pause_s,
+)
+
+Members = dict[str, MemberFacts]
+NEWEST = 3
+
+
+def member(
+    speed: float | None = 10.0, running: int = 0, room: int = 8, version: int = 0, **changes: Any
+) -> MemberFacts:
+    return MemberFacts(version=version, num_running=running, max_running=room, tokens_per_s=speed, **changes)
+
+
+def call(tokens: float = 100.0, **changes: Any) -> CallFacts:
+    return CallFacts(**{"least_version": 0, "tokens_left": tokens, "mean_tokens_left": 50.0, **changes})
+
+
+def crowd_of(members: Members) -> Crowd:
+    crowd = Crowd()
+    for name, facts in members.items():
+        crowd.put(name, facts)
+    return crowd
+
+
+def chosen(members: Members, asked: CallFacts, news: News | None = None) -> str | None:
+    return choose(crowd_of(members), asked, news or News(version=0, age_s=0.0))
+
+
+def due(left_s: float, *, start: int = 0, per_version_s: float = 0.0) -> Deadline:
+    return Deadline(due_version=9, left_s=left_s, start_version=start, per_version_s=per_version_s)
+
+
+def test_the_fastest_member_with_room_gets_a_call() -> None:
+    assert chosen({"slow": member(1.0), "fast": member(50.0)}, call()) == "fast"
+
+
+def test_equal_members_are_dealt_to_evenly() -> None:
+    assert chosen({"a": member(running=3), "b": member(running=2), "c": member(running=3)}, call()) == "b"
+
+
+def test_a_call_waits_for_a_busy_member_that_will_finish_it_sooner() -> None:
+    """The server begins after 50 / (8 x 50) s, and then needs 2 s; the phone needs 100 s."""
+    members = {"phone": member(1.0), "server": member(50.0, running=8)}
+    assert chosen(members, call()) is None
+    assert chosen(members, call(horizon_s=100.0)) == "phone", "there is work for longer than it needs"
+    assert chosen(members, call(horizon_s=99.9)) is None
+    assert chosen(members, call(horizon_s=math.inf)) == "phone"
+    assert chosen(members, call(mean_tokens_left=1e5)) == "phone", "the server is busy for 250 s"
+
+
+def test_a_call_waits_no_longer_than_a_free_member_would_take() -> None:
+    members = {"phone": member(1.0), "server": member(50.0, running=8)}
+    assert [chosen(members, call(waited_s=waited_s)) for waited_s in (99.9, 100.0)] == [None, "phone"]
+
+
+def test_a_member_that_is_late_for_a_deadline_gets_later_work() -> None:
+    members = {"phone": member(1.0), "server": member(50.0, running=8)}
+    assert chosen(members, call(deadline=due(99.9))) is None
+    assert chosen(members, call(deadline=due(100.0))) == "phone"
+    assert chosen(members, call(30.0, deadline=due(99.9))) == "phone", "short work"
+
+
+def test_a_call_that_all_finish_late_goes_to_the_earliest() -> None:
+    members = {"phone": member(1.0), "tablet": member(4.0)}
+    late = call(deadline=due(1.0))
+    assert chosen(members, late) == "tablet"
+    assert chosen(members | {"server": member(50.0, running=8)}, late) is None, "2.1 s, and 25 s at the tablet"
+
+
+def test_slow_members_help_if_all_together_would_miss_the_deadline() -> None:
+    members = {"phone": member(1.0), "server": member(50.0, running=8)}
+    assert chosen(members, call(deadline=due(0.0), horizon_s=100.0)) == "phone"
+    assert chosen(members, call(deadline=due(0.0), horizon_s=99.9)) is None
+
+
+def test_a_group_starts_at_a_member_whose_weights_leave_it_the_time() -> None:
+    members = {"old": member(20.0, version=6), "new": member(4.0, version=7)}
+    first = call(least_version=6, deadline=due(30.0, start=7, per_version_s=20.0))
+    assert chosen(members, first) == "old", "5 s of 10"
+    first = call(least_version=6, deadline=due(30.0, start=7, per_version_s=26.0))
+    assert chosen(members, first) == "new", "25 s of 30; under the old weights 4 s are left"
+    assert chosen(members, call(least_version=6, deadline=due(30.0))) == "old", "a started group has its version"
+    assert chosen({"old": members["old"]}, first) == "old", "no other member is there"
+
+
+def test_members_with_older_weights_than_a_call_accepts_get_nothing() -> None:
+    members = {"old": member(50.0, version=3), "new": member(1.0, version=4)}
+    assert chosen(members, call(least_version=4)) == "new"
+    assert chosen({"old": members["old"]}, call(least_version=4)) is None
+    assert chosen({}, call()) is None
+
+
+@pytest.mark.parametrize(
+    ("age_s", "tokens", "expected"), [(10.0, 100.0, None), (10.0, 10.0, "phone"), (82.0, 100.0, "phone")]
+)
+def test_a_fast_member_that_fetches_weights_is_waited_for(age_s: float, tokens: float, expected: str | None) -> None:
+    """It took 40 s to fetch the last ones, so it needs another 30 s, and is not waited for beyond 81 s."""
+    members = {"phone": member(1.0, version=4), "server": member(50.0, version=3, prepare_s=40.0)}
+    assert chosen(members, call(tokens, least_version=4), News(version=4, age_s=age_s)) == expected
+
+
+def test_a_member_of_unknown_speed_is_tried_with_a_few_calls() -> None:
+    known = member(10.0, running=8)
+    members = [{"fresh": member(None, running=n), "known": known} for n in (0, NUM_PROBES - 1, NUM_PROBES)]
+    assert [chosen(each, call(horizon_s=math.inf)) for each in members] == ["fresh", "fresh", None]
+
+
+SPEEDS = st.sampled_from([None, 1.0, 4.0, 16.0, 64.0]) | st.floats(0.1, 100.0)
+FACTS = st.builds(
+    MemberFacts,
+    version=st.integers(0, NEWEST),
+    num_running=st.integers(0, 4),
+    max_running=st.integers(0, 4),
+    tokens_per_s=SPEEDS,
+    prepare_s=st.sampled_from([None, 1.0, 20.0]),
+)
+CALLS = st.builds(
+    CallFacts,
+    least_version=st.integers(0, NEWEST),
+    tokens_left=st.just(100.0) | st.floats(1, 1e4),
+    mean_tokens_left=st.just(50.0),
+    horizon_s=st.sampled_from([0.0, 5.0, 50.0, math.inf]),
+    deadline=st.none()
+    | st.builds(
+        due,
+        st.sampled_from([0.0, 3.0, 30.0, math.inf]),
+        start=st.just(NEWEST),
+        per_version_s=st.sampled_from([0.0, 5.0]),
+    ),
+    waited_s=st.sampled_from([0.0, 10.0]),
+)
+
+
+def places(m: MemberFacts) -> int:
+    return m.max_running if m.tokens_per_s else min(m.max_running, NUM_PROBES)
+
+
+def has_room(m: MemberFacts, asked: CallFacts) -> bool:
+    return m.version >= asked.least_version and m.num_running < places(m)
+
+
+def plainly(members: Members, asked: CallFacts, age_s: float) -> set[str | None]:
+    """Apply the rule to one member after another. Returns the members that it could choose."""
+
+    def ready_s(m: MemberFacts) -> float:
+        if m.version >= asked.least_version:
+            return 0.0
+        awaited = m.version < NEWEST and m.prepare_s is not None and age_s <= 2 * m.prepare_s + 1
+        return max(0.0, m.prepare_s - age_s) if awaited and m.prepare_s is not None else math.inf
+
+    def speed(m: MemberFacts) -> float:
+        return m.tokens_per_s or typical
+
+    def ends_s(m: MemberFacts) -> float:
+        turn_s = 0.0 if m.num_running < places(m) else asked.mean_tokens_left / (max(1, m.num_running) * speed(m))
+        return max(ready_s(m), turn_s) + asked.tokens_left / speed(m)
+
+    def limit_s(m: MemberFacts) -> float:
+        return float(np.max(asked.limit_s(np.array([float(m.version)]))))
+
+    def firsts(names: Iterable[str]) -> set[str | None]:
+        ranked = {n: (ends_s(members[n]), members[n].num_running / places(members[n])) for n in names}
+        return {n for n, key in ranked.items() if key == min(ranked.values())}
+
+    known = sorted(m.tokens_per_s for m in members.values() if m.tokens_per_s)
+    typical = known[len(known) // 2] if known else 1.0
+    free = {n: m for n, m in members.items() if has_room(m, asked)}
+    if not free:
+        return {None}
+    if in_time := [n for n, m in free.items() if ends_s(m) <= limit_s(m)]:
+        return firsts(in_time)
+    best_s = min(map(ends_s, free.values()))
+    is_sooner = any(ends_s(m) < best_s for m in members.values() if m.max_running > 0)
+    return {None} if is_sooner and asked.waited_s < best_s else firsts(free)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), FACTS | st.none(), max_size=6),
+    st.lists(st.tuples(st.sampled_from("abcdef"), FACTS | st.none()), max_size=6),
+    CALLS,
+    st.sampled_from([0.0, 2.0, 30.0]),
+)
+@settings(max_examples=500, deadline=None)
+def test_of_any_crowd_the_rule_chooses_as_by_looking_at_each_member(
+    before: dict[str, MemberFacts | None], changes: list[tuple[str, MemberFacts | None]], asked: CallFacts, age_s: float
+) -> None:
+    crowd, facts = Crowd(), dict[str, MemberFacts | None]()
+    for name, each in [*before.items(), *changes]:
+        crowd.put(name, each)
+        crowd.has_room(0), crowd.columns(), crowd.drain_s(1.0)
+        facts[name] = each
+    members = {name: each for name, each in facts.items() if each is not None}
+    assert choose(crowd, asked, News(version=NEWEST, age_s=age_s)) in plainly(members, asked, age_s)
+    assert crowd.has_room(asked.least_version) == any(has_room(m, asked) for m in members.values())
+    speed = sum(m.max_running * m.tokens_per_s for m in members.values() if m.tokens_per_s)
+    assert crowd.drain_s(100.0) == pytest.approx(100.0 / speed if speed else math.inf)
+
+
+def test_a_member_is_set_aside_for_twice_as_long_each_time() -> None:
+    assert [pause_s(n) for n in (0, 1, 2, 5, 6, 10**6)] == [1.0, 2.0, 4.0, 32.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("has_failed_before", "num_failures", "fails_alone", "is_alone", "expected"),
+    [
+        pytest.param(False, 0, True, True, False, id="its first failure"),
+        pytest.param(True, 0, True, False, True, id="again, at a member that decodes other calls"),
+        pytest.param(True, 3, False, True, False, id="at a member that fails every call"),
+        pytest.param(True, 3, True, False, False, id="no other call is there, but other members may come"),
+        pytest.param(True, 3, True, True, True, id="no other call, and no other member"),
+    ],
+)
+def test_which_failures_count_as_attempts_of_their_sample(
+    has_failed_before: bool, num_failures: int, fails_alone: bool, is_alone: bool, expected: bool
+) -> None:
+    counts = counts_as_attempt(
+        has_failed_before=has_failed_before, num_failures=num_failures, fails_alone=fails_alone, is_alone=is_alone
+    )
+    assert counts == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollover.errors import ConfigError
 from rollover.swarm.coordinator.status.board import MAX_CURVES, MAX_POINTS, MAX_PUBLICATIONS, StatusBoard
+from rollover.swarm.coordinator.status.pages import listener as listener_module
 from rollover.swarm.coordinator.status.pages.listener import AdminListener, names_this_machine
 from rollover.swarm.coordinator.status.pages.prometheus import exposition
 from rollover.swarm.coordinator.status.snapshot import (
@@ -232,6 +234,18 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_page_writes_numbers_as_people_do() -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("needs Node.js")
+    page = (Path(listener_module.__file__).parent / "page.html").read_text()
+    functions = page[page.index("const int =") : page.index("function ago(")]
+    calls = "percent(1), percent(0.0123), percent(1.234), small(150), small(0.02), bytes(999_999), bytes(81_000), bytes(2e12)"
+    asked = subprocess.run(
+        [node, "-e", f"{functions} console.log([{calls}].join('; '))"], capture_output=True, text=True
+    )
+    assert asked.stdout.strip() == "100 %; 1.2 %; 120 %; 150; 0.02; 1,000 kB; 81 kB; 2,000 GB"
+
+
 # -- drawn ------------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +276,6 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path: Path) -> None:
 
     drawn = asyncio.run(main()).decode()
     body = drawn[drawn.index("<main>") : drawn.index("<script>")]
-    for text in ("kitchen", "sent away", "its log-probs are 0.2 nats off", "81.0 kB", "1 of 2", "&lt;b&gt;old"):
+    for text in ("kitchen", "sent away", "its log-probs are 0.2 nats off", "81 kB", "1 of 2", "&lt;b&gt;old"):
         assert text in body, body
     assert "does not answer" not in body

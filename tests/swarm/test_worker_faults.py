@@ -405,6 +405,23 @@ def test_a_final_goodbye_ends_the_worker(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_worker_that_is_away_for_too_long_gives_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path, away_timeout_s=60.0)
+        async with bench.joined():
+            link = await bench.member(head(0), ttl_s=30.0)
+            await bench.clock.move(100.0)  # heartbeats are answered: it is not away
+            assert not link.is_closed
+            bench.coordinator.refuse(503, "down for repair")
+            await link.cut()
+            error = await bench.failure()
+            assert isinstance(error, Refused) and "HTTP 503" in str(error)
+            assert 160.0 <= bench.clock.now_s() <= 165.0
+            assert str(error).endswith("if the run goes on, start this worker again with the same command")
+
+    run(main())
+
+
 def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path)

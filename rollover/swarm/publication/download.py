@@ -25,6 +25,7 @@ from rollover.errors import ResourceError
 from rollover.swarm.publication.blobs import BlobFolder, space_on
 from rollover.swarm.publication.manifest import MAX_MANIFEST_BYTES, BlobRef, PublicationError
 from rollover.swarm.wire.proxies import ProxiedTransport
+from rollover.swarm.wire.tls_errors import tls_refusal
 
 _CONNECT_S, _STALL_S = 10.0, 30.0
 _MAX_BACKOFF_S = 5.0
@@ -36,7 +37,6 @@ _MIN_BYTES_PER_S = 2**18
 """Rate below which a source counts as slow: a gigabyte takes an hour, after which workers give up (fetch_timeout_s)."""
 _MEASURED_BYTES = 4 * 2**20
 """Smallest number of bytes over whose time a rate is measured: fewer show how far away a source is."""
-_REMEDY = "; if it is right, add it, or its authority's, to the file of --ca-file"
 
 
 class BlobMissing(PublicationError):
@@ -227,8 +227,7 @@ class BlobDownloads:
             await asyncio.to_thread(self._folder.accept, digest)
             self._has_said.discard(url)
         except httpx.HTTPError as error:
-            remedy = _REMEDY if "CERTIFICATE_VERIFY_FAILED" in str(error) else ""
-            raise _Failed(f"{str(error) or type(error).__name__}{remedy}") from None
+            raise _Failed(tls_refusal(error) or str(error) or type(error).__name__) from None
         except PublicationError as error:
             raise _Failed(str(error), is_damaged=True) from None
         except ResourceError:

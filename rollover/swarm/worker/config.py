@@ -32,6 +32,9 @@ class WorkerConfig:
     """Seconds that an engine may take to load new weights; servers use their own deadlines if these are longer."""
     connect_timeout_s: float = 20.0
     """Longest wait for the connection to the coordinator to be opened, and for its first answer."""
+    away_timeout_s: float = 86_400.0
+    """Seconds without a connection to the coordinator after which the worker gives up, with exit code 2: the run may
+    have ended while it was away."""
     leave_timeout_s: float = 10.0
     """Seconds for which a stopped worker waits for the acknowledgement of the tokens it hands over."""
 

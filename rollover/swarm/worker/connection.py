@@ -34,8 +34,8 @@ from rollover.swarm.wire.messages import (
     encode,
 )
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
+from rollover.swarm.wire.tls_errors import speaks_tls, tls_refusal
 from rollover.swarm.wire.token import WorkerToken
-from rollover.swarm.worker.tls_errors import certificate_refused, speaks_tls, tls_failed
 
 _REFUSALS = (401, 403)
 _NOT_FOUND = 404
@@ -190,10 +190,8 @@ def _not_opened(
             )
         kind = Disconnected if status >= 500 or status in (408, 425, 429) else _final(has_been_member)
         return kind(f"{address} answers HTTP {status}, as a coordinator never does{said}; is the address right?")
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _final(has_been_member)(f"{address}: {certificate_refused(error)}")
-    if isinstance(error, ssl.SSLError):
-        return _final(has_been_member)(f"{address}: {tls_failed(error)}")
+    if (refusal := tls_refusal(error)) is not None:
+        return _final(has_been_member)(f"{address}: {refusal}")
     if isinstance(error, TimeoutError):
         return Disconnected(
             f"{address} did not open a connection within {timeout_s:g} s: is the address right,"
@@ -209,7 +207,7 @@ def _unreachable(error: OSError) -> str:
         return f"its name cannot be resolved ({error.strerror}); is it right?"
     if isinstance(error, ConnectionRefusedError):
         return "nothing listens there (connection refused); is the port right, and is the trainer running?"
-    return os.strerror(error.errno) if error.errno is not None else str(error)
+    return os.strerror(error.errno) if error.errno is not None else str(error) or "the connection ended at once"
 
 
 async def _is_for_tls(address: CoordinatorAddress, timeout_s: float) -> bool:

@@ -152,6 +152,7 @@ class SwarmWorker:
 
     async def _stay_connected(self) -> None:
         num_failures = num_older = 0
+        since_s = self._clock.now_s()
         while not self._stopping.is_set():
             await self._probe()
             try:
@@ -161,13 +162,19 @@ class SwarmWorker:
                 self._say(f"left the swarm: {e}")
                 return
             except Disconnected as e:
-                num_failures = 1 if self._was_member else num_failures + 1
+                now_s = self._clock.now_s()
+                num_failures, since_s = (1, now_s) if self._was_member else (num_failures + 1, since_s)
                 num_older = num_older + 1 if isinstance(e, OlderEpoch) else 0
                 if num_older == _MAX_OLDER:
                     remedy = "if the run was set back, start this worker with another folder (--cache)"
                     raise Refused(f"{e}; {remedy}") from e
                 if self._stopping.is_set():
                     break
+                if now_s - since_s >= self._config.away_timeout_s:
+                    raise Refused(
+                        f"{e}; gave up after {now_s - since_s:,.0f} s without a connection (--away_timeout_s): if the"
+                        " run goes on, start this worker again with the same command"
+                    ) from e
                 self._say_once(f"{e}; trying again")
                 await self._unless_stopped(self._clock.sleep(self._back_off.wait_s(num_failures, self._random)))
         lost = 0 if self._has_handed_over else self._held.num_tokens

@@ -1,4 +1,4 @@
-"""TLS failures in words of a worker's user, each with what to do about it."""
+"""TLS failures in the words of a worker's user, each with what to do about it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,29 @@ _UNKNOWN_AUTHORITY = (18, 19, 20, 21)
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE")
 
 
+def tls_refusal(error: BaseException | None) -> str | None:
+    """Return why TLS failed and what to do, if an error or one of its causes is of TLS.
+
+    Example: ``"it does not speak TLS there (WRONG_VERSION_NUMBER): is the port right? ..."`` of a coordinator that has
+    no certificate.
+    """
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return certificate_refused(error)
+    if error is None:
+        return None
+    reason = error.reason or str(error)
+    if reason in _NOT_TLS:
+        return (
+            f"it does not speak TLS there ({reason}): is the port right? Join a trainer that has"
+            " no certificate with ws://"
+        )
+    return f"the two sides cannot agree on TLS ({reason}): is the address right, and is TLS 1.2 or newer allowed there?"
+
+
 def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | None = None) -> str:
-    """Say why a coordinator's certificate was not accepted, and what to do.
+    """Return why a certificate was not accepted, and what to do.
 
     Example: ``"its certificate is not valid yet; this machine's clock says 2026-11-23 06:40 UTC: set it if that is
     wrong"``.
@@ -25,35 +46,18 @@ def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | 
     if code == _NOT_YET_VALID:
         return f"its certificate is not valid yet; {clock}: set the clock if it is wrong; otherwise, wait"
     if code == _EXPIRED:
-        return (
-            f"its certificate has expired; {clock}: set the clock if it is wrong; otherwise, ask"
-            " the trainer's owner to renew the certificate"
-        )
+        return f"its certificate has expired; {clock}: set the clock if it is wrong; otherwise, have it renewed"
     if code in _WRONG_HOST:
         return (
-            f"its certificate is for another host ({reason}): join with a name or address that it"
+            f"its certificate is for another host ({reason}): use a name or address that it"
             " contains, or have it created with this one as a subjectAltName"
         )
     if code in _UNKNOWN_AUTHORITY:
         return (
-            f"its certificate is not signed by an authority that this worker trusts ({reason}):"
-            " name the file of its authority, or of the certificate itself, with --ca-file"
+            f"its certificate is not signed by an authority that this worker trusts ({reason}): name the file of"
+            " its authority, or of the certificate itself, with --ca-file, or add it to that file"
         )
     return f"its certificate cannot be trusted: {reason}"
-
-
-def tls_failed(error: ssl.SSLError) -> str:
-    """Say why the TLS handshake failed, and what to do.
-
-    Example: ``"it does not speak TLS there: ..."`` of a coordinator that has no certificate.
-    """
-    reason = error.reason or str(error)
-    if reason in _NOT_TLS:
-        return (
-            f"it does not speak TLS there ({reason}): is the port right? Join a trainer that has"
-            " no certificate with ws://"
-        )
-    return f"TLS failed: {reason}"
 
 
 async def speaks_tls(host: str, port: int, *, timeout_s: float) -> bool:

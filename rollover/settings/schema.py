@@ -190,9 +190,12 @@ def _apply(data: dict[str, Any], schema: type, override: Override) -> KeyPath:
 
 def _write_kinds(data: Any, annotations: list[Any]) -> None:
     """Fill in the ``kind`` of each table that has several kinds: the first if none is given, or the string given in
-    place of the table. Elements of a list must give theirs."""
+    place of the table. Elements of a list must give theirs. Keys that are ``"none"`` are unset."""
     for key, inner in list(data.items() if isinstance(data, dict) else enumerate(data)):
         options = [member for annotation in annotations for member in _inner(annotation, key)]
+        if _unsets(inner, options):
+            data[key] = None
+            continue
         if kinds := _choice(options):
             if isinstance(inner, str):
                 data[key] = inner = {"kind": inner}
@@ -237,7 +240,7 @@ def _index(override: Override, part: str, length: int, array: str) -> int:
 
 def _value(text: str, expected: Sequence[Any]) -> object:
     """Parse the text as a TOML literal; return it unchanged if it is not one, or if only a string is allowed."""
-    if text == "none" and types.NoneType in expected:
+    if _unsets(text, expected):
         return None
     try:
         table = tomllib.loads(f"value = {text}")
@@ -246,6 +249,14 @@ def _value(text: str, expected: Sequence[Any]) -> object:
     if table.keys() != {"value"} or (not isinstance(table["value"], str) and expected and all(map(_is_text, expected))):
         return text
     return table["value"]
+
+
+def _unsets(value: object, expected: Sequence[Any]) -> bool:
+    """Return whether a value stands for none: ``"none"`` for a key that can be unset and has no such choice."""
+    choices = (
+        choice for annotation in expected if get_origin(annotation) is Literal for choice in get_args(annotation)
+    )
+    return value == "none" and types.NoneType in expected and "none" not in choices
 
 
 def _is_text(annotation: Any) -> bool:

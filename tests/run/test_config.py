@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,9 @@ from rollover.run.config import RunConfig
 from rollover.run.dry_run import dry_run
 from rollover.run.loading import EXPERIMENTS, find, load, restore, variant
 from rollover.run.sections import EvalConfig, ModelConfig
-from rollover.settings import toml
+from rollover.settings import schema, toml
 from rollover.settings.plain import resolved
+from rollover.settings.schema import _hints, _kinds, _members
 
 TEXT = """\
 steps = 12
@@ -313,3 +317,28 @@ def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
     assert warned("--rollout.strategy", "rollover")
     assert not warned()
     assert not warned("--rollout.strategy", "rollover", "--algorithm.name", "grpo")
+
+
+def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """The overrides that unset each of them."""
+    tables = [option for option in options if is_dataclass(option)]
+    for table in tables:
+        for f in fields(table):
+            inner = _members(_hints(table)[f.name])
+            has_default = f.default not in (None, MISSING) or f.default_factory is not MISSING
+            unset = [f"--{'.'.join((*path, f.name))}", "none"]
+            kind = [f"--{'.'.join(path)}.kind", _kinds(table)[0]] if len(tables) > 1 else []
+            if types.NoneType in inner and has_default:
+                yield [*kind, *unset]
+            for more in keys_with_a_default_that_can_be_unset(inner, (*path, f.name)):
+                yield [*kind, *more]
+
+
+def test_what_a_dry_run_prints_is_the_config_also_where_a_default_is_unset() -> None:
+    found = list(keys_with_a_default_that_can_be_unset([RunConfig]))
+    assert ["--engine.kind", "swarm", "--engine.admin", "none"] in found
+    for overrides in (*found, ["--algorithm.group_filter", "none"], ["--algorithm.correction", "none"]):
+        config = load("quickstart", overrides)
+        printed = toml.dumps(resolved(config, for_file=True))
+        assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) == config
+        assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) != load("quickstart")

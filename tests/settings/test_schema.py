@@ -168,6 +168,11 @@ def test_none_unsets_a_table() -> None:
     assert made("[warmup]\ngroup_size = 2", "--warmup", "none").warmup is None
 
 
+def test_none_in_a_file_unsets_what_can_be_unset() -> None:
+    run = made('warmup = "none"\n[rollout]\nname = "none"')
+    assert run.warmup is None and run.rollout.name is None
+
+
 def test_the_last_of_two_overrides_holds() -> None:
     assert made("", "--steps", "4", "--steps", "12").steps == 12
 

@@ -28,7 +28,8 @@ more likely a key that was put where the name of its variable belongs."""
 _TOKEN = (
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|rw1\.[\w-]{1,64}\.[\w-]{16,}(?:\.[0-9a-f]{64})?"
-    r"|xox[abeprs]-[\w-]{10,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
+    r"|xox[abeprs]-[\w-]{10,}|[sr]k[-_][\w-]{16,}|A[KS]IA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
+    r"|AIza[\w-]{30,}|nvapi-[\w-]{16,}|npm_\w{20,}|pypi-[\w-]{20,}"
 )
 """The forms of well-known tokens."""
 _ENVIRONMENT = "launch_env"
@@ -38,11 +39,12 @@ _MIN_KNOWN_CHARACTERS = 8
 """Shorter values are not searched for in other texts: ``1`` and ``cuda`` appear everywhere with other meanings."""
 
 _ALWAYS = re.compile(
-    r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwd|auth|oauth|authentication|authorization"
+    r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwds?|auth|oauth|authentication|authorization"
+    r"|(?:pw|jwt|sas|otp|totp|dsn|webhook)s?|connstr(?:ing)?s?"
     r"|bearer|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
 )
 """Words that make a name a secret's wherever they stand in it."""
-_LAST = re.compile(r"key|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass")
+_LAST = re.compile(r"keys?|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass|(?:sig|signature|session|sid|pat)s?")
 """Words that do at the end of a name, unless one of ``_OF_LANGUAGE`` is before them."""
 _OF_LANGUAGE = re.compile(
     r"eos|bos|pad|unk|sep|cls|mask|stop|end|start|begin|first|last|next|special|image|audio|video|new|prompt|response"
@@ -71,6 +73,7 @@ _BARE = (
     re.compile(r"://[^\s?#\"'<>]{0,499}\?(?P<value>[^\s\"'<>]+)"),
     re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
     re.compile(rf"\b(?P<value>{_TOKEN})"),
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?P<value>(?s:.*?))(?:-----END|\Z)"),
 )  # fmt: skip
 """Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where
 a text of many beginnings would take time that grows with its square."""
@@ -107,7 +110,7 @@ class Redactor:
 
     def value(self, value: Any, name: str = "") -> Any:
         """Redact a value, as ``redacted`` does."""
-        if is_secret(name) and not _names_variable(name, value):
+        if is_secret(name) and not _is_harmless(name, value):
             return self._blanked(value)
         if isinstance(value, Mapping):
             return {key: self.value(inner, str(key)) for key, inner in value.items()}
@@ -142,7 +145,7 @@ class Redactor:
         for value in values:
             is_flag = isinstance(value, str) and value.startswith("-")
             if flag and (first or not is_flag):
-                yield value if _names_variable(flag, value) else self._blanked(value)
+                yield value if _is_harmless(flag, value) else self._blanked(value)
                 first = False
             else:
                 flag = value if is_flag and "=" not in value and is_secret(value.lstrip("-")) else ""
@@ -151,7 +154,7 @@ class Redactor:
 
     def _named(self, match: re.Match[str]) -> str:
         name, value = match["name"].lstrip("-"), match["value"]
-        if not is_secret(name) or _names_variable(name, value.strip("\"'")):
+        if not is_secret(name) or _is_harmless(name, value.strip("\"'")):
             return match[0]
         return self._without(match)
 
@@ -186,14 +189,19 @@ def _names_secret(key: str) -> bool:
     for before, word in zip(["", *words], words, strict=False):
         if _ALWAYS.fullmatch(word) or (_OWNERS.fullmatch(before) and word in ("key", "keys", "token", "tokens")):
             return True
+    if words == ["tokens"] or re.search(r"\bconn(?:ection)? str(?:ing)?s?\b", " ".join(words)):
+        return True
     *_, before, last = ["", "", *words]
     return bool(_LAST.fullmatch(last)) and not _OF_LANGUAGE.fullmatch(before)
 
 
-def _names_variable(name: str, value: Any) -> bool:
-    """Return whether ``value`` is the name of an environment variable (``api_key_env = "MY_KEY"``) rather than a
-    secret."""
-    if _words(name)[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
+def _is_harmless(name: str, value: Any) -> bool:
+    """Return whether a value under the name of a secret is none: the name of an environment variable (``api_key_env =
+    "MY_KEY"``), or a number of tokens."""
+    words = _words(name)
+    if words == ["tokens"]:
+        return bool(re.fullmatch(r"[\d.,]+", str(value)))
+    if words[-1:] != ["env"] or _ENVIRONMENT in name.replace("-", "_").split("."):
         return False
     return isinstance(value, str) and bool(_VARIABLE.fullmatch(value)) and not re.match(_TOKEN, value)
 

@@ -19,11 +19,13 @@ SECRETS = (
     "x-auth-header", "Authorization", "Cookie", "session_cookie", "db_pass", "PGPASSWORD", "passwd", "credentials",
     "AWS_ACCESS_KEY_ID", "aws_secret_access_key", "access_tokens", "bearer", "privateKey", "sshkey", "GITHUB_TOKEN2",
     "params.login.password", "launch_env", "engine.launch_env.ANYTHING", "my_passphrase", "hftoken",
+    "tokens", "keys", "signing_keys", "pw", "db_pw", "jwt", "jwts", "sas", "sas_url", "sig", "signature", "otp", "session",
+    "session_id_token", "dsn", "SENTRY_DSN", "connection_string", "conn_str", "webhook", "slack_webhook_url", "github_pat",
 )  # fmt: skip
 HARMLESS = (
     "max_new_tokens", "tokenizer", "stop_token_ids", "kv_cache_bytes", "monkey", "eos_token", "token_budget",
     "num_key_value_heads", "pass_score", "pass@1", "first_token_timeout_s", "tokens_per_round", "bypass", "compass",
-    "author", "sort_key", "keys", "turkey", "passage", "stream_interval_tokens", "keep_last", "k", "secretary",
+    "author", "sort_key", "sort_keys", "max_sessions", "session_timeout_s", "max_tokens", "turkey", "passage", "stream_interval_tokens", "keep_last", "k", "secretary",
     "tls_key",
 )  # fmt: skip
 
@@ -70,6 +72,9 @@ def test_a_whole_config_stays_readable() -> None:
         ("X-Api-Key: s3cret", f"X-Api-Key: {HIDDEN}"),
         ("bearer s3cret-s3cret is refused", f"bearer {HIDDEN} is refused"),
         ("key hf_abcdefghijklmnopqrstuvwx", f"key {HIDDEN}"),
+        ("key sk_live_abcdefghijklmnop", f"key {HIDDEN}"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII=\n-----END RSA PRIVATE KEY-----", f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END RSA PRIVATE KEY-----"),
+        ("postgres://me:pw@host/db", f"postgres://{HIDDEN}@host/db"),
         ('engine.launch_args = ["--api-key", "s3cret", "--tp", "2"]', f'engine.launch_args = ["--api-key", "{HIDDEN}", "--tp", "2"]'),
         ("run.toml:3: logging.api_key: expected a string", "run.toml:3: logging.api_key: expected a string"),
         ("rollout.max_new_tokens (60) and tokens = 7", "rollout.max_new_tokens (60) and tokens = 7"),

@@ -92,6 +92,7 @@ def test_a_secret_of_the_toml_file_reaches_config_json_alone(place: Path, capfd:
     write_comparison([Path("out"), Path("out")], Path("out/comparison.html"))
     assert holding_the_canary(Path("out")) == holding_the_canary(Path("measured")) == {"config.json"}
     assert "[hidden]" in Path("out/report.html").read_text()
+    assert stat.S_IMODE(Path("out/report.html").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("arguments", IN_ARGUMENTS[::3])

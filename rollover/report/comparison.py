@@ -133,7 +133,8 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """
     if len(run_dirs) < 2:
         raise ValueError(f"a comparison needs at least two runs, got {len(run_dirs)}")
-    return write_page(out, render_comparison([read_run(d) for d in run_dirs]))
+    records = [read_run(d) for d in run_dirs]
+    return write_page(out, render_comparison(records), private=any(r.has_secrets for r in records))
 
 
 def render_comparison(records: Sequence[RunRecord]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from rollover.privacy import make_private
 from rollover.report.plot import Figure
 
 
@@ -74,9 +75,11 @@ class Page:
         )
 
 
-def write_page(path: Path, text: str) -> Path:
-    """Replace ``path`` in one move, so that a reader never sees half a page."""
+def write_page(path: Path, text: str, *, private: bool = False) -> Path:
+    """Replace ``path`` in one move, so that a reader never sees half a page. ``private``: for its owner alone."""
     part = path.with_name(path.name + ".part")
+    if private:
+        make_private(part)
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
     return path

@@ -45,7 +45,8 @@ def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
     Raises:
         RunError: it is not a run directory, or one of its files is damaged.
     """
-    return write_page(run_dir / FILE_NAME, render_report(record or read_run(run_dir)))
+    record = record or read_run(run_dir)
+    return write_page(run_dir / FILE_NAME, render_report(record), private=record.has_secrets)
 
 
 def render_report(record: RunRecord) -> str:

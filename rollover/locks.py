@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 def take(descriptor: int) -> None:
@@ -19,6 +21,33 @@ def take(descriptor: int) -> None:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextmanager
+def shared(file: Path) -> Iterator[None]:
+    """Read ``file``, or the folder that it stands for, without ``claimed`` succeeding meanwhile.
+
+    Raises ``FileNotFoundError`` when it is gone.
+    """
+    with file.open("rb") as opened:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_SH)
+        file.stat()  # it may have been claimed and deleted while this waited
+        yield
+
+
+@contextmanager
+def claimed(file: Path) -> Iterator[bool]:
+    """Claim ``file`` in order to delete it, unless another process shares it."""
+    with file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
 
 
 def release(descriptor: int) -> None:

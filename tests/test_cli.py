@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.run.loading import load
 from rollover.run.sections import WarmupConfig
+from rollover.trainer.checkpoint import CheckpointManifest, prune_checkpoints, write_manifest
 from rollover.version import __version__
 from tests.speed import within
 
@@ -43,10 +45,12 @@ class Jobs:
         self.done: list[tuple[str, RunConfig, Path]] = []
         self.failure: BaseException | None = None
         self.leaves: str | None = None
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def named(self, name: str) -> object:
         def job(config: RunConfig, run: RunDir, *, skip_batch: int | None = None) -> None:
             self.done.append((name, config, run.path))
+            self.meanwhile()
             if self.leaves is not None:
                 (run.path / self.leaves).touch()
             if isinstance(self.failure, Signalled):
@@ -148,20 +152,52 @@ def test_fine_tuning_without_an_sft_section_takes_the_defaults_and_says_so(
     assert "no [sft] section: 200 steps of 64 examples at a learning rate of 1e-05" in capsys.readouterr().err
 
 
+def checkpoint(step: int) -> Path:
+    folder = Path("out/checkpoints") / f"step_{step}"
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(8))
+        write_manifest(folder, CheckpointManifest(version=step, identity={}, num_threads=1))
+    return folder
+
+
 def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
     assert "out has no checkpoint yet" in failed(capsys, "eval", "out")
     for step in (9, 10):
-        folder = Path("out/checkpoints") / f"step_{step}"
-        folder.mkdir(parents=True)
-        (folder / "trainer.json").write_text("{}")
+        checkpoint(step)
     assert cli.main(["eval", "out", "--eval.num_prompts", "5"]) == 0
     job, config, path = work.done[-1]
     assert (job, config.model.path, config.model.scratch) == ("evaluate", "out/checkpoints/step_10", None)
     assert (config.eval.num_prompts, config.tasks.train) == (5, load("run.toml").tasks.train)
     assert config.tasks.eval == config.tasks.train
     assert "measured on newly drawn items (tasks.train)" in capsys.readouterr().err
-    assert path.name.startswith("out-eval-")
+    assert path.parent == Path("out") and path.name.startswith("eval-")
+
+
+@pytest.mark.parametrize("damage", ["weights", "manifest"])
+def test_a_damaged_checkpoint_is_not_measured(work: Jobs, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    folder = checkpoint(10)
+    (folder / ("trainer.json" if damage == "manifest" else "model.safetensors")).write_text("{}")
+    assert "is damaged" in failed(capsys, "eval", "out")
+    assert [job for job, _, _ in work.done] == ["train"]
+
+
+def test_a_checkpoint_that_is_measured_is_not_pruned(work: Jobs) -> None:
+    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 0
+    folders = [checkpoint(step) for step in (9, 10)]
+    kept: list[list[bool]] = []
+
+    def prune() -> None:
+        checkpoint(11)
+        prune_checkpoints(Path("out/checkpoints"), keep_last=1)
+        kept.append([folder.is_dir() for folder in folders])
+
+    work.meanwhile = prune
+    assert cli.main(["eval", "out"]) == 0
+    prune()
+    assert kept == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,24 +64,30 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
     require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
     of_run = job == "evaluate" and directory.is_run(Path(name))
-    config = _checkpoint_config(Path(name), overrides) if of_run else load(name, overrides)
-    config, notes = completed(config, job)
-    if dry_run:
-        show_plan(ctx, config, notes)
-        return
-    for note in notes:
-        click.echo(note, err=True)
-    experiment = Path(name).resolve().name if of_run else Path(name).stem
-    path = run_dir or directory.default_path(experiment if job == "train" else f"{experiment}-{ctx.command.name}")
-    work(ctx, job, config, directory.create(config, path, sys.argv, job=ctx.command.name or job))
+    with ExitStack() as stack:
+        config = _checkpoint_config(Path(name), overrides, stack) if of_run else load(name, overrides)
+        config, notes = completed(config, job)
+        if dry_run:
+            show_plan(ctx, config, notes)
+            return
+        for note in notes:
+            click.echo(note, err=True)
+        job_name = ctx.command.name or job
+        if run_dir is None and of_run:
+            run_dir = directory.default_path(job_name, Path(name))
+        elif run_dir is None:
+            stem = Path(name).stem
+            run_dir = directory.default_path(stem if job == "train" else f"{stem}-{job_name}")
+        work(ctx, job, config, directory.create(config, run_dir, sys.argv, job=job_name))
 
 
-def _checkpoint_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's config with its newest checkpoint as the model; adapters are merged for it on first use."""
+def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) -> RunConfig:
+    """Return the run's config with its newest checkpoint as the model, held until ``stack`` is closed; adapters are
+    merged for it on first use."""
     from rollover.run import directory
-    from rollover.run.export import export, find_checkpoint, holds_adapters
+    from rollover.run.export import export, held_checkpoint, holds_adapters
 
-    model = checkpoint = find_checkpoint(run)
+    model = checkpoint = stack.enter_context(held_checkpoint(run))
     if holds_adapters(checkpoint):
         model = run / "merged" / checkpoint.name
         if not model.is_dir():
@@ -122,7 +129,7 @@ def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) 
     redactor = _redactor(ctx, config)
     for line in (*notes, *dry_run(config)):
         click.echo(f"# {redactor.text(line)}")
-    click.echo(f"\n{toml.dumps(redactor.value(resolved(config)))}", nl=False)
+    click.echo(f"\n{toml.dumps(redactor.value(resolved(config, for_file=True)))}", nl=False)
 
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:

@@ -271,11 +271,11 @@ def is_run(path: Path) -> bool:
     return (path / layout.CONFIG).is_file()
 
 
-def default_path(experiment: str, now: datetime.datetime | None = None) -> Path:
+def default_path(experiment: str, folder: Path = Path("runs"), now: datetime.datetime | None = None) -> Path:
     """Return ``runs/<experiment>-<date-time>``, with a number when several start within a second."""
     stem = f"{experiment[:_MAX_NAME_CHARACTERS]}-{now or datetime.datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, sys.maxsize))
-    return next(path for name in names if not (path := Path("runs") / name).exists())
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def _differing(before: Any, after: Any) -> list[KeyPath]:

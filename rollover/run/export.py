@@ -7,8 +7,11 @@ Importing this module needs no torch.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rollover import locks
 from rollover.errors import ModelError, RunError
 from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
@@ -29,33 +32,58 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
         ModelError: the checkpoint is damaged, or the model that the run began with is gone or was changed.
         ResourceError: the disk is full.
     """
-    from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER, read_manifest, verify_files
+    with held_checkpoint(run, step) as checkpoint:
+        if target.exists():
+            raise RunError(f"{target} exists: choose a folder that does not exist yet")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write(run, checkpoint, target)
+        return checkpoint
 
-    config = directory.derived_config(run)
-    checkpoint = find_checkpoint(run, step)
-    if target.exists():
-        raise RunError(f"{target} exists: choose a folder that does not exist yet")
-    verify_files(checkpoint, read_manifest(checkpoint))
-    target.parent.mkdir(parents=True, exist_ok=True)
+
+def _write(run: Path, checkpoint: Path, target: Path) -> None:
+    from rollover.trainer.checkpoint import MANIFEST, OPTIMIZER
+
     if holds_adapters(checkpoint):
         from rollover.trainer.lora import merge
 
-        base = _base(config, run)
+        base = _base(directory.derived_config(run), run)
         if (record := run / "began_with.json").is_file():
             check_began_with(record, base)
         merge(checkpoint, target, base=base, companions=read_companions(base))
-    else:
-        own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])
+        return
+    own = shutil.ignore_patterns(MANIFEST, Path(OPTIMIZER).parts[0])
 
-        def write(partial: Path) -> None:
-            shutil.copytree(checkpoint, partial, ignore=own, dirs_exist_ok=True)
+    def write(partial: Path) -> None:
+        shutil.copytree(checkpoint, partial, ignore=own, dirs_exist_ok=True)
 
-        write_folder(target, write)
-    return checkpoint
+    write_folder(target, write)
 
 
-def find_checkpoint(run: Path, step: int | None = None) -> Path:
-    """Return the checkpoint after ``step`` steps, or the newest. Raises ``RunError`` when it is not there."""
+@contextmanager
+def held_checkpoint(run: Path, step: int | None = None) -> Iterator[Path]:
+    """Find the checkpoint after ``step`` steps, or the newest, and check its files. It is not deleted within this
+    context, even if its run continues.
+
+    Raises:
+        RunError: there is no such run or checkpoint.
+        ModelError: the checkpoint is damaged.
+    """
+    from rollover.trainer.checkpoint import MANIFEST, read_manifest, verify_files
+
+    directory.derived_config(run)  # refuses what is no run
+    with ExitStack() as stack:
+        while True:
+            checkpoint = _find(run, step)
+            try:
+                stack.enter_context(locks.shared(checkpoint / MANIFEST))
+                break
+            except FileNotFoundError:  # its run has just deleted it, for a newer one
+                continue
+        verify_files(checkpoint, read_manifest(checkpoint))
+        yield checkpoint
+
+
+def _find(run: Path, step: int | None) -> Path:
     from rollover.trainer.checkpoint import checkpoint_path, list_checkpoints
 
     found = list_checkpoints(run / "checkpoints")

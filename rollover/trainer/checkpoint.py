@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from rollover import locks
 from rollover.errors import ModelError, parse_json
 
 FORMAT_VERSION = 1
@@ -79,8 +80,13 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def prune_checkpoints(root: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints, and anything that a killed process left half written."""
-    for path in (*list_checkpoints(root)[:-keep_last], *root.glob(".partial-*")):
+    """Delete all but the newest ``keep_last`` checkpoints, and anything that a killed process left half written. A
+    checkpoint that another process reads stays until the next time."""
+    for path in list_checkpoints(root)[:-keep_last]:
+        with locks.claimed(path / MANIFEST) as is_free:
+            if is_free:
+                path.rename(root / f".partial-{path.name}")  # NFS deletes no folder with an open file
+    for path in root.glob(".partial-*"):
         shutil.rmtree(path)
 
 

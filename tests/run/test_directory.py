@@ -353,10 +353,10 @@ def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path, argv: list[str
 def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
-    first = directory.default_path("quickstart", now)
+    first = directory.default_path("quickstart", now=now)
     assert first == Path("runs/quickstart-20260102-030405")
     first.mkdir(parents=True)
-    assert directory.default_path("quickstart", now) == Path("runs/quickstart-20260102-030405-2")
+    assert directory.default_path("quickstart", now=now) == Path("runs/quickstart-20260102-030405-2")
 
 
 def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

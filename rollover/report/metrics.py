@@ -115,12 +115,13 @@ def accuracies_by_dataset(rows: Iterable[MetricRow]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def standard_error_of(accuracy: str) -> str:
-    """Name the standard error of an accuracy.
+def standard_error_of(name: str) -> str:
+    """Name the standard error of an accuracy or a pass@k.
 
     Example: ``standard_error_of("accuracy/gsm8k") == "accuracy_se/gsm8k"``.
     """
-    return accuracy.replace("accuracy", "accuracy_se", 1)
+    head, slash, dataset = name.partition("/")
+    return f"{head}_se{slash}{dataset}"
 
 
 def _newest_history(rows: Iterable[MetricRow]) -> tuple[MetricRow, ...]:

@@ -6,6 +6,7 @@ displays; nothing depends on it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -181,18 +182,17 @@ def _step_parts(metrics: Mapping[str, float]) -> list[str]:
         (TRAINED.name, "{:,.0f} tok/s trained"),
         ("loss", "loss {:.3f}"),
     )
-    return [text.format(metrics[name]) for name, text in shown if name in metrics]
+    return [text.format(metrics[name]) for name, text in shown if math.isfinite(metrics.get(name, math.nan))]
 
 
 def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
     """List ``accuracy`` first, then its parts by dataset, then pass@k."""
+    errors = {standard_error_of(name) for name in metrics}
     parts = []
     for name, value in metrics.items():
-        if name == "accuracy" or name.startswith("accuracy/"):
+        if name.startswith(("accuracy", "pass@")) and name not in errors:
             se = metrics.get(standard_error_of(name))
             parts.append(f"{name} {value:.3f}" + (f" ± {se:.3f}" if se is not None else ""))
-        elif name.startswith("pass@"):
-            parts.append(f"{name} {value:.3f}")
     return parts
 
 

@@ -99,7 +99,7 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
             "Wasted by the rollout",
             f"{s.fraction(s.wasted_by_rollout):.1%}",
             "of tokens",
-            f"{s.fraction(s.without_gradient):.1%} were in a batch but had no gradient",
+            f"{s.fraction(s.without_gradient):.1%} without a gradient",
         ),
         (
             "Resumes",
@@ -197,7 +197,8 @@ def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]
     if timeline.live_tokens:
         fates.append(("alive: parked or ready", "--green", timeline.live_tokens))
     for cause, tokens in summary.wasted_tokens.items():
-        fates.append((f"wasted: {cause.replace('_', ' ')}", WASTE_COLOURS[cause], tokens))
+        fate = "wasted by the rollout" if cause.is_by_rollout else "without a gradient"
+        fates.append((f"{fate}: {cause.replace('_', ' ')}", WASTE_COLOURS[cause], tokens))
     return fates
 
 

@@ -7,6 +7,7 @@ dash.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -201,7 +202,7 @@ def summary_table(record: RunRecord, summary: RunSummary) -> Table:
 
 
 def number(value: float | None, spec: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{spec}}{unit}"
+    return "–" if value is None or math.isnan(value) else f"{value:{spec}}{unit}"
 
 
 def accuracy_text(accuracy: Accuracy | None) -> str:

@@ -18,6 +18,11 @@ def _stays_skipping(before: Any, after: Any) -> str | None:
     return "prompts have been skipped" if after.tasks.long_prompts == "error" else None
 
 
+def _stays_held_out(before: Any, after: Any) -> str | None:
+    is_kept_out = before.tasks.keep_eval_out or after.tasks.keep_eval_out
+    return "its prompts are kept out of training (tasks.keep_eval_out)" if is_kept_out else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksConfig:
     """Holds the settings of a run's prompts.
@@ -27,7 +32,10 @@ class TasksConfig:
 
     train: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
     """Sources of the training mixture."""
-    eval: tuple[Annotated[SourceConfig, ByKind()], ...] = ()
+    eval: Annotated[
+        tuple[Annotated[SourceConfig, ByKind()], ...],
+        OnResume(_stays_held_out, "may change on resume, unless `keep_eval_out`"),
+    ] = ()
     """Sources for evaluation; their prompts are named ``eval/<name>``."""
     chat_template: Literal["auto", "on", "off"] = "auto"
     """``on``: every prompt goes through the tokenizer's chat template. ``off``: plain text, unchanged. ``auto``: the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 
 import pytest
@@ -112,9 +113,24 @@ def test_the_rollout_rate_counts_from_the_start_of_its_step() -> None:
 
 def test_an_evaluation_names_every_accuracy_with_its_standard_error() -> None:
     progress, out, _ = _progress("plain", terminal=False)
-    values = {"accuracy": 0.5, "accuracy_se": 0.02, "accuracy/a": 0.4, "accuracy_se/a": 0.03, "pass@k/a": 0.9}
+    values = {
+        "accuracy": 0.5,
+        "accuracy_se": 0.02,
+        "accuracy/a": 0.4,
+        "accuracy_se/a": 0.03,
+        "pass@4/a": 0.9,
+        "pass@4_se/a": 0.054,
+    }
     progress.evaluation(7, values)
-    assert out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@k/a 0.900\n"
+    assert (
+        out.getvalue() == "eval at step 7  accuracy 0.500 ± 0.020  accuracy/a 0.400 ± 0.030  pass@4/a 0.900 ± 0.054\n"
+    )
+
+
+def test_a_line_leaves_out_what_was_not_measured() -> None:
+    progress, out, _ = _progress("plain", terminal=False, total=1)
+    progress.step({"loss": 0.5, "staleness/mean": math.nan, "reward/mean": math.nan})
+    assert out.getvalue().endswith("step 1/1  loss 0.500\n")
 
 
 def test_messages_are_not_read_as_markup() -> None:

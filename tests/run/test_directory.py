@@ -16,6 +16,7 @@ from rollover.errors import ConfigError, ResourceError, RunError
 from rollover.rollout.config import RolloutConfig
 from rollover.run import directory
 from rollover.run.config import RunConfig
+from rollover.run.loading import load
 from rollover.run.sections import ModelConfig
 from rollover.settings.plain import resolved
 from rollover.tasks.config import TasksConfig
@@ -365,3 +366,11 @@ def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: 
         before = directory.__version__
         monkeypatch.setattr(directory, "__version__", "9.9")
         assert run.changed_environment() == [f"rollover {before}, now 9.9"]
+
+
+def test_evaluation_may_change_on_resume_unless_its_prompts_are_kept_out_of_training() -> None:
+    kept_out = load("quickstart")
+    refused = directory.refusals(kept_out, load("quickstart", ["--tasks.eval", "[]"]))
+    assert set(refused.values()) == {"its prompts are kept out of training (tasks.keep_eval_out)"}
+    free = ["--tasks.keep_eval_out", "false"]
+    assert directory.refusals(load("quickstart", free), load("quickstart", [*free, "--tasks.eval", "[]"])) == {}

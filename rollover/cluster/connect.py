@@ -23,14 +23,17 @@ _names: set[str] = set()
 calls by the machine's address in the network, for instance."""
 
 _FIND = """
-import sys
+import socket, sys
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._raylet import GcsClient
 found = canonicalize_bootstrap_address_or_die(sys.argv[1])
+host, _, port = found.rpartition(":")
+socket.create_connection((host.strip("[]"), int(port)), timeout=float(sys.argv[2])).close()
 GcsClient(address=found)
 print(found)
 """
-"""Ray itself tries an address for two minutes and then ends the process; this can be ended before."""
+"""Ray itself tries an address for two minutes, even if it refuses, and then ends the process; this can be ended
+before."""
 
 
 def connect(config: ClusterConfig) -> Any:
@@ -86,7 +89,7 @@ def _find(config: ClusterConfig) -> str:
     remedy = "start one with 'ray start --head', or correct cluster.address"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _FIND, config.address],
+            [sys.executable, "-c", _FIND, config.address, str(config.placement_timeout_s)],
             capture_output=True,
             text=True,
             timeout=config.placement_timeout_s,

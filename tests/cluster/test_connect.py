@@ -75,6 +75,16 @@ def test_an_address_where_nothing_answers_is_named_in_time(monkeypatch: pytest.M
             connect(ClusterConfig(address=address, placement_timeout_s=2.0))
 
 
+def test_an_address_that_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=rf"^no Ray cluster at '{address}' \(cluster\.address\): .*refused"):
+        connect(ClusterConfig(address=address, placement_timeout_s=600.0))
+
+
 def test_connecting_keeps_signal_handlers_and_refuses_a_second_cluster(cluster: Any) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]

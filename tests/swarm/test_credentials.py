@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus, shown
+from rollover.swarm.coordinator.trust import shared_table
 from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
 from rollover.swarm.coordinator.trust.credentials import Credentials
 
@@ -67,6 +69,14 @@ def test_tokens_that_are_made_out_at_once_are_all_there(tmp_path: Path) -> None:
         tokens = list(pool.map(lambda name: Credentials(file).add(name, KEY), names))
     assert {*Credentials(file).hashes()} == {*names}
     assert [Credentials(file).member_of(f"Bearer {t.text}") for t in tokens] == names
+
+
+def test_a_table_that_stays_locked_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_table, "_LOCK_TIMEOUT_S", 0.0)
+    with (tmp_path / "workers.lock").open("wb") as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match=r"workers\.lock has been locked for 0 s: another rollover command"):
+            Credentials(tmp_path / "workers.json").add("laptop", KEY)
 
 
 def test_the_file_holds_no_secret_and_is_its_owners(tmp_path: Path) -> None:

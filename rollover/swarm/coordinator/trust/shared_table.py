@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +16,9 @@ from rollover.privacy import make_private
 from rollover.swarm.publication.blobs import replace_file
 
 T = TypeVar("T")
+
+_LOCK_TIMEOUT_S = 10.0
+"""Longest wait for another command to write the table, which takes milliseconds."""
 
 
 class SharedTable(Generic[T]):
@@ -47,19 +51,33 @@ class SharedTable(Generic[T]):
         """Yield the rows to be changed, and write them at the end, at once and durably; write nothing if the work
         raises.
 
-        Raises ``RunError`` for a file that cannot be read, ``ResourceError`` on a full disk.
+        Raises ``RunError`` for a file that cannot be read or is kept locked, ``ResourceError`` on a full disk.
         """
         self._file.parent.mkdir(parents=True, exist_ok=True)
         lock = self._file.with_suffix(".lock")
         make_private(lock)
         with lock.open("wb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            self._lock(held)
             self._stamp = None
             rows = dict(self.rows())
             yield rows
             content = msgspec.json.format(msgspec.json.encode({"workers": rows}), indent=1) + b"\n"
             replace_file(self._file, content, is_private=True)
             self._stamp = None
+
+    def _lock(self, held: BinaryIO) -> None:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise RunError(
+                        f"{held.name} has been locked for {_LOCK_TIMEOUT_S:g} s: another rollover command that changes"
+                        " the workers does not end; stop it"
+                    ) from None
+                time.sleep(0.05)
 
     def _read(self) -> dict[str, T]:
         try:

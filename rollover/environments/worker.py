@@ -52,7 +52,14 @@ def _score(reward: Reward, sample: RewardSample, channel: Channel, runner: async
         return failed(error)
     finally:
         channel.leave_in_a_child()
-    return runner.run(settle(score)) if isinstance(score, Awaitable) else ScoringResult(reward=score)
+    if not isinstance(score, Awaitable):
+        return ScoringResult(reward=score)
+    try:
+        return runner.run(settle(score))
+    except RuntimeError as error:  # the reward stopped the event loop
+        for task in asyncio.all_tasks(runner.get_loop()):
+            task.cancel()
+        return failed(error)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ Each job leaves its results in the directory and reports them on the terminal. I
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Table
 
@@ -26,6 +27,8 @@ from rollover.run.sections import WarmupConfig
 from rollover.run.signals import Stopped
 from rollover.settings.plain import resolved
 from rollover.tasks.config import NO_SOURCE
+
+T = TypeVar("T")
 
 NEW_RECORDS = 20_000
 """New records between two garbage collections when thousands of calls are open: some megabytes."""
@@ -85,7 +88,7 @@ def sft(config: RunConfig, run: RunDir) -> None:
 def evaluate(config: RunConfig, run: RunDir) -> None:
     """Measure the initial policy on every source of ``tasks.eval``."""
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
-        result = asyncio.run(_evaluate(config, run, progress, metrics))
+        result = _run(_evaluate(config, run, progress, metrics))
         table = Table("source", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
         for row in result.rows:
             shown = (row.reward, *row.pass_at.values())
@@ -113,7 +116,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     with _progress(config) as progress, Interrupt(progress, resume=resume) as interrupt, ExitStack() as stack:
         if config.engine.declared.opens_many_calls:
             stack.enter_context(rare_collections(NEW_RECORDS))
-        asyncio.run(work())
+        _run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
     try:
@@ -123,6 +126,18 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
         progress.message(str(missing))
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(work)
+    except RuntimeError as error:
+        if "loop stopped" not in str(error):
+            raise
+        raise DataError(
+            "the event loop of the run was stopped, as an async reward with workers = 0 can do: set its"
+            " reward.workers to 1 or more"
+        ) from error
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:

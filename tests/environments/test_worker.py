@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ import pytest
 from rollover.environments.channel import LOST
 from rollover.environments.rewards import FunctionConfig
 from rollover.environments.rewards.base import RewardSample, RewardSpec
+from rollover.environments.worker import _score
+from rollover.errors import DataError
+from rollover.run.jobs import _run
 from tests.speed import within
 
 _PATIENCE_S = within(120.0)
@@ -131,3 +136,25 @@ keep(lambda: os._exit(7))
             assert keeper.wait(within(30)) == 7
         finally:
             keeper.kill()
+
+
+class Stops:
+    """An async reward that stops its event loop for one completion."""
+
+    async def score(self, sample: RewardSample) -> float:
+        if sample.completion == "stop":
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0)
+        return 1.0
+
+
+def test_a_reward_that_stops_its_event_loop_fails_its_sample_alone() -> None:
+    channel: Any = SimpleNamespace(leave_in_a_child=lambda: None)
+    with asyncio.Runner() as runner:
+        found = [_score(Stops(), replace(SAMPLE, completion=text), channel, runner) for text in ("stop", "go")]
+    assert "loop stopped" in found[0].reason and found[1].reward == 1.0
+
+
+def test_a_reward_that_stops_the_event_loop_of_its_run_is_named() -> None:
+    with pytest.raises(DataError, match=r"set its reward\.workers to 1 or more"):
+        _run(Stops().score(replace(SAMPLE, completion="stop")))

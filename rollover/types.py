@@ -16,6 +16,11 @@ UNBOUNDED = "unbounded"
 """``Annotated[float, UNBOUNDED]`` declares a setting that may be ``inf``; all other numbers of a config are finite."""
 
 
+def is_moderate(number: float) -> bool:
+    """Return whether float32 can compute with ``number``: it is 0, or its size lies between 1e-30 and 1e30."""
+    return number == 0 or 1e-30 <= abs(number) <= 1e30
+
+
 class FinishReason(StrEnum):
     """The reason for which a segment ended.
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
-from rollover.types import FinishReason
+from rollover.types import FinishReason, is_moderate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +217,10 @@ def _check_ranges(row: Algorithm) -> None:
     for setting, holds, rule in rules:
         if not holds:
             raise ValueError(f"algorithm.{setting} must {rule}, got {getattr(row, setting)}")
+    for setting, value in asdict(row).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(n, float) and n != math.inf and not is_moderate(n) for n in numbers):
+            raise ValueError(f"algorithm.{setting} must be 0 or between 1e-30 and 1e30 in size, got {value}")
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -1,9 +1,9 @@
 """Builds a tree of frozen dataclasses, the schema, from TOML and command-line overrides.
 
 Types are strict: nothing is converted except an integer to a float where a float is expected. Numbers are finite unless
-a field says ``UNBOUNDED``, whole numbers have 64 bits, and text is text in UTF-8. Every mistake, whether in the file,
-in an override or found by a dataclass's ``__post_init__``, becomes one line that names its place, and all mistakes of a
-kind are reported together. No message repeats a secret.
+a field says ``UNBOUNDED``, float32 can compute with them, whole numbers have 64 bits, and text is text in UTF-8. Every
+mistake, whether in the file, in an override or found by a dataclass's ``__post_init__``, becomes one line that names
+its place, and all mistakes of a kind are reported together. No message repeats a secret.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollover.privacy import HIDDEN, Redactor
 from rollover.settings.changes import FIXED, OnResume
 from rollover.settings.overrides import Override
 from rollover.settings.toml import Document, KeyPath, dotted
-from rollover.types import UNBOUNDED
+from rollover.types import UNBOUNDED, is_moderate
 
 T = TypeVar("T")
 
@@ -142,6 +142,8 @@ def _impossible(value: Any, schema: Any, data: Any, path: KeyPath = ()) -> Itera
             if value == math.inf and UNBOUNDED in _declared(schema, path, data):
                 return
             message = "this must be a finite number"
+        case float() if not is_moderate(value) and float in types_at(schema, path, data):
+            message = "this must be 0 or between 1e-30 and 1e30 in size, so that float32 can compute with it"
         case str() if _SURROGATE.search(value):
             message = "this is not text in UTF-8"
         case str() if "\0" in value:

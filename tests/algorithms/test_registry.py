@@ -68,6 +68,8 @@ def test_reference_and_proximal_log_probs_are_asked_for_only_when_used() -> None
         ({"name": "grop"}, "algorithm.name has no value 'grop'; did you mean 'grpo'?"),
         ({"correction": "miss"}, "algorithm.correction has no value 'miss'; did you mean 'mis'?"),
         ({"clip_low": 1.5}, "algorithm.clip_low must lie in [0, 1], got 1.5"),
+        ({"kl_coef": 1e300}, "algorithm.kl_coef must be 0 or between 1e-30 and 1e30 in size, got 1e+300"),
+        ({"advantage_eps": 1e-300}, "algorithm.advantage_eps must be 0 or between 1e-30 and 1e30 in size, got 1e-300"),
         ({"dual_clip": 0.5}, "algorithm.dual_clip must be above 1, or 0 for off, got 0.5"),
         ({"correction_bounds": (1.5, 2.0)}, "must hold low <= 1 <= high, got (1.5, 2.0)"),
         ({"old": "rollout"}, "set correction to 'none' or 'mask_stale', or old to 'proximal'"),

@@ -192,13 +192,16 @@ def test_keys_lists_every_key_outside_lists() -> None:
         ("[warmup]\ntemperature = -inf", "run.toml:2: warmup.temperature: this must be a finite number, got the number -inf"),
         ("[rollout]\nbounds = [nan, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number nan"),
         ("[rollout]\nbounds = [-inf, 1.0]", "run.toml:2: rollout.bounds.0: this must be a finite number, got the number -inf"),
+        ("[rollout]\ntemperature = 1e300", "run.toml:2: rollout.temperature: this must be 0 or between 1e-30 and 1e30 in size, so that float32 can compute with it, got the number 1e+300"),
+        ("[rollout]\ntemperature = 1e-300", "run.toml:2: rollout.temperature: this must be 0 or between 1e-30 and 1e30 in size, so that float32 can compute with it, got the number 1e-300"),
+        ("[rollout]\nbounds = [0.0, -1e31]", "run.toml:2: rollout.bounds.1: this must be 0 or between 1e-30 and 1e30 in size, so that float32 can compute with it, got the number -1e+31"),
         ("[[sources]]\nname = 'a'\nweight = inf", "run.toml:3: sources.0.weight: this must be a finite number, got the number inf"),
         (f"steps = {10**30}", f"run.toml:1: steps: whole numbers are limited to 64 bits, got the whole number {10**30}"),
         (f"[[sources]]\nname = 'a'\nconfig = {{ deep = [{-(10**30)}] }}", f"run.toml:3: sources.0.config.deep.0: whole numbers are limited to 64 bits, got the whole number {-(10**30)}"),
         ("[rollout]\nname = '[hidden]'", 'run.toml:2: rollout.name: this is the placeholder of a hidden secret: write the secret itself, got the string "[hidden]"'),
     ],
 )  # fmt: skip
-def test_numbers_are_finite_64_bit_and_hidden_secrets_are_no_values(text: str, message: str) -> None:
+def test_numbers_fit_float32_and_64_bits_and_hidden_secrets_are_no_values(text: str, message: str) -> None:
     assert complaints(text) == [message]
 
 

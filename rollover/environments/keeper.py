@@ -3,7 +3,7 @@
 The work is users' code. It may fork, start programs, put them into sessions of their own, ignore signals, hang or die.
 The keeper runs none of that code: it waits until the work ends by itself, until its own standard input is closed or
 until its parent dies. Then it kills every process that the work started, directly or indirectly, and ends with the
-work's exit code.
+work's exit code. Meanwhile it passes on what the work prints to standard error, up to ``_MOST_OUTPUT_BYTES``.
 
 On Linux orphans among the descendants become the keeper's children ("child subreaper"), so none can escape. Elsewhere
 only the work's own process group is killed.
@@ -30,6 +30,8 @@ _SIGNALLED = 128
 """Added to the number of the signal that killed the work, as shells do."""
 _CLEARING_S = 5.0
 """Seconds to wait for a process after SIGKILL; a process that remains hangs in the kernel."""
+_MOST_OUTPUT_BYTES = 2**20
+_CUT = b"\n(a reward process has printed 1 MiB; what else it prints is dropped)\n"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -46,17 +48,22 @@ def keep(work: Callable[[], None]) -> NoReturn:
     woken, wakes = os.pipe()  # a signal writes its number here
     os.set_blocking(woken, False)
     os.set_blocking(wakes, False)
+    printed, prints = os.pipe()
     keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.close(woken)
         os.close(wakes)
-        _do(work, keeper)
+        os.close(printed)
+        _do(work, keeper, prints)
+    os.close(prints)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-    code = _wait(worker, woken)
+    output = _BoundedOutput(printed)
+    code = _wait(worker, woken, output)
     _clear(worker)
+    output.drain()
     os._exit(_SIGNALLED + signal.SIGKILL if code is None else code)
 
 
@@ -70,7 +77,46 @@ def describe_exit(code: int) -> str:
     return f"was killed ({names.get(number, f'signal {number}')}){memory}"
 
 
-def _do(work: Callable[[], None], keeper: int) -> NoReturn:
+class _BoundedOutput:
+    """Passes on what the work prints, or drops it, so that it never waits for a reader."""
+
+    def __init__(self, source: int) -> None:
+        os.set_blocking(source, False)
+        self._source = source
+        self._left = _MOST_OUTPUT_BYTES
+        self.held = b""
+        """Read, but not written yet."""
+
+    @property
+    def source(self) -> list[int]:
+        """Return the descriptor to wait for, unless standard error must accept something first."""
+        return [] if self.held or self._source < 0 else [self._source]
+
+    def read(self) -> bool:
+        """Read what there is, at most one block. Returns whether there was anything."""
+        with suppress(BlockingIOError):
+            block = os.read(self._source, 4096)
+            if not block:
+                self._source = -1
+            self.held = block[: self._left]
+            self._left -= len(self.held)
+            if self.held and self._left == 0:
+                self.held += _CUT
+            return bool(block)
+        return False
+
+    def write(self) -> None:
+        held, self.held = self.held, b""
+        with suppress(OSError):  # nobody reads
+            os.write(2, held)
+
+    def drain(self) -> None:
+        """Pass on what is left. Called when no process is left that could print more."""
+        while self.source and self.read():
+            self.write()
+
+
+def _do(work: Callable[[], None], keeper: int, prints: int) -> NoReturn:
     """Run ``work`` as the child, in a process group of its own and with nothing to read on standard input."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -79,6 +125,10 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    os.dup2(prints, 1)
+    os.dup2(prints, 2)
+    os.close(prints)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     code = 1
     try:
         work()
@@ -93,11 +143,15 @@ def _do(work: Callable[[], None], keeper: int) -> NoReturn:
             os._exit(code)
 
 
-def _wait(worker: int, woken: int) -> int | None:
+def _wait(worker: int, woken: int, output: _BoundedOutput) -> int | None:
     """Wait for the exit code of the work; ``None`` when the keeper must end first."""
     # Look before the first wait: the work may have ended before its signal had a handler.
     while (code := _reap(worker)) is None:
-        ready, _, _ = select.select([0, woken], [], [])
+        ready, writable, _ = select.select([0, woken, *output.source], [2] if output.held else [], [])
+        if writable:
+            output.write()
+        elif output.source and output.source[0] in ready:
+            output.read()
         if 0 in ready or signal.SIGTERM in (os.read(woken, 4096) if woken in ready else b""):
             return _reap(worker)
     return code

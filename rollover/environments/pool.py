@@ -13,7 +13,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -43,11 +43,16 @@ class WorkerPool:
         """Return the number of processes that are alive now."""
         return len(self._workers)
 
-    async def run(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Run one job and return the worker's reply. Raises ``TimeoutError`` after the deadline, ``RewardError`` when
-        the process dies or cannot start, and ``DataError`` when it says that the rewards cannot be built."""
+    async def run(self, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
+        """Run one job and return the worker's reply. ``begin`` is called when it is the job's turn; it returns the
+        deadline in seconds, or raises what the caller receives.
+
+        Raises ``TimeoutError`` after the deadline, ``RewardError`` when the process dies or cannot start, and
+        ``DataError`` when it says that the rewards cannot be built.
+        """
         async with self._slots:
             self._require_open()
+            timeout_s = begin()
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 self._require_open()

@@ -2,9 +2,11 @@
 
 ``score`` blocks the event loop only for verifiers that the user declared cheap (``workers = 0``); everything else runs
 in killable processes under a deadline. A scoring that raises or is late is retried, then fails only its sample, with
-the reason. There are two exceptions. A built-in check against a known answer that is late scores 0: a response that
-cannot be judged is not right, and excluding it would favour easy ones. A function that has not yet returned a valid
-result is the user's mistake, reported at the first sample.
+the reason. There are two exceptions. A function that has not yet returned a valid result is the user's mistake,
+reported at the first sample. A built-in check against a known answer that is late scores 0: a response that cannot be
+judged is not right, and excluding it would favour easy ones. It would be late again, so it is not retried, and the same
+answer to the same row is not checked again. ``n`` checks of a source take at most ``n / 10 + 6 + workers`` deadlines:
+once 6 more were late than a tenth of those in time, the deadline is a tenth until the balance is restored.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rollover.environments.pool import WorkerPool
 from rollover.environments.reward_value import MisshapenReward, RefusedReward
@@ -40,6 +43,11 @@ class ScorerStats:
     """Time that trajectories spent being scored, summed over them, including waits for a free process."""
 
 
+_SHORTER = 10
+"""Divides the deadline once too many checks were late."""
+_ALLOWANCE = 6 * _SHORTER
+
+
 class RewardScorer:
     """Scores the responses to the prompts of all sources of a run: an environment with one turn. Belongs to one event
     loop; ``close`` it there.
@@ -63,6 +71,9 @@ class RewardScorer:
         self._stats = ScorerStats()
         self._proved: set[str] = set()
         """Sources whose reward has returned a valid result once."""
+        self._late: set[tuple[str, str]] = set()
+        """Row and judged part of the checks that were late."""
+        self._allowances = dict.fromkeys(self._specs, _ALLOWANCE)
 
     @property
     def stats(self) -> ScorerStats:
@@ -84,15 +95,17 @@ class RewardScorer:
             RewardError: it could not be scored, after the last retry; with the reason.
             DataError: the reward function is wrong, and would fail for every other trajectory too.
         """
-        spec = self._specs[trajectory.prompt.source]
+        spec, prompt_id = self._specs[trajectory.prompt.source], trajectory.prompt.prompt_id
         started_s = time.perf_counter()
         num_retried, late, failure = 0, False, ""
         for num_retried in range(spec.config.retries + 1):
             late = False
             try:
-                reward = await self._attempt(spec, self._sample(trajectory))
+                reward = await self._attempt(spec, self._sample(trajectory), row=prompt_id.rpartition("@")[0])
             except TimeoutError:
                 late, failure = True, f"timed out after {spec.config.timeout_s:g} s (reward.timeout_s)"
+                if spec.config.late_scores_zero:
+                    break
             except RefusedReward as error:
                 failure = str(error)
                 if isinstance(error, MisshapenReward) and spec.source not in self._proved:
@@ -124,14 +137,39 @@ class RewardScorer:
             completion_ids=trajectory.token_ids,
         )
 
-    async def _attempt(self, spec: RewardSpec, sample: RewardSample) -> float:
+    async def _attempt(self, spec: RewardSpec, sample: RewardSample, row: str) -> float:
         """Score once. Raises ``TimeoutError`` after the deadline, ``RewardError`` for anything that the reward raises,
         and ``DataError`` when a process finds that the rewards cannot be built."""
         if spec.source in self._inline:
             async with asyncio.timeout(spec.config.timeout_s):
                 return (await score_once(self._inline[spec.source], sample)).number()
         assert self._pool is not None
-        reply = await self._pool.run({"source": spec.source, "sample": asdict(sample)}, spec.config.timeout_s)
+        job = {"source": spec.source, "sample": asdict(sample)}
+        if not spec.config.late_scores_zero:
+            return ScoringResult(**await self._pool.run(job, lambda: spec.config.timeout_s)).number()
+        return await self._check(self._pool, spec, sample, row, job)
+
+    async def _check(
+        self, pool: WorkerPool, spec: RewardSpec, sample: RewardSample, row: str, job: dict[str, Any]
+    ) -> float:
+        """Check a response against a known answer. Raises ``TimeoutError`` at once if the same was late before."""
+        deadline_s = 0.0
+
+        def begin() -> float:
+            nonlocal deadline_s
+            if self._late and (row, spec.config.judged_part(sample)) in self._late:
+                raise TimeoutError
+            deadline_s = spec.config.timeout_s * (1.0 if self._allowances[spec.source] >= _SHORTER else 1 / _SHORTER)
+            return deadline_s
+
+        try:
+            reply = await pool.run(job, begin)
+        except TimeoutError:
+            if deadline_s == spec.config.timeout_s:
+                self._late.add((row, spec.config.judged_part(sample)))
+                self._allowances[spec.source] -= _SHORTER
+            raise
+        self._allowances[spec.source] = min(_ALLOWANCE, self._allowances[spec.source] + 1)
         return ScoringResult(**reply).number()
 
     def _count(self, **more: float) -> None:

@@ -83,7 +83,8 @@ class Progress:
         self._rollout_from = None
         done = self._done("train") + 1
         self._recent = [*self._recent, metrics][-self._every :]
-        text = "  ".join(_step_parts(means(self._recent)))
+        late = sum(step.get("reward/late", 0.0) for step in self._recent)
+        text = "  ".join([*_step_parts(means(self._recent)), *([f"{late:.0f} rewards late"] if late else [])])
         if self._mode == "plain" and (done % self._every == 0 or done in (1, self.total_steps)):
             self._line(f"step {done}/{self.total_steps}  {text}")
             self._recent = []

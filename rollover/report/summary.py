@@ -77,6 +77,8 @@ class RunSummary:
     phase_s: Mapping[str, float]
     """Seconds by phase; they add up to the seconds of the steps."""
     peak_memory_bytes: int | None
+    late_rewards: int
+    """Checks against a known answer that were late and scored 0."""
 
     @property
     def wasted_by_rollout(self) -> Mapping[WasteCause, int]:
@@ -128,6 +130,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         length_drift=trained_lengths.mean / generated.mean if generated and trained_lengths else None,
         phase_s=_phases(rows, timeline),
         peak_memory_bytes=int(max(memory)) if memory else None,
+        late_rewards=int(sum(_values(rows, "reward/late"))),
     )
 
 
@@ -184,6 +187,8 @@ def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
         ("time", phases_text(s)),
         ("peak memory", bytes_text(s.peak_memory_bytes)),
     ]
+    if s.late_rewards:
+        rows.append(("rewards that were late", f"{s.late_rewards:,} (scored 0)"))
     return tuple(rows)
 
 

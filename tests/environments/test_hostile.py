@@ -148,7 +148,7 @@ def test_a_function_that_ruins_its_process_fails_its_sample_alone(
     assert not (tmp_path / "file").exists() or (tmp_path / "file").read_bytes() == b""
 
 
-def test_samples_that_wait_for_a_slot_get_it_when_others_were_late_died_or_were_cancelled(
+def test_waiting_samples_get_a_slot_after_late_dead_and_cancelled_ones(
     marked: Callable[[], list[int]],
 ) -> None:
     async def use(scorer: RewardScorer) -> None:

@@ -70,7 +70,7 @@ def test_booleans_and_whole_numbers_are_numbers(returned: Any) -> None:
         (["x" * 10**6], "got a list of str 'xxx"),
     ],
 )
-def test_anything_else_names_the_function_what_it_gave_and_what_is_expected(returned: Any, shown: str) -> None:
+def test_a_return_of_another_form_is_refused_with_function_and_value(returned: Any, shown: str) -> None:
     with pytest.raises(MisshapenReward) as caught:
         single_reward(returned, "reward function m:f")
     assert str(caught.value).startswith("reward function m:f must return a list of 1 number, " + shown)
@@ -101,7 +101,7 @@ def test_a_number_that_cannot_be_trained_on_is_refused_with_its_value(value: Any
     assert isinstance(caught.value, RewardError)
 
 
-def test_the_squares_of_a_million_of_the_largest_rewards_have_a_finite_sum_in_float32() -> None:
+def test_float32_sums_the_squares_of_a_million_largest_rewards() -> None:
     largest = usable_reward(1e15, "f")
     assert torch.isfinite(torch.full((10**6,), largest, dtype=torch.float32).square().sum())
 

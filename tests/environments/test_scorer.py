@@ -5,12 +5,12 @@ import math
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollover.environments.pool import WorkerPool
 from rollover.environments.rewards import FunctionConfig, MathVerifyConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSample, RewardSpec
 from rollover.environments.scorer import RewardScorer
@@ -169,9 +169,7 @@ def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: st
         ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
     ],
 )
-def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_for_again(
-    workers: int, text: str, message: str
-) -> None:
+def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int, text: str, message: str) -> None:
     async def use(scorer: RewardScorer) -> None:
         with pytest.raises(RewardError) as caught:
             await scorer.score(trajectory(prompt(), text))
@@ -184,7 +182,7 @@ def test_a_reward_that_cannot_be_used_fails_its_sample_alone_and_is_not_asked_fo
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': 1.0}", "None", "[[1.0]]"])
-def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sample(workers: int, text: str) -> None:
+def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int, text: str) -> None:
     async def use(scorer: RewardScorer) -> None:
         with pytest.raises(DataError) as caught:
             await scorer.score(trajectory(prompt(), text))
@@ -194,7 +192,7 @@ def test_a_return_of_another_form_is_the_user_s_mistake_and_told_at_the_first_sa
     with_scorer([spec("evaluated", workers=workers)], use)
 
 
-def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_not() -> None:
+def test_a_function_that_was_right_once_fails_only_its_sample() -> None:
     async def use(scorer: RewardScorer) -> None:
         assert await scorer.score(trajectory(prompt(), "[1]")) == 1.0
         with pytest.raises(RewardError, match="must return a list of 1 number, got list \\[\\]"):
@@ -203,7 +201,7 @@ def test_a_function_that_was_right_once_fails_the_sample_alone_for_which_it_is_n
     with_scorer([spec("evaluated")], use)
 
 
-def test_a_function_that_cannot_be_built_in_its_process_is_the_user_s_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_its_process_cannot_build_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(scorer: RewardScorer) -> None:
         monkeypatch.setenv("NOT_TO_BE_IMPORTED", "1")
         with pytest.raises(
@@ -215,34 +213,66 @@ def test_a_function_that_cannot_be_built_in_its_process_is_the_user_s_mistake(mo
     with_scorer([RewardSpec(source="s", config=config)], use)
 
 
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_check_against_a_known_answer_that_is_late_scores_0_and_is_counted(
-    retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """math-verify, in a process whose library hangs on one response."""
+@pytest.fixture
+def slow_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify, as a library that hangs on some responses and fails on others."""
     (tmp_path / "math_verify.py").write_text(
         "def parse(text, parsing_timeout):\n"
         "    while 'hang' in text: pass\n"
         "    if 'raise' in text: raise ValueError('digits')\n"
-        "    return [text.strip('$')]\n"
+        "    return [text.removeprefix('\\\\boxed').strip('{}')]\n"
         "def verify(gold, answer, timeout_seconds): return gold == answer\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
+
+def checked(*timeouts_s: float) -> list[RewardSpec]:
+    """One source ``s0``, ``s1``, ... for each deadline, each with retries, whose checks share two processes."""
+    return [
+        RewardSpec(source=f"s{i}", config=MathVerifyConfig(timeout_s=t, retries=3), answer_column="answer")
+        for i, t in enumerate(timeouts_s)
+    ]
+
+
+@pytest.mark.usefixtures("slow_library")
+def test_a_check_against_a_known_answer_that_is_late_scores_0_once() -> None:
     async def use(scorer: RewardScorer) -> None:
-        asked = prompt(answer="4")
+        asked, late = prompt("s0", answer="4"), prompt("s1", answer="4")
         assert await scorer.score(trajectory(asked, "4")) == 1.0
-        assert await scorer.score(trajectory(prompt("late", answer="4"), "hang")) == 0.0
+        assert await scorer.score(trajectory(late, "so \\boxed{hang}")) == 0.0
         assert await scorer.score(trajectory(asked, "raise")) == 0.0
+        assert scorer.num_processes == 1
+        assert await scorer.score(trajectory(late, "hence \\boxed{hang}")) == 0.0
+        assert scorer.num_processes == 1, "the same answer to the same row is not checked again"
         assert await scorer.score(trajectory(asked, "4")) == 1.0
         stats = scorer.stats
-        assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (4, 1, 0, retries)
+        assert (stats.num_scored, stats.num_late, stats.num_failed, stats.num_retried) == (5, 2, 0, 0)
 
-    config = MathVerifyConfig(workers=1, timeout_s=60.0, retries=retries)
-    near = replace(config, timeout_s=0.3)
-    with_scorer(
-        [RewardSpec(source=s, config=c, answer_column="answer") for s, c in (("s", config), ("late", near))], use
-    )
+    with_scorer(checked(60.0, 0.3), use)
+
+
+@pytest.mark.usefixtures("slow_library")
+def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines_s: list[float] = []
+
+    async def late(pool: WorkerPool, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
+        deadlines_s.append(begin())
+        await asyncio.sleep(0)
+        if "hang" in job["sample"]["completion"]:
+            raise TimeoutError
+        return {"reward": 1.0}
+
+    async def one_by_one(scorer: RewardScorer) -> None:
+        for n in range(64):
+            await scorer.score(trajectory(prompt("s0", answer="4"), f"hang {n}"))
+        assert deadlines_s == [10.0] * 6 + [1.0] * 58
+        for _ in range(10):
+            await scorer.score(trajectory(prompt("s0", answer="4"), "4"))
+        await scorer.score(trajectory(prompt("s0", answer="4"), "hang after all"))
+        assert deadlines_s[-1] == 10.0
+
+    monkeypatch.setattr(WorkerPool, "run", late)
+    with_scorer(checked(10.0), one_by_one)
 
 
 ODD_REASONS = [
@@ -261,7 +291,7 @@ ODD_REASONS = [
         ("KeyboardInterrupt", "KeyboardInterrupt: by the function (functions.py, line ", 1),
     ],
 )
-def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_nothing(
+def test_any_exception_fails_its_sample_with_a_reason_and_prints_nothing(
     kind: str, reason: str, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def use(scorer: RewardScorer) -> None:
@@ -276,7 +306,7 @@ def test_whatever_a_function_raises_fails_its_sample_with_one_reason_and_prints_
     assert out + err == ""
 
 
-def test_ctrl_c_ends_the_run_also_while_a_function_is_called_in_its_process() -> None:
+def test_ctrl_c_ends_the_run_while_a_function_is_called_inside_it() -> None:
     async def use(scorer: RewardScorer) -> None:
         await scorer.score(trajectory(prompt(), "KeyboardInterrupt"))
 

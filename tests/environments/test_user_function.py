@@ -26,7 +26,7 @@ WRITE_PID = "import os\nopen('pid', 'w').write(str(os.getpid()))\n"
         ("hangs", WRITE_PID + "while True: pass\n", "importing 'hangs' took more than 1 s; move script code"),
     ],
 )
-def test_a_module_that_does_not_come_back_from_its_import_is_told_and_ends_nothing_else(
+def test_a_module_whose_import_never_returns_is_reported_and_ended(
     module: str, code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

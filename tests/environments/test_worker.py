@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -92,28 +93,33 @@ def worker_left_by(leave: Callable[[socket.socket], None]) -> tuple[int, bytes, 
             return worker.wait(_PATIENCE_S), out, err
 
 
-OUTPUT_GONE = """
-import io, os, sys
+PRINTS = """
+import os
 from rollover.environments.keeper import keep
 
-sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
-
 def work():
-    print("words that nobody reads")
+    for _ in range(300):
+        print("x" * 9999)
 
-readable, writable = os.pipe()
-os.dup2(writable, 1)
-os.close(writable)
-os.close(readable)
 keep(work)
 """
 
 
-def test_work_whose_output_nobody_reads_ends_silently() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OUTPUT_GONE], stdin=subprocess.PIPE, capture_output=True, timeout=_PATIENCE_S
-    )
-    assert done.stderr == b""
+def test_what_work_prints_is_passed_on_up_to_a_bound() -> None:
+    with subprocess.Popen([sys.executable, "-c", PRINTS], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as keeper:
+        assert keeper.stderr is not None
+        printed = keeper.stderr.read()
+        assert keeper.wait(_PATIENCE_S) == 0
+    assert printed[:10001] == b"x" * 9999 + b"\nx"
+    assert printed[2**20 :] == b"\n(a reward process has printed 1 MiB; what else it prints is dropped)\n"
+
+
+def test_work_whose_output_nobody_reads_ends_as_it_would() -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    with subprocess.Popen([sys.executable, "-c", PRINTS], stdin=subprocess.PIPE, stderr=writable) as keeper:
+        os.close(writable)
+        assert keeper.wait(_PATIENCE_S) == 0
 
 
 def test_a_keeper_ends_with_work_that_was_over_before_it_looked() -> None:

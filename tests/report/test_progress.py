@@ -58,6 +58,14 @@ def test_a_line_has_the_means_since_the_line_before() -> None:
     assert "loss -7.000" in out.getvalue().splitlines()[-1]
 
 
+def test_a_line_counts_the_rewards_that_were_late() -> None:
+    progress, out, _ = _progress("plain", terminal=False, every=2)
+    for late in (0.0, 0.0, 3.0, 1.0):
+        progress.step({**METRICS, "reward/late": late})
+    lines = out.getvalue().splitlines()
+    assert "late" not in lines[0] + lines[1] and lines[2].endswith("loss 0.250  4 rewards late")
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_on_a_narrow_terminal_counts_and_times_stay_whole(width: int) -> None:
     out = io.StringIO()

@@ -60,6 +60,10 @@ class RewardSettings(ABC):
         """Build the reward. Raises ``DataError`` when it cannot be used: a library or function is missing, or the
         function has a wrong signature."""
 
+    def judged_part(self, sample: RewardSample) -> str:
+        """Return the part of a response that decides how long judging it takes."""
+        return sample.completion
+
     def needed_columns(self) -> tuple[str, ...]:
         """Return the columns that this reward needs besides the reference answer. Raises ``DataError`` when they cannot
         be determined."""

@@ -41,7 +41,7 @@ class ExactReward:
     spec: RewardSpec
 
     def score(self, sample: RewardSample) -> float:
-        answer = self.config.answer(sample.completion)
+        answer = self.config.answer(sample)
         if answer is None:
             return 0.0
         references = reference_texts(self.spec, sample, self.config.reference_extract)

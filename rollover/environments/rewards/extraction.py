@@ -15,8 +15,26 @@ ReferenceExtraction = Literal["whole", "hashes", "last_line"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractionSettings(RewardSettings):
-    """Holds the settings of rewards that look for the answer within the response."""
+class AnswerSettings(RewardSettings):
+    """Holds the settings of rewards that read an answer out of the response."""
+
+    closed_thoughts: bool = False
+    """If true, the answer may be in a thought that was closed (``<think>...</think>``); if false, only behind it. A
+    thought that was never closed, begun by the response or by its prompt, has no answer in it."""
+
+    def answer_text(self, sample: RewardSample) -> str | None:
+        """Return the part of the response that may hold the answer, ``None`` within an unfinished thought.
+
+        Example: of ``"<think>Is it 6?</think>It is 7."`` it is ``"It is 7."``.
+        """
+        thought, closed, spoken = sample.completion.rpartition("</think>")
+        is_thinking = "<think>" in spoken or (not closed and sample.prompt.rstrip().endswith("<think>"))
+        return None if is_thinking else f"{thought}\n{spoken}" if self.closed_thoughts else spoken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractionSettings(AnswerSettings):
+    """Holds the settings of rewards that look for the answer in a certain place of the response."""
 
     extract: Extraction = "tag"
     """Location of the answer in the response. ``tag``: in the last ``<answer>...</answer>``. ``hashes``: on
@@ -37,9 +55,10 @@ class ExtractionSettings(RewardSettings):
                     f"reward.answer_pattern {self.answer_pattern!r} is not a regular expression: {error}"
                 ) from None
 
-    def answer(self, completion: str) -> str | None:
+    def answer(self, sample: RewardSample) -> str | None:
         """Find the answer in a response; ``None`` if there is none."""
-        return extract_answer(completion, self.extract, self.answer_pattern)
+        text = self.answer_text(sample)
+        return None if text is None else extract_answer(text, self.extract, self.answer_pattern)
 
 
 def extract_answer(text: str, how: Extraction, pattern: str | None = None) -> str | None:

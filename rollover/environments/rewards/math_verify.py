@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
-from rollover.environments.rewards.extraction import ReferenceExtraction, reference_texts
+from rollover.environments.rewards.extraction import AnswerSettings, ReferenceExtraction, reference_texts
+from rollover.environments.rewards.final_expression import final_expression, reference_expression
 from rollover.errors import DataError, RewardError
+
+_MOST_DIGITS = 1e5
+_MOST_TERMS = 1e4
+"""Largest power of an expression with variables, and number of terms of a sum or product."""
+_EXACT, _ROUNDED = 1e-12, 1e-3
+"""Relative difference at which exact numbers, and numbers of which one is a decimal, are not equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MathVerifyConfig(RewardSettings):
+class MathVerifyConfig(AnswerSettings):
     """Scores 1 when math-verify finds the response's final expression equal to the reference; else 0.
 
     Example: with the reference ``"0.5"``, a response that ends in ``$\\boxed{\\frac{1}{2}}$`` scores 1.
@@ -30,6 +38,9 @@ class MathVerifyConfig(RewardSettings):
         RewardSettings.__post_init__(self)
         if self.workers == 0:
             raise ValueError("reward.workers must be at least 1 for 'math_verify': only a process can be stopped")
+
+    def judged_part(self, sample: RewardSample) -> str:
+        return final_expression(self.answer_text(sample) or "") or ""
 
     def build(self, spec: RewardSpec) -> MathVerifyReward:
         return MathVerifyReward(self, spec)
@@ -57,13 +68,13 @@ class MathVerifyReward:
         texts = reference_texts(self._spec, sample, self._config.reference_extract)
         references = [self._reference(text) for text in texts]
         try:
-            answer = self._parse(sample.completion)
-            return float(any(self._library.verify(r, answer, timeout_seconds=None) for r in references))
+            read = self._parse(self._config.judged_part(sample))
+            return float(any(self._equal(reference, one) for r in references for reference in r for one in read))
         except Exception:  # a number with more digits than Python reads, say
             return 0.0
 
     def _reference(self, text: str) -> list[Any]:
-        reference = self._parse(_as_latex(text))
+        reference = self._parse(reference_expression(text))
         if not reference:
             raise RewardError(f"the reference answer {text[:80]!r} is not mathematics; use reward kind 'exact'")
         return reference
@@ -72,8 +83,68 @@ class MathVerifyReward:
         parsed: list[Any] = self._library.parse(text, parsing_timeout=None)
         return parsed
 
+    def _equal(self, reference: Any, answer: Any) -> bool:
+        if is_endless(reference) or is_endless(answer):
+            return bool(reference == answer)
+        return self._library.verify(reference, answer, timeout_seconds=None) and not are_apart(reference, answer)
 
-def _as_latex(text: str) -> str:
-    """Put delimiters around a bare reference, since math-verify reads LaTeX only between them."""
-    delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
-    return text if delimited else f"${text}$"
+
+def is_endless(expression: Any) -> bool:
+    """Return whether computing the expression would take forever, such as ``9^{9^{9}}`` with its 369,693,100 digits."""
+    import sympy
+
+    if not isinstance(expression, sympy.Basic):
+        return False
+    try:
+        return _digits(expression) > _MOST_DIGITS
+    except OverflowError:
+        return True
+
+
+def _digits(expression: Any) -> float:
+    """Estimate the decimal digits that computing the expression takes, from above. Raises ``OverflowError``."""
+    import sympy
+    from sympy.functions.combinatorial.factorials import CombinatorialFunction
+
+    if isinstance(expression, sympy.Rational):
+        return math.log10(1 + max(abs(expression.p), expression.q))
+    digits = [_digits(part) for part in expression.args]
+    match expression:
+        case sympy.Pow():
+            power = 10.0 ** digits[1]
+            if expression.base.free_symbols and expression.exp.is_number:
+                return math.inf if power > _MOST_TERMS and expression.exp.is_integer is not False else digits[0]
+            return digits[0] * power if expression.is_number else max(digits)
+        case CombinatorialFunction() | sympy.gamma():
+            return 10.0 ** min(digits) * digits[0] if expression.is_number else max(digits)
+        case sympy.Sum() | sympy.Product():
+            lengths = [abs(high - low) for _, low, high in expression.limits if (high - low).is_finite]
+            return math.inf if any(length.is_number and length > _MOST_TERMS for length in lengths) else max(digits)
+    return sum(digits)
+
+
+def are_apart(reference: Any, answer: Any) -> bool:
+    """Return whether two numbers, or two collections of numbers, differ relative to their size. math-verify compares
+    15 digits after the point, which are all 0 in ``1/2004!`` and ``1/2006!``."""
+    import sympy
+
+    pair = [one.rhs if isinstance(one, sympy.Eq) else one for one in (reference, answer)]
+    if all(isinstance(one, sympy.FiniteSet | sympy.Tuple) for one in pair) and len(pair[0]) == len(pair[1]):
+        parts = [list(one) if isinstance(one, sympy.Tuple) else sorted(one, key=_sort_key) for one in pair]
+        return any(are_apart(*both) for both in zip(*parts, strict=True))
+    if not all(isinstance(one, sympy.Expr) and one.is_number for one in pair):
+        return False
+    if any(one.has(sympy.UnevaluatedExpr) for one in pair):  # per cent
+        return False
+    try:
+        first, second = (one.evalf(30, strict=True) for one in pair)
+    except sympy.core.evalf.PrecisionExhausted:  # a number that is 0 without looking so
+        return False
+    bound = _ROUNDED if any(one.has(sympy.Float) for one in pair) else _EXACT
+    return bool(abs(first - second) > bound * max(abs(first), abs(second)))
+
+
+def _sort_key(number: Any) -> Any:
+    import sympy
+
+    return sympy.default_sort_key(number.evalf())

@@ -37,5 +37,5 @@ class VerifierReward:
         self._config = config
 
     def score(self, sample: RewardSample) -> float:
-        answer = self._config.answer(sample.completion)
+        answer = self._config.answer(sample)
         return usable_reward(self._dataset.score(answer, thaw(sample.columns)), f"verifier of {self._dataset.name!r}")

@@ -1,0 +1,97 @@
+r"""Finds the final expression of a response, and writes what math-verify does not read in a form that it reads."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
+_CUT = re.compile(r"\\f?b(?:o(?:x(?:ed?)?)?)?\s*$")
+"""Matches the beginning of a box at the end of a text."""
+_TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[^\s{}]")
+_JOINS = re.compile(r"(?:\s|[$,;]|\\q?quad|\\text\s*\{\s*(?:and|or|,)\s*\}|\b(?:and|or)\b|(?:\b[a-zA-Z]\w?\s*=))*")
+"""Text between boxes that are one answer together: ``\boxed{1} and \boxed{2}``, not ``..., no: ...``."""
+
+_NUMBER = r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?"
+_LIST = re.compile(
+    rf"(?<![\w$\\.])({_NUMBER}(?:,\s+{_NUMBER})*),?\s+(?:or|and)\s+(?:[a-zA-Z]\s*=\s*)?({_NUMBER})(?![\w$/^])"
+)
+_EXPONENT = re.compile(r"(?<![\w\\.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
+_QUANTITY = re.compile(rf"\s*(\\?\$?{_NUMBER})\s+([a-zA-Z]{{2,}}(?:[.\s]+[a-zA-Z]{{2,}})*\.?(?:\^?\{{?[23]\}}?)?)\s*")
+_NO_UNITS = re.compile(
+    r"\b(?:and|or|to|of|mod|pi|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|inf|infinity|percent\w*|pct|plus|minus|times|over|"
+    r"choose|factorial|squared|cubed|dozen|hundred|\w+illion|thousand|half|halves|thirds|quarters|fourths)\b"
+)
+
+
+def final_expression(text: str) -> str | None:
+    r"""Return the part of ``text`` that math-verify shall read, ``None`` when it ends within a box.
+
+    Example: of ``\boxed{5} wait, no: \boxed{7}`` it is ``\boxed{7}``, of ``\boxed{1} and \boxed{2}`` it is
+    ``\boxed{1,2}``. A text without a box is read as a whole.
+    """
+    if _CUT.search(text):
+        return None
+    boxes = list(_boxes(text))
+    if not boxes:
+        return _LIST.sub(lambda found: ", ".join(f"${n}$" for n in re.findall(_NUMBER, found[0])), text)
+    last_start, last_end, content = boxes.pop()
+    if last_end is None:
+        return None
+    contents = [content]
+    while boxes and (end := boxes[-1][1]) is not None and _JOINS.fullmatch(text[end:last_start]):
+        last_start, _, content = boxes.pop()
+        if content not in contents:
+            contents.insert(0, content)
+    return boxed(",".join(contents))
+
+
+def boxed(expression: str) -> str:
+    """Return the expression in a box, where math-verify reads all of it as one."""
+    quantity = _QUANTITY.fullmatch(expression)
+    if quantity and not _NO_UNITS.search(quantity[2]):
+        expression = quantity[1]
+    expression = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", expression.replace(r"\varnothing", r"\emptyset"))
+    return f"\\boxed{{{expression}}}"
+
+
+def reference_expression(text: str) -> str:
+    """Return a reference answer in the form that math-verify reads: bare LaTeX needs delimiters."""
+    if _BOX.search(text):
+        return final_expression(text) or text
+    inner = text.strip()
+    for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(inner) > len(start) + len(end) and inner.startswith(start) and inner.endswith(end):
+            inner = inner[len(start) : -len(end)]
+            break
+    currency = re.sub(r"\\\$", "", inner)
+    is_prose = currency.count("$") > 1 or r"\(" in inner or r"\[" in inner
+    return text if is_prose else boxed(inner)
+
+
+def _boxes(text: str) -> list[tuple[int, int | None, str]]:
+    """Return the start, the end and the content of each outermost box; the end is ``None`` if it has none."""
+    found: list[tuple[int, int | None, str]] = []
+    closings = _closings(text)
+    end = 0
+    for match in _BOX.finditer(text):
+        if match.start() < end:
+            continue
+        if text[match.end() : match.end() + 1] == "{":
+            close = closings.get(match.end())
+            found.append((match.start(), None if close is None else close + 1, text[match.end() + 1 : close]))
+        else:
+            token = _TOKEN.match(text, match.end())
+            found.append((match.start(), token and token.end(), token[0] if token else ""))
+        end = found[-1][1] or match.end()
+    return found
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Return the place of the closing brace by that of its opening brace; escaped braces are part of the content."""
+    found, open_braces = {}, []
+    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        if brace[0] == "{":
+            open_braces.append(brace.start())
+        elif brace[0] == "}" and open_braces:
+            found[open_braces.pop()] = brace.start()
+    return found

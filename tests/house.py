@@ -176,6 +176,15 @@ def packages() -> Findings:
             yield f"{folder.relative_to(ROOT)}: add an __init__.py"
 
 
+def deep_tests() -> Findings:
+    """Each line of ``tests/deep.txt`` names what exists, so that a test that was renamed is still deep."""
+    for number, line in enumerate((ROOT / "tests" / "deep.txt").read_text().splitlines(), start=1):
+        file, _, test = line.partition("::")
+        name = re.split(r"\[|::", test)[0]
+        if not (path := ROOT / file).exists() or (name and not re.search(rf"\b{name}\b", path.read_text())):
+            yield f"tests/deep.txt:{number}: {line} does not exist"
+
+
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +241,7 @@ def main() -> int:
         *names_of_classes(modules),
         *links(),
         *packages(),
+        *deep_tests(),
         *budgets(),
     ]
     print(*found, sep="\n", end="\n" if found else "")

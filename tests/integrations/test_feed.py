@@ -139,9 +139,7 @@ def test_a_batch_is_on_disk_when_the_host_has_it(hosts: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3])
-def test_after_a_restart_the_batches_that_the_checkpoint_has_not_seen_come_again_as_they_were(
-    hosts: Any, kept: int
-) -> None:
+def test_after_a_restart_batches_beyond_the_checkpoint_come_again(hosts: Any, kept: int) -> None:
     first = hosts()
     before = first.train(*range(5))
     first.feed.saved(kept)
@@ -241,7 +239,7 @@ def test_what_was_not_trained_is_entered_once(hosts: Any) -> None:
     assert kinds == [BatchTrained, CheckpointSaved]
 
 
-def test_samples_go_on_decoding_while_the_host_trains_where_the_strategy_says_so(hosts: Any) -> None:
+def test_an_overlapping_strategy_decodes_while_the_host_trains(hosts: Any) -> None:
     host = hosts(strategy=BoundedAsyncConfig(), max_staleness=4, length=lambda request: 40)
     host.publish(0)
     batch = host.feed.batch(0)

@@ -46,7 +46,7 @@ def test_the_host_decides_and_the_user_says_the_rest(tmp_path: Path) -> None:
     assert table["rollout"] == {"max_staleness": 3, "strategy": {"kind": "april", "over_sampling_batch_size": 6}}
 
 
-def test_saying_otherwise_than_the_host_is_refused_and_saying_the_same_is_not() -> None:
+def test_a_setting_may_repeat_the_host_but_not_contradict_it() -> None:
     with pytest.raises(ConfigError) as refused:
         config({"rollout": {"temperature": 0.7}})
     assert str(refused.value) == (
@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused(asked: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["sync", {"rollout": {"strategy": {"kind": "sync"}}}])
-def test_a_bound_of_the_host_that_the_strategy_cannot_use_has_the_name_of_the_host(asked: object) -> None:
+def test_an_unusable_bound_of_the_host_is_named_as_the_host_names_it(asked: object) -> None:
     given = {**GIVEN, "rollout.max_staleness": Given(4, "--max-weight-staleness")}
     with pytest.raises(ConfigError, match=r"^rollover=: strategy 'sync' .*, but --max-weight-staleness is 4: choose"):
         hosted_config(asked, given, source="rollover=")  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_a_run_that_never_began_leaves_its_directory_to_another(tmp_path: Path) 
     assert json.loads((tmp_path / "config.json").read_text())["rollout"]["strategy"]["kind"] == "sync"
 
 
-def test_a_resumed_run_keeps_what_it_has_learned_from_and_may_change_the_rest(tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_only_what_was_not_learned_from(tmp_path: Path) -> None:
     with begin(tmp_path) as run:
         Journal(run.journal).close()
     begin(tmp_path, {"engine": {"max_running": 12}, "rollout": {"stall_timeout_s": 30.0}}, resume=True).close()

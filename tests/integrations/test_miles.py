@@ -237,7 +237,7 @@ def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path)
     assert len(seen) == 4 * BATCH * GROUP and set(seen.values()) == {1}
 
 
-def test_the_run_is_one_to_report_on_and_to_simulate_and_ends_with_its_data_source(tmp_path: Path) -> None:
+def test_the_run_can_be_reported_and_simulated_and_ends_with_its_source(tmp_path: Path) -> None:
     with miles_over_servers() as servers:
         args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
         process = Process(args)

@@ -94,7 +94,7 @@ def test_a_step_lasts_until_the_next_batch_is_asked_for(clock: Clock) -> None:
     assert row["perf/trained_tokens_per_s"] == pytest.approx(20 / 15)
 
 
-def test_what_was_not_handed_out_has_no_line_and_the_last_step_has_one_at_the_end(clock: Clock) -> None:
+def test_only_steps_that_were_handed_out_have_a_line(clock: Clock) -> None:
     feed, run = Feed(), Run()
     steps = AskedSteps(feed, run)  # type: ignore[arg-type]
     with suppress(RuntimeError), steps.set_aside():

@@ -53,7 +53,7 @@ def test_longer_responses_and_larger_batches_never_bring_rate() -> None:
     assert steps(num_groups=24) < steps()
 
 
-def test_devices_k_times_faster_with_latencies_k_times_shorter_give_k_times_the_rate() -> None:
+def test_devices_that_are_k_times_faster_give_k_times_the_rate() -> None:
     k = 4.0
     base = device(efficiency=replace(device().efficiency, step_s=1e-3))
 

@@ -38,7 +38,7 @@ def parsed(text: str) -> fleet.Fleet:
     return fleet.parse(toml.parse(text, "fleet.toml"))
 
 
-def test_every_device_of_the_catalogue_is_complete_and_says_what_is_in_doubt() -> None:
+def test_every_device_of_the_catalogue_is_complete_and_states_its_doubts() -> None:
     devices = catalogue.packaged().devices
     assert {"h100-sxm", "h800-sxm", "h20", "l4", "l40s", "a100-80-sxm"} <= {*devices}
     for key, entry in devices.items():

@@ -98,9 +98,7 @@ def test_every_pair_of_shapes_that_none_of_fewer_devices_beats_is_there(stock: d
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(fleets(most=4), st.integers(0, 2))
-def test_the_optimum_is_that_of_every_trainer_with_every_number_of_replicas(
-    stock: dict[Device, int], max_staleness: int
-) -> None:
+def test_the_optimum_is_over_every_trainer_and_number_of_replicas(stock: dict[Device, int], max_staleness: int) -> None:
     """Not of a list of them: of all, alone and in pairs, with one kind of replica of each type."""
     try:
         built = stock_problem(stock, MODEL, workload(), max_staleness=max_staleness)

@@ -263,7 +263,7 @@ def test_the_cheapest_plan_reaches_its_target_and_none_is_cheaper(problem: Probl
 
 
 @pytest.mark.parametrize("quick", ["a", "b"])
-def test_of_equal_plans_the_one_with_the_fewest_kinds_of_replica_is_chosen_whoever_trains(quick: str) -> None:
+def test_of_equal_plans_the_one_with_the_fewest_replica_kinds_is_chosen(quick: str) -> None:
     """Two replicas on the two ``b``, or one on each type while the other ``b`` trains: the same rate, the same cost."""
     few = twins()
     plans = {plan.parts[0].device: plan for plan in few.plans}

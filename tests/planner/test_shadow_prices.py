@@ -43,7 +43,7 @@ def test_what_can_be_done_is_bearable_at_any_prices(problem: Problem, tail: str,
 
 @settings(max_examples=30, deadline=None)
 @given(problems())
-def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(problem: Problem) -> None:
+def test_prices_promise_one_trainer_the_optimum_without_whole_numbers(problem: Problem) -> None:
     # ShadowPrices leave out caches that are held without decoding, and that a part of a replica is none.
     kinds = tuple(replace(kind, tp=1) for kind in problem.replica_kinds)
     problem = replace(problem, replica_kinds=kinds, workload=replace(problem.workload, held_s=0.0))
@@ -58,7 +58,7 @@ def test_what_prices_promise_one_trainer_is_the_optimum_without_whole_numbers(pr
 
 
 @pytest.mark.parametrize("rate", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
-def test_a_bound_that_leaves_the_longest_response_no_time_is_kept_at_no_rate(rate: float) -> None:
+def test_a_bound_without_time_for_the_longest_response_has_no_rate(rate: float) -> None:
     built = stock_problem({device(): 4}, MODEL, workload(), max_staleness=0)
     problem = replace(built, tail="hard")
     load = RateLoad(problem, rate * 0.9 / max(plan.cycle_s for plan in problem.plans))

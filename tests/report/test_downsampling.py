@@ -11,7 +11,7 @@ from rollover.report.downsampling import MAX_POINTS, band, coarsened, stretches,
 
 
 @pytest.mark.parametrize("count", [151, 300, 2000, 12345])
-def test_a_band_holds_four_in_five_steps_of_each_stretch_and_the_curve_goes_through_its_means(count: int) -> None:
+def test_a_band_holds_four_fifths_of_a_stretch_and_the_curve_its_means(count: int) -> None:
     noise = random.Random(7)
     x, y = [float(i) for i in range(count)], [noise.gauss(0.0, 1.0) for _ in range(count)]
     parts = stretches(y)

@@ -80,7 +80,7 @@ def test_a_change_of_weights_says_how_long_nothing_was_decoded() -> None:
     assert [(c.before, c.after, round(c.idle_s, 3)) for c in found] == [(0, 1, 0.4), (1, 3, 0.0)]
 
 
-def test_the_picture_has_a_lane_for_each_member_and_text_from_outside_is_escaped() -> None:
+def test_the_picture_has_a_lane_for_each_member_with_escaped_names() -> None:
     drawn = member_lanes(
         timeline(sample(0, span("<b>a", 0.0, 10.0)), sample(1, span("z", 5.0, 8.0, version=2))), WINDOW, origin_s=0.0
     )

@@ -40,7 +40,7 @@ def slow_rewards(*, reward_s: float = 6.0) -> list[Event]:
     ]
 
 
-def test_rewards_take_the_time_in_which_nothing_else_happened_however_many_overlap() -> None:
+def test_rewards_take_the_time_in_which_nothing_else_happened() -> None:
     """Twelve seconds of work on two rewards; for six of them nothing decoded."""
     timeline = Timeline.of(slow_rewards())
     assert timeline.reward_waits == ((4.0, 10.0),)

@@ -55,7 +55,7 @@ def test_a_step_that_decodes_nothing_has_no_speed_and_counts_for_none() -> None:
     assert DECODED.over([row, other]) == 200.0
 
 
-def test_of_several_steps_speeds_are_tokens_over_seconds_and_the_lag_is_weighted_by_tokens() -> None:
+def test_speeds_are_tokens_over_seconds_and_lag_is_weighted_by_tokens() -> None:
     steps = [
         {**throughput.of_step(trained_tokens=300, decoded_tokens=1, step_s=1.0, decoding_s=1.0), "staleness/mean": 0.0},
         {**throughput.of_step(trained_tokens=100, decoded_tokens=1, step_s=3.0, decoding_s=1.0), "staleness/mean": 2.0},

@@ -368,7 +368,7 @@ def test_a_run_knows_which_versions_it_began_under(tmp_path: Path, monkeypatch: 
         assert run.changed_environment() == [f"rollover {before}, now 9.9"]
 
 
-def test_evaluation_may_change_on_resume_unless_its_prompts_are_kept_out_of_training() -> None:
+def test_evaluation_may_change_on_resume_if_no_prompt_is_held_out_for_it() -> None:
     kept_out = load("quickstart")
     refused = directory.refusals(kept_out, load("quickstart", ["--tasks.eval", "[]"]))
     assert set(refused.values()) == {"its prompts are kept out of training (tasks.keep_eval_out)"}

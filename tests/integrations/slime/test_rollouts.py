@@ -41,7 +41,7 @@ def run_of(folder: Path, servers: Farm, **changes: Any) -> Loop:
     return Loop(servers, arguments(folder, servers.port, **changes))
 
 
-def test_every_token_is_what_a_server_sampled_under_the_version_that_it_names(tmp_path: Path) -> None:
+def test_every_token_was_sampled_by_a_server_under_its_version(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         trained = run_of(tmp_path, servers).steps(range(6))
         sampled = servers.sampled
@@ -61,7 +61,7 @@ def test_every_token_is_what_a_server_sampled_under_the_version_that_it_names(tm
                 assert sample.status is Sample.Status.TRUNCATED and sample.response_length == LENGTH
 
 
-def test_what_is_unfinished_goes_on_in_the_next_rollout_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+def test_unfinished_samples_go_on_in_the_next_rollout(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         trained = run_of(tmp_path, servers).steps(range(6))
         state, decoded = journaled(tmp_path), servers.decoded_tokens
@@ -144,7 +144,7 @@ def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path) -> None:
     assert all(sample.reward["length"] == sample.response_length for sample in step.samples)
 
 
-def test_groups_whose_rewards_are_equal_are_left_out_where_slime_is_told_so(tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_are_left_out_if_slime_asks_for_it(tmp_path: Path) -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     with slime_over_servers() as servers:
         loop = run_of(tmp_path, servers, dynamic_sampling_filter_path=path, rollout_max_response_len=3)
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path) -> None:
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_were_not_updated_are_refused_and_the_run_goes_on_once_they_are(tmp_path: Path) -> None:
+def test_weights_that_were_not_updated_are_refused_until_they_are(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         loop = run_of(tmp_path, servers)
         loop.manager.generate(0)
@@ -212,7 +212,7 @@ def test_more_updates_than_batches_are_refused(tmp_path: Path) -> None:
             loop.manager.generate(1)
 
 
-def test_a_rollout_begun_before_the_training_step_before_it_is_one_version_behind(tmp_path: Path) -> None:
+def test_a_rollout_begun_before_a_training_step_is_one_version_behind(tmp_path: Path) -> None:
     """The order of ``train_async.py``: generate 0, generate 1, train 0, update, generate 2, train 1, update."""
     with slime_over_servers() as servers:
         changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
@@ -326,7 +326,7 @@ def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
     assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path) -> None:
     with slime_over_servers() as servers:
         args = arguments(tmp_path, servers.port)
         loop = Loop(servers, args)

@@ -107,7 +107,7 @@ def test_a_response_of_two_versions_has_the_label_of_each() -> None:
     assert sample.metadata["start_rollout_id"] == 104 and sample.loss_mask == [1, 1, 1]
 
 
-def test_a_response_that_reached_its_limit_is_truncated_whatever_ended_its_last_call() -> None:
+def test_a_response_at_its_limit_is_truncated_whatever_ended_it() -> None:
     done = trajectory((4, (10,), FinishReason.ABORT), (5, (), FinishReason.LENGTH))
     assert sample_of(done).status is Sample.Status.TRUNCATED
 

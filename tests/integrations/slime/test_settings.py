@@ -28,7 +28,7 @@ def test_flags_of_slime_are_the_settings_of_the_run(tmp_path: Path) -> None:
     assert servers.first_token_timeout_s == rollout.stall_timeout_s == 3600.0
 
 
-def test_april_with_slimes_over_sampling_is_what_runs_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_default_is_april_with_slimes_over_sampling(tmp_path: Path) -> None:
     found = strategy(tmp_path, rollover=None)
     assert (found.kind, found.over_sampling_batch_size) == ("april", 6)
     assert strategy(tmp_path, rollover=None, over_sampling_batch_size=3).over_sampling_batch_size is None

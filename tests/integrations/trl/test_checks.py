@@ -69,7 +69,7 @@ def test_settings_of_trl_that_are_in_the_way(
         ),
     ],
 )
-def test_steps_that_trl_counts_later_are_refused_before_anything_is_decoded(
+def test_steps_that_trl_counts_later_are_refused_before_any_decoding(
     tiny_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     made = trainer(

@@ -83,7 +83,7 @@ def history(model: Path, folder: Path, *, dies_after: int | None = None) -> Hist
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
 
-def test_a_run_that_is_killed_at_every_point_trains_each_batch_as_journaled(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_every_point_trains_each_batch_as_journaled(tiny_model: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.trl.killed", str(tiny_model), str(tmp_path)],
         capture_output=True,

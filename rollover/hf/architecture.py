@@ -130,7 +130,10 @@ def matrix_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 def _family(config: Mapping[str, Any]) -> str:
     family, named = config["model_type"], config.get("architectures") or ()
     if family not in MODEL_CLASSES:
-        raise ModelError(f"model_type {family!r} is not supported; supported: {', '.join(MODEL_CLASSES)}")
+        raise ModelError(
+            f"model_type {family!r} is not supported by the embedded engine (supported: {', '.join(MODEL_CLASSES)});"
+            " set engine.kind to 'vllm' or 'sglang' if a server of theirs runs it"
+        )
     if named and MODEL_CLASSES[family] not in named:
         raise ModelError(
             f"architecture {named[0]} of model_type {family!r} is not supported; supported: {MODEL_CLASSES[family]}"

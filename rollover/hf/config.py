@@ -8,7 +8,11 @@ from typing import Any
 from rollover.errors import ModelError, parse_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Supported models: the class in transformers by ``model_type``, which is what transformers goes by."""
+"""Models that the embedded engine runs: the class in transformers by ``model_type``, which is what transformers goes
+by. The trainer takes any decoder that it proves (``trainer.proof``)."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys by which configs of several families name the number of experts."""
 
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
@@ -47,12 +51,10 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
     model_type, layer_types = config.get("model_type"), config.get("layer_types") or ()
     if model_type is None:
         raise ModelError(f"{path} is not a model config: it has no 'model_type'")
-    if model_type not in MODEL_CLASSES:
-        raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_CLASSES)}")
     if not isinstance(layer_types, list | tuple):
         raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")
-    if config.get("use_sliding_window") or "sliding_attention" in layer_types:
-        raise ModelError(f"{path}: sliding-window attention is not supported; full attention is")
+    if experts := next((key for key in _EXPERTS if config.get(key)), None):
+        raise ModelError(f"{path}: {experts} = {config[experts]}: mixtures of experts cannot be trained yet")
     if config.get("quantization_config"):
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
     if weights and not any(folder.glob("*.safetensors")):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollover.errors import ConfigError
 from rollover.hf.architecture import Architecture, matrix_shapes
+from rollover.hf.config import MODEL_CLASSES
 from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
 
 
@@ -17,11 +18,21 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
     Args:
         model: the content of its ``config.json``.
 
-    Raises ``ConfigError`` when rows cannot be shared as ``context_parallel`` says, and when adapters are requested
-    beside matrices that the model does not have, or of a rank above what a matrix can have.
+    Raises ``ConfigError`` when a model cannot be sharded, when rows cannot be shared as ``context_parallel`` says, and
+    when adapters are requested beside matrices that the model does not have, or of a rank above what a matrix can have.
 
     Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
+    if config.num_devices > 1 and model["model_type"] not in MODEL_CLASSES:
+        raise ConfigError(
+            f"{config.section}.num_devices is {config.num_devices}, and a model of type {model['model_type']!r} trains"
+            f" on one device; models that several devices share: {', '.join(MODEL_CLASSES)}"
+        )
+    if isinstance(config, TrainerConfig) and config.lora is not None and model["model_type"] not in MODEL_CLASSES:
+        raise ConfigError(
+            f"adapters of a model of type {model['model_type']!r} are not supported: train without [trainer.lora], or a"
+            f" model of type {', '.join(MODEL_CLASSES)}"
+        )
     if config.context_parallel > 1:
         shape = Architecture.from_config(model)
         check_heads(config, shape.num_heads, shape.num_kv_heads)

@@ -36,7 +36,7 @@ from rollover.trainer.context import open_context
 from rollover.trainer.drift import measured_drift
 from rollover.trainer.gathering import gathered_losses, gathered_tokens, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs
+from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs, vocab_size
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split
 from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
@@ -134,7 +134,7 @@ class LocalTrainer:
     @property
     def vocab_size(self) -> int:
         """Return the number of rows of the output matrix."""
-        return int(self._model.lm_head.out_features)
+        return vocab_size(self._model)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights that engines serve, by Hugging Face name: views that the next step changes or, if adapters

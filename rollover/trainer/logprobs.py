@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rollover.trainer.packing import PackedRow
 
@@ -46,9 +47,45 @@ class OneForward(nn.Module):
         device: torch.device = self.hf.device
         return device
 
+
+def vocab_size(model: Any) -> int:
+    """Return the number of rows of a model's output matrix."""
+    return Head(model.hf if isinstance(model, OneForward) else model).out_features
+
+
+class Head:
+    """The output part of a model: its output matrix with whatever the model does beside it (scales, caps, biases).
+
+    Example: ``Head(model)(hidden_TD)`` are the logits ``[T, vocab]`` of the last hidden states.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
     @property
-    def lm_head(self) -> Any:
-        return self.hf.lm_head
+    def out_features(self) -> int:
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        prefix = self._model.base_model_prefix
+        base = self._model._modules[prefix]
+        self._model._modules[prefix] = _Given(hidden_TD)
+        try:
+            logits_TV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self._model._modules[prefix] = base
+        return logits_TV
+
+
+class _Given(nn.Module):
+    """Stands in for the decoder, whose last hidden states are known."""
+
+    def __init__(self, hidden_TD: Tensor) -> None:
+        super().__init__()
+        self._output = BaseModelOutputWithPast(last_hidden_state=hidden_TD[None])
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return self._output
 
 
 def response_logprobs(
@@ -69,9 +106,9 @@ def response_logprobs(
         if entropy_T is not None:
             token_T = row.token_T if row.share is None else row.token_T[row.share.own_T]
             measured_T = (token_T % ENTROPY_STRIDE == 0).nonzero()[:, 0]
-            entropies_T = head_entropies(model.lm_head, hidden_TD.detach()[measured_T], temperature)
+            entropies_T = head_entropies(Head(model), hidden_TD.detach()[measured_T], temperature)
             entropy_T[token_T[measured_T]] = entropies_T.to(entropy_T.dtype)
-        logprobs_T = head_logprobs(model.lm_head, hidden_TD, own.target_T, temperature)
+        logprobs_T = head_logprobs(Head(model), hidden_TD, own.target_T, temperature)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
 
@@ -82,7 +119,7 @@ def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Te
         inner: Tensor = model(lambda hf: response_logits(hf, row, autocast=autocast))
         return inner
     with _autocast(row.input_ids_N.device, autocast):
-        logits_TV: Tensor = model.lm_head(response_hidden(model, row))
+        logits_TV = Head(model)(response_hidden(model, row))
     return logits_TV if row.share is None else row.share.gathered(logits_TV)
 
 
@@ -119,8 +156,9 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     """Return the last hidden states ``[T, D]`` at the predicting positions; only this rank's if several share the
     row."""
     own = row.share or row
-    hidden_ND = model.model(
+    hidden_ND = model.base_model(
         input_ids=own.input_ids_N[None],
+        attention_mask=torch.ones_like(own.input_ids_N)[None],  # without one, jumps of positions would cut the row
         position_ids=own.position_ids_N[None],
         use_cache=False,
         packed_row=row,
@@ -129,7 +167,7 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     return hidden_TD
 
 
-def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def head_logprobs(head: Head | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
     """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
 
     Example: with a vocabulary of 151,936, the logits of 441 tokens are held at a time.
@@ -145,7 +183,7 @@ def head_logprobs(head: nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperat
 
 
 @torch.no_grad()
-def head_entropies(head: nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
+def head_entropies(head: Head | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
     """Compute the entropies ``[T]``, in nats, of the distributions that the last hidden states predict, in bounded
     memory."""
     parts = []
@@ -155,12 +193,12 @@ def head_entropies(head: nn.Linear, hidden_TD: Tensor, temperature: float) -> Te
     return torch.cat(parts)
 
 
-def _token_logprobs(head: nn.Module, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def _token_logprobs(head: Head | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
     return -F.cross_entropy(_tempered(head, hidden_TD, temperature), target_T, reduction="none")
 
 
-def _tempered(head: nn.Module, hidden_TD: Tensor, temperature: float) -> Tensor:
-    logits_TV: Tensor = head(hidden_TD)
+def _tempered(head: Head | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
+    logits_TV = head(hidden_TD)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return logits_TV if temperature == 1.0 else logits_TV / temperature
 

@@ -22,6 +22,7 @@ from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
+from rollover.trainer.proof import prove
 
 
 def pick_device(name: str) -> torch.device:
@@ -55,6 +56,7 @@ def load_policy(
 
     folder = resolve_model(name)
     read_model_config(folder)
+    prove(_transformers_config(folder))
     try:
         with _quiet_transformers():
             model: Any
@@ -76,16 +78,30 @@ def load_policy(
         raise ModelError(
             f"model folder {str(folder)!r}: weights do not fit config.json: {kind.replace('_', ' ')}: {names[0]}"
         )
-    if model.lm_head.weight is not model.model.embed_tokens.weight:
+    if buffers := sorted(
+        set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ):
+        raise ModelError(f"model folder {str(folder)!r}: {buffers[0]} is no parameter, so it would not be published")
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # as in the weights, which override the config
     if gradient_checkpointing:
         recompute_layers(model)
     return model.to(device or "cpu")
 
 
+def _transformers_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
+
+
 def recompute_layers(model: Any) -> None:
     """Let the backward pass recompute the activations of each layer instead of keeping them."""
-    for layer in model.model.layers:
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -22,8 +22,8 @@ def rewrite(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, qwen2, qwen3"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"model_type": "mamba"}, "cannot be loaded: property 'layer_types'"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts = 8: mixtures of experts cannot be"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
     ],
 )

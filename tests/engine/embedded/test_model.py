@@ -185,7 +185,10 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "'mistral' is not supported; supported: llama, qwen2, qwen3"),
+        (
+            {"model_type": "mistral"},
+            "'mistral' is not supported by the embedded engine",
+        ),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification.*Qwen3ForCausalLM"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*llama3"),

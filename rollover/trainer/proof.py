@@ -1,0 +1,113 @@
+"""Proves that packed rows give a model's own log-probs, before anything is trained.
+
+A decoder may look along the whole row in a way that packing does not reproduce: a recurrent state, a convolution, a
+bias by position. So a model of a family that the tests do not cover computes the log-probs of a few samples twice:
+packed into one row, and each alone with the attention of transformers. A small model with the same settings and a layer
+of each kind does, because windows are then short enough to matter.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollover.errors import ModelError
+from rollover.hf.config import MODEL_CLASSES
+from rollover.trainer.attention import PACKED_ATTENTION
+from rollover.trainer.logprobs import response_logprobs
+from rollover.trainer.packing import TrainingSample, pack
+
+BOUND = 1e-3
+"""Largest difference in nats. Rounding gives up to 3e-4, and the mildest fault that is known 0.04."""
+_WINDOW = 8
+_VOCABULARY = 512
+_LENGTHS = ((5, 22), (5, 9), (7, 13), (1, 1))
+"""Tokens of prompt and response of the samples. The first two share their prompt; the longest exceeds the window."""
+
+
+def prove(config: Any) -> None:
+    """Prove that a model of this config can be packed.
+
+    Args:
+        config: of transformers.
+
+    Raises:
+        ModelError: packed rows and separate ones differ, or the model takes no packed rows.
+    """
+    if config.model_type in MODEL_CLASSES and not _has_windows(config.to_dict()):
+        return
+    name = f"model_type {config.model_type!r}"
+    try:
+        difference = largest_difference(_small(config))
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name} cannot be trained: it does not take packed rows ({reason})") from error
+    if not difference <= BOUND:
+        raise ModelError(
+            f"{name} cannot be trained: log-probs of packed rows differ from those of separate ones by {difference:.2g}"
+            f" nats, and {BOUND:g} is allowed"
+        )
+
+
+@torch.no_grad()
+def largest_difference(config: Any) -> float:
+    """Return the largest difference between the log-probs of packed and of separate samples, in nats."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
+    model.eval()
+    for key, weight in model.named_parameters():
+        if any(part in key for part in ("q_proj", "k_proj", "qkv", "query_key_value")):
+            weight.mul_(3)
+    draw = random.Random(0)
+    prompts: dict[int, tuple[int, ...]] = {}
+    samples = []
+    for num_prompt, num_response in _LENGTHS:
+        prompt = prompts.setdefault(num_prompt, tuple(draw.randrange(3, _VOCABULARY) for _ in range(num_prompt)))
+        response = tuple(draw.randrange(3, _VOCABULARY) for _ in range(num_response))
+        samples.append(TrainingSample(prompt_ids=prompt, response_ids=response))
+    (row,) = pack(samples, 1000)
+    num_tokens = sum(len(sample.response_ids) for sample in samples)
+    packed = torch.empty(num_tokens).index_copy_(0, row.token_T, response_logprobs(model, row, 1.0))
+    model.set_attn_implementation("eager")
+    alone = torch.cat([_alone(model, sample) for sample in samples])
+    return float((packed - alone).abs().max())
+
+
+def _alone(model: Any, sample: TrainingSample) -> Tensor:
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    logprobs = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    first = len(sample.prompt_ids)
+    found: Tensor = logprobs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+    return found
+
+
+def _small(config: Any) -> Any:
+    """Return the config of a small model with a layer of each kind and short windows."""
+    small = copy.deepcopy(config)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] or [0]
+    layers = sorted({*layers, *range(min(2, config.num_hidden_layers))})
+    small.num_hidden_layers = len(layers)
+    if kinds:
+        small.layer_types = [kinds[layer] for layer in layers]
+    for key in ("sliding_window", "attention_chunk_size"):
+        if getattr(small, key, None):
+            setattr(small, key, _WINDOW)
+    small.vocab_size = _VOCABULARY
+    small.initializer_range = 0.1
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(small, key, None)
+    return small
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types") or ()
+    return bool(config.get("use_sliding_window") or any(kind != "full_attention" for kind in kinds))

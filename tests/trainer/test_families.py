@@ -1,0 +1,118 @@
+"""Decoders of many families are packed exactly, or refused with the difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollover.errors import ConfigError, ModelError
+from rollover.trainer import attention, logprobs
+from rollover.trainer.checks import check_suits
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.models import load_policy, named_weights
+from rollover.trainer.packing import pack
+from rollover.trainer.proof import BOUND, prove
+from tests.trainer.builders import VOCAB, make_samples, separate_logprobs
+
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi", "phi3", "olmo", "olmo2", "olmo3", "smollm3"),
+    *("glm", "glm4", "gemma", "gemma2", "gemma3_text", "granite", "cohere", "cohere2", "exaone4", "starcoder2"),
+    *("nanochat", "gpt_neox", "helium", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "arcee", "vaultgemma"),
+)
+REFUSED = ("stablelm", "nemotron", "bloom", "opt", "gpt2")
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return AutoConfig.for_model(family, **(settings | changes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_packed_exactly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollover.trainer.proof.MODEL_CLASSES", {})
+    prove(config_of(family))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_packed_is_refused(family: str) -> None:
+    with pytest.raises(ModelError, match=f"model_type '{family}' cannot be trained: it does not take packed rows"):
+        prove(config_of(family) if family != "bloom" else AutoConfig.for_model("bloom", hidden_size=32, n_head=4))
+
+
+def test_convolutions_along_the_row_are_refused() -> None:
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    with pytest.raises(ModelError, match=r"cannot be trained: log-probs of packed rows differ .* by \d"):
+        prove(config_of("lfm2", num_hidden_layers=4, layer_types=kinds))
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [("mistral", "no window"), ("gemma2", "no soft cap"), ("gpt_neox", "no head"), ("granite", "bare head")],
+)
+def test_a_planted_fault_is_found(family: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "no window":
+        monkeypatch.setattr(attention.PackedMask, "block", lambda self, length, query: None)
+    elif fault == "no soft cap":
+        monkeypatch.setattr(attention, "_USUAL", attention._USUAL | {"softcap"})
+    elif fault == "no head":
+        monkeypatch.setattr(logprobs.Head, "__call__", lambda self, hidden_TD: hidden_TD @ hidden_TD.new_ones(32, 512))
+    else:
+        monkeypatch.setattr(
+            logprobs.Head, "__call__", lambda self, hidden_TD: self._model.get_output_embeddings()(hidden_TD)
+        )
+    changes = {
+        "granite": {"logits_scaling": 2.0},
+        "mistral": {"sliding_window": 64},
+        "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    }
+    with pytest.raises(ModelError, match="differ from those of separate ones by"):
+        prove(config_of(family, **changes.get(family, {})))
+
+
+@pytest.mark.parametrize(("family", "changes"), [("mistral", {"sliding_window": 6}), ("gemma2", {"sliding_window": 6})])
+def test_gradients_are_those_of_separate_samples(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config_of(family, **changes), attn_implementation="eager")
+    model.eval().save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    samples = make_samples(6)
+    separate_logprobs(model, samples, 1.0).sum().backward()
+    for row in pack(samples, 64):
+        logprobs.response_logprobs(policy, row, 1.0).sum().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+    assert named_weights(policy).keys() <= expected.keys()
+
+
+def test_what_a_family_cannot_do_yet_is_said() -> None:
+    model = config_of("mistral").to_dict()
+    with pytest.raises(ConfigError, match=r"trainer\.num_devices is 2, and a model of type 'mistral' trains on one"):
+        check_suits(TrainerConfig(num_devices=2), model)
+    with pytest.raises(ConfigError, match="adapters of a model of type 'mistral' are not supported"):
+        check_suits(TrainerConfig(lora=LoraConfig()), model)
+
+
+def test_the_page_says_how_many_families_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "own-data.md").read_text()
+    assert f"proves {len(FAMILIES)} families" in page
+
+
+def test_the_bound_is_far_from_both_sides() -> None:
+    assert 3e-4 < BOUND < 0.04

@@ -50,13 +50,13 @@ class OneForward(nn.Module):
 
 def vocab_size(model: Any) -> int:
     """Return the number of rows of a model's output matrix."""
-    return Head(model.hf if isinstance(model, OneForward) else model).out_features
+    return OutputHead(model.hf if isinstance(model, OneForward) else model).out_features
 
 
-class Head:
+class OutputHead:
     """The output part of a model: its output matrix with whatever the model does beside it (scales, caps, biases).
 
-    Example: ``Head(model)(hidden_TD)`` are the logits ``[T, vocab]`` of the last hidden states.
+    Example: ``OutputHead(model)(hidden_TD)`` are the logits ``[T, vocab]`` of the last hidden states.
     """
 
     def __init__(self, model: Any) -> None:
@@ -106,9 +106,9 @@ def response_logprobs(
         if entropy_T is not None:
             token_T = row.token_T if row.share is None else row.token_T[row.share.own_T]
             measured_T = (token_T % ENTROPY_STRIDE == 0).nonzero()[:, 0]
-            entropies_T = head_entropies(Head(model), hidden_TD.detach()[measured_T], temperature)
+            entropies_T = head_entropies(OutputHead(model), hidden_TD.detach()[measured_T], temperature)
             entropy_T[token_T[measured_T]] = entropies_T.to(entropy_T.dtype)
-        logprobs_T = head_logprobs(Head(model), hidden_TD, own.target_T, temperature)
+        logprobs_T = head_logprobs(OutputHead(model), hidden_TD, own.target_T, temperature)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
 
@@ -119,7 +119,7 @@ def response_logits(model: Any, row: PackedRow, *, autocast: bool = False) -> Te
         inner: Tensor = model(lambda hf: response_logits(hf, row, autocast=autocast))
         return inner
     with _autocast(row.input_ids_N.device, autocast):
-        logits_TV = Head(model)(response_hidden(model, row))
+        logits_TV = OutputHead(model)(response_hidden(model, row))
     return logits_TV if row.share is None else row.share.gathered(logits_TV)
 
 
@@ -167,7 +167,7 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     return hidden_TD
 
 
-def head_logprobs(head: Head | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def head_logprobs(head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
     """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
 
     Example: with a vocabulary of 151,936, the logits of 441 tokens are held at a time.
@@ -183,7 +183,7 @@ def head_logprobs(head: Head | nn.Linear, hidden_TD: Tensor, target_T: Tensor, t
 
 
 @torch.no_grad()
-def head_entropies(head: Head | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
+def head_entropies(head: OutputHead | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
     """Compute the entropies ``[T]``, in nats, of the distributions that the last hidden states predict, in bounded
     memory."""
     parts = []
@@ -193,11 +193,11 @@ def head_entropies(head: Head | nn.Linear, hidden_TD: Tensor, temperature: float
     return torch.cat(parts)
 
 
-def _token_logprobs(head: Head | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def _token_logprobs(head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
     return -F.cross_entropy(_tempered(head, hidden_TD, temperature), target_T, reduction="none")
 
 
-def _tempered(head: Head | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
+def _tempered(head: OutputHead | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
     logits_TV = head(hidden_TD)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return logits_TV if temperature == 1.0 else logits_TV / temperature

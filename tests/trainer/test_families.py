@@ -71,10 +71,12 @@ def test_a_planted_fault_is_found(family: str, fault: str, monkeypatch: pytest.M
     elif fault == "no soft cap":
         monkeypatch.setattr(attention, "_USUAL", attention._USUAL | {"softcap"})
     elif fault == "no head":
-        monkeypatch.setattr(logprobs.Head, "__call__", lambda self, hidden_TD: hidden_TD @ hidden_TD.new_ones(32, 512))
+        monkeypatch.setattr(
+            logprobs.OutputHead, "__call__", lambda self, hidden_TD: hidden_TD @ hidden_TD.new_ones(32, 512)
+        )
     else:
         monkeypatch.setattr(
-            logprobs.Head, "__call__", lambda self, hidden_TD: self._model.get_output_embeddings()(hidden_TD)
+            logprobs.OutputHead, "__call__", lambda self, hidden_TD: self._model.get_output_embeddings()(hidden_TD)
         )
     changes = {
         "granite": {"logits_scaling": 2.0},

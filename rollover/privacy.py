@@ -1,6 +1,6 @@
 """Secrets are blanked before anything is shown, written for others to read, or sent away.
 
-What it keeps true: a value is hidden when its name says that it is a secret (``api_key``, ``HF_TOKEN``, ``--password``,
+Invariants: a value is hidden when its name says that it is a secret (``api_key``, ``HF_TOKEN``, ``--password``,
 ``Cookie``), when it is an environment variable of a server that a run starts, when it is the login or the query of a
 URL, or when it looks like a well-known kind of token. Names are judged word by word, so ``max_new_tokens``,
 ``tokenizer`` and ``num_key_value_heads`` are not secrets; when in doubt, the value is hidden. A text is redacted before
@@ -100,7 +100,7 @@ def redacted_command(arguments: Sequence[str]) -> str:
 
 
 class Redactor:
-    """Blanks secrets, and blanks those that it has seen before wherever they appear without their name."""
+    """Blanks secrets, also without their names if it has seen them before."""
 
     def __init__(self, *known: Any) -> None:
         """Start with the secrets in ``known`` (configs, command lines) as if they had been redacted already."""

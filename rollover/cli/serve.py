@@ -14,7 +14,7 @@ from rollover.run.signals import Stopped, handled, stop
 
 
 class ServeCommand(ConfiguredCommand):
-    """Takes the config keys of the embedded engine, not those of a run."""
+    """Takes the config keys of the embedded engine, not of a run."""
 
     examples = ("--max_running 64", "--kv_cache_bytes 4_294_967_296")
 

@@ -133,7 +133,7 @@ def show_plan(ctx: click.Context, config: RunConfig, notes: Sequence[str] = ()) 
 
 
 def _redactor(ctx: click.Context, config: RunConfig) -> Redactor:
-    """Return the redactor that keeps secrets off the terminal, including those of ``config``."""
+    """Return the redactor that keeps secrets off the terminal, including the secrets of ``config``."""
     from rollover.settings.plain import resolved
 
     redactor = ctx.find_object(Redactor)

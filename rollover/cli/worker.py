@@ -19,7 +19,7 @@ _FILE = click.Path(path_type=Path)
 
 
 class WorkerCommand(ConfiguredCommand):
-    """Takes the config keys of a worker, not those of a run."""
+    """Takes the config keys of a worker, not of a run."""
 
     examples = ("--max_held_tokens 100000", "--engine.kind vllm or --engine.max_running 16")
 

@@ -12,7 +12,7 @@ from rollover.rollout.strategies import SIMULATED_ONLY
 from rollover.settings.toml import dumps
 
 LEAST_LENGTH = 0.95
-"""Minimum trained length, relative to that of synchronous rollout: a setting that trains shorter responses than it
+"""Minimum trained length, relative to synchronous rollout: a setting that trains shorter responses than it
 admits is not recommended, however fast it is."""
 
 

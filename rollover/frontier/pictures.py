@@ -18,7 +18,7 @@ from rollover.sim.run import simulate
 
 WARMUP_STEPS, LEAST_STEPS = 8, 3
 _MOST_STEPS = 300
-"""Number of steps after which settings whose rounds never begin together are shown with those of the last one."""
+"""Number of steps after which settings whose rounds never begin together are shown as in the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

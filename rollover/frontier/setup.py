@@ -128,8 +128,8 @@ class Setup:
 
     @property
     def ceiling(self) -> float:
-        """Return the trained tokens per unit of time that no schedule exceeds: those of replicas that never wait, in
-        batches so large that only caches are read; or of a trainer that never waits, where that is slower."""
+        """Return the trained tokens per unit of time that no schedule exceeds: of replicas that never wait, in batches
+        so large that only caches are read, or of a trainer that never waits, if that is slower."""
         decoded = sum(r.most_tokens_per_s for r in self.scenario.replicas)
         tokens = self.batch_tokens
         trainer_s = self.scenario.trainer.base_s + self.scenario.trainer.s_per_token * tokens

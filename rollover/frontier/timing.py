@@ -76,7 +76,7 @@ class IterationFit:
     b0: float
     """Infinite if iterations do not slow down with the batch."""
     start_s: float
-    """Seconds until a call's first token besides its iterations: its prefill, and that of calls starting with it."""
+    """Seconds until a call's first token besides its iterations: the prefill of all calls that start with it."""
     error: float
     """Mean relative error of the segments' times, weighted by tokens."""
 
@@ -105,7 +105,7 @@ def _loss(segments: Segments, log_b0: float) -> float:
 
 def _fitted(segments: Segments, b0: float) -> tuple[IterationFit, float]:
     """Return the best c0 and start for a B0, and their loss: ``full_speed_s = start_s begins + c0_s tokens``, neither
-    below 0. The start is that of a call which nothing slows down."""
+    below 0. The start is the start of a call that nothing slows down."""
     from scipy.optimize import nnls
 
     seconds = segments.full_speed_s(b0)

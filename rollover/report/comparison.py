@@ -178,7 +178,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
 
 
 def _headline(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[tuple[str, str, str, str]]:
-    """Return the last run's figures, with those of all runs by name under each; throughput is a ratio to the first."""
+    """Return the last run's figures, with all runs' figures by name below; throughput is a ratio to the first."""
     rows = {row.name: row for row in comparison(summaries)}
 
     def tile(label: str, texts: Sequence[str], value: str | None = None) -> tuple[str, str, str, str]:

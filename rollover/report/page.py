@@ -48,7 +48,7 @@ class Page:
         pressed: int = 0,
     ) -> str:
         """Return a card with a figure, or with ``missing`` when there is none; of several variants, buttons with
-        ``labels`` choose the one that is shown."""
+        ``labels`` choose the figure that is shown."""
         heading = f"<h3>{escape(title)}</h3>" if title else ""
         variants = [drawn] if isinstance(drawn, dict) else list(drawn or ())
         if not variants:

@@ -52,7 +52,7 @@ def reward_waits_s(timeline: Timeline) -> dict[int, float]:
 
 
 def percentages(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return whole percentages that add up to 100: those that lose most to rounding down share the remainder. All are 0
+    """Return whole percentages that add up to 100: the phases that lose most to rounding down share the rest. All are 0
     for no time."""
     total = sum(seconds.values())
     if total <= 0:

@@ -92,7 +92,7 @@ def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
         raise RunError(f"{run_dir} has not trained a batch yet")
     wanted = max(batches) if step is None else step
     if wanted not in batches:
-        raise RunError(f"{run_dir} has no batch of step {wanted}: it has those of steps 0 to {max(batches)}")
+        raise RunError(f"{run_dir} has no batch of step {wanted}: it has the batches of steps 0 to {max(batches)}")
     return TrainedBatch(wanted, _samples(journal, wanted, batches[wanted]), wanted in trained)
 
 
@@ -131,7 +131,7 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
 
 
 def in_order(samples: Sequence[TrainedSample], order: Order) -> list[TrainedSample]:
-    """Sort samples, the largest first; by ``advantage``, those that move the policy most."""
+    """Sort samples, the largest first; by ``advantage``, the samples that move the policy most."""
     keys = {
         "reward": lambda sample: sample.reward,
         "length": lambda sample: sample.num_tokens,

@@ -364,7 +364,7 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
             there = ", ".join(map(str, ledger.replay))
             raise RunError(
                 f"{journal.path}: there is no batch of step {skip_batch} to skip; since the checkpoint at step {step},"
-                + (f" those of steps {there} were collected" if there else " none was collected")
+                + (f" the batches of steps {there} were collected" if there else " none was collected")
             )
         taken.append(BatchSkipped(time_s=event.time_s, step=skip_batch))
         state.apply(taken[-1])

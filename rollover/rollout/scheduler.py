@@ -375,9 +375,8 @@ class Scheduler:
         return self.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] - before
 
     def consume(self, now_s: float) -> Batch:
-        """Hand out the batch that ``decide`` announced: after a restart the recorded one, otherwise the one that the
-        strategy selects. The strategy's unfinished groups are dropped before it and its surplus after it, if it drops
-        any."""
+        """Hand out the batch that ``decide`` announced: after a restart the recorded batch, otherwise the batch that
+        the strategy selects. Before it the strategy's unfinished groups are dropped, and after it its surplus."""
         ledger, strategy = self.ledger, self.strategy
         step, is_replay = ledger.next_step, bool(ledger.replay)
         discards = strategy.on_full is OnFull.DISCARD and not is_replay

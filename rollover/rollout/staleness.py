@@ -45,8 +45,8 @@ def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
 
 def least_start_version(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:
     """Return the oldest version under which an open group may start now (*admission*, solved for v). Engines whose
-    members serve several versions need it; a group's start version is then that of the member that gets its first
-    sample, and no later token of the group may be older."""
+    members serve several versions need it; a group's start version is then the version of the member that gets
+    its first sample, and no later token of the group may be older."""
     num_batches = -(-ledger.num_unconsumed // batch_size)
     return max(0, ledger.next_step + num_batches - max_staleness - 1)
 

@@ -1,6 +1,6 @@
 """Checkpoints and the journal, which together are the state from which a run resumes.
 
-What it keeps true: a checkpoint names the last event of the journal that it has seen, and is refused with a journal
+Invariants: a checkpoint names the last event of the journal that it has seen, and is refused with a journal
 that ends before that event. The journal is on the disk before the checkpoint.
 """
 
@@ -25,7 +25,7 @@ _JOURNAL_SEQ = "journal_seq"
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Saves checkpoints when they are due, deletes those that are no longer kept, and journals both.
+    """Saves checkpoints when they are due, deletes old ones, and journals both.
 
     Example: with ``every_steps = 20`` and ``keep_last = 2``, the folder contains ``step_40`` and ``step_60`` after 60
     steps.

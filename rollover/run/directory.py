@@ -102,7 +102,7 @@ class RunDir:
         _write(self, config, {**meta, **facts})
 
     def changed_environment(self) -> list[str]:
-        """List the versions and features of the machine that affect the last bits and differ from those that the run
+        """List the versions and features of the machine that affect the last bits and differ from what the run
         began with.
 
         Example: ``["rollover 0.1.0, now 0.2.0"]``

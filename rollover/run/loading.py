@@ -25,7 +25,7 @@ EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsLayer:
-    """Settings that replace those of a user's file, and where they come from.
+    """Settings that replace the settings of a user's file, and where they come from.
 
     Example: ``SettingsLayer(name="plan.json", settings={"trainer": {"num_devices": 2}})``
     """
@@ -42,7 +42,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer
     then contains only the differences.
 
     Args:
-        layer: settings that replace those of the file; overrides replace both.
+        layer: settings that replace the file's; overrides replace both.
 
     Raises ``ConfigError`` listing every mistake with its line.
 
@@ -60,7 +60,7 @@ def load(config: str | Path, overrides: Sequence[str] = (), layer: SettingsLayer
 
 
 def _read(file: Path, name: str, extending: tuple[Path, ...]) -> toml.Document:
-    """Read a file together with the one that it extends; line numbers are those of ``file`` itself."""
+    """Read a file together with the file that it extends; line numbers are ``file``'s own."""
     document = toml.read(file, file.name if file.parent == EXPERIMENTS else name)
     if "extends" not in document.data:
         return document
@@ -86,8 +86,8 @@ def written_kind(config: str | Path, overrides: Sequence[str], section: str) -> 
 
 
 def replaced(config: str | Path, overrides: Sequence[str], layer: SettingsLayer) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key that a user's file, or one that it extends, sets to another value than ``layer`` does, with both
-    values; not the keys that an override sets in any case.
+    """Yield each key that a user's file, or a file that it extends, sets otherwise than ``layer``, with both values;
+    not the keys that an override sets in any case.
 
     Example: ``("rollout.strategy", "april", "bounded_async")``
     """
@@ -104,7 +104,7 @@ def replaced(config: str | Path, overrides: Sequence[str], layer: SettingsLayer)
 
 
 def _laid_over(document: toml.Document, layer: SettingsLayer) -> toml.Document:
-    """Replace the settings of a file by those of a layer, and remember which of them are no longer the file's."""
+    """Replace the settings of a file by a layer's, and remember which of them are no longer the file's."""
     said: dict[toml.KeyPath, str] = {}
     lines = dict(document.lines)
     for path, value in _leaves(layer.settings):

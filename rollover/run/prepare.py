@@ -1,7 +1,7 @@
 """The initial policy: an existing model, or a small one built from scratch, with a supervised warm-up if the config
 asks for it.
 
-What it keeps true: the folder that it returns is an ordinary Hugging Face model folder, complete or absent, so a run
+Invariants: the folder that it returns is an ordinary Hugging Face model folder, complete or absent, so a run
 that is killed in its warm-up repeats it.
 """
 

@@ -1,6 +1,6 @@
 """A session: the parts of a run, opened in the order of their dependencies and closed in reverse.
 
-What it keeps true: every part that was opened is closed, whatever happens; a resumed run is opened from its newest
+Invariants: every part that was opened is closed, whatever happens; a resumed run is opened from its newest
 checkpoint and its journal, which agree.
 """
 
@@ -53,7 +53,7 @@ class Session:
     """The open parts of a run, as the loop uses them.
 
     Example: within ``async with open_session(config, run, progress) as session``, ``session.version`` is 0 for a new
-    run and 40 for one that resumes from the checkpoint ``step_40``.
+    run and 40 for a run that resumes from the checkpoint ``step_40``.
     """
 
     config: RunConfig
@@ -217,6 +217,6 @@ def _resumed(
         progress.message(
             "deterministic = true promises identical bits only with identical versions, and this run began with"
             f" others ({'; '.join(changed)}): it continues with the batches on record, but its weights may differ"
-            " from those of a run that was never stopped"
+            " from the weights of a run that was never stopped"
         )
     return state

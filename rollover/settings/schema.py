@@ -269,7 +269,7 @@ def _is_text(annotation: Any) -> bool:
 
 def types_at(schema: Any, path: Sequence[str | int], data: Any = None) -> list[Any]:
     """Return the types that a value at ``path`` may have, with unions split into their members; none when there is no
-    such key. Given the ``data`` that the schema describes, return only those of the kinds that it names."""
+    such key. Given the ``data`` that the schema describes, return only the types of the kinds that it names."""
     here = _members(schema)
     for key in path:
         here = [member for annotation in _of_kind(here, data) for member in _inner(annotation, key)]
@@ -328,8 +328,8 @@ def keys(schema: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def on_resume(schema: type, path: KeyPath, data: Any) -> OnResume:
-    """Return the innermost declaration about a resume on the way to ``path`` in ``data``: that of the key itself, or
-    else of a table around it. For an element of a list, the list declares it."""
+    """Return the innermost declaration about a resume on the way to ``path`` in ``data``: the declaration of the key
+    itself, or else of a table around it. For an element of a list, the list declares it."""
     return [FIXED, *(said for said in _declared(schema, path, data) if isinstance(said, OnResume))][-1]
 
 

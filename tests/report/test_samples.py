@@ -76,7 +76,7 @@ def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--step", "9"], "has no batch of step 9: it has those of steps 0 to 3"), (["--source", "x"], "no sample of source 'x'")],
+    [(["--step", "9"], "has no batch of step 9: it has the batches of steps 0 to 3"), (["--source", "x"], "no sample of source 'x'")],
 )  # fmt: skip
 def test_what_is_not_there_is_said(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str

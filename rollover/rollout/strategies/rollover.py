@@ -7,7 +7,7 @@ What determines the curve of throughput against lag, and how this strategy uses 
   the rest over, as APRIL (arXiv 2509.18521) does, with recent lengths: if many responses reach the cap, it waits for
   all and trains more batches at a time; if a few stragglers hold up the rest, it carries them over, unless prefilling
   them again under new weights takes longer than waiting.
-* The longest responses are trained first. Lag is counted per token, so the few tokens of short responses are those that
+* The longest responses are trained first. Lag is counted per token, so that only the few tokens of short responses
   wait while the batches of a round are trained.
 * Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
   lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).

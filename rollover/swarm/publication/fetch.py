@@ -252,7 +252,7 @@ class WeightFetcher:
     # -- what a restart of the worker remembers -----------------------------------------------------------------------
 
     def _read_seen(self) -> _Seen | None:
-        with suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             seen = msgspec.json.decode((self._root / "seen.json").read_bytes(), type=_Seen)
             return seen if seen.run_id == self._run_id else None
         return None

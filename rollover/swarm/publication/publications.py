@@ -96,7 +96,7 @@ class PublicationLog:
         except FileNotFoundError:
             self.kept = ()
             return
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RunError(
                 f"{self._file} cannot be read: {error}; delete its folder to start with full weights"
             ) from None

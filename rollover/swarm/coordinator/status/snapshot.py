@@ -199,5 +199,5 @@ class StatusFile:
                 f"{self.path.parents[1]} has no swarm yet: its engine.kind is not 'swarm', or it has not published its"
                 " first weights, which follow a warm-up"
             ) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise RunError(f"{self.path} cannot be read: {e}") from None

@@ -83,5 +83,5 @@ class SharedTable(Generic[T]):
         try:
             found: Any = msgspec.json.decode(self._file.read_bytes())
             return {str(name): msgspec.convert(row, self._kind) for name, row in found["workers"].items()}
-        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as e:
+        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise RunError(f"{self._file} cannot be read ({e}): {self._remedy}") from None

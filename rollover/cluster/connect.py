@@ -27,7 +27,7 @@ import socket, sys
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._raylet import GcsClient
 found = canonicalize_bootstrap_address_or_die(sys.argv[1])
-host, _, port = found.rpartition(":")
+host, _, port = (found if sys.argv[1] == "auto" else sys.argv[1]).rpartition(":")
 socket.create_connection((host.strip("[]"), int(port)), timeout=float(sys.argv[2])).close()
 GcsClient(address=found)
 print(found)

@@ -11,7 +11,8 @@ import json
 import os
 import sqlite3
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -130,6 +131,7 @@ class Journal:
                 " (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, blob BLOB NOT NULL)"
             )
             _check_format(self._db, path, create=True)
+            self._select = partial(_select, self._db, path)
             self._is_known = self.last_seq == 0
             """True if no event of an earlier process was left unread."""
         except (sqlite3.OperationalError, OSError) as e:
@@ -195,16 +197,8 @@ class Journal:
     def read(self, *, effective: bool = False) -> Iterator[tuple[int, Event]]:
         """Yield (sequence number, event) from the first event to the newest. With ``effective``, leave out the events
         that a restart declared void."""
-        yield from self._select(_ALL, self._voids() if effective else ())
+        yield from self._select(_ALL, _voids(self._select) if effective else ())
         self._is_known = True
-
-    def _voids(self) -> list[_Void]:
-        return _voids(self._db, self.path)
-
-    def _select(
-        self, where: str, voids: Sequence[_Void], needs_tokens: Callable[[int], bool] = lambda group: True
-    ) -> Iterator[tuple[int, Event]]:
-        return _select(self._db, self.path, where, voids, needs_tokens)
 
     def close(self) -> None:
         self._db.close()
@@ -232,8 +226,8 @@ class _Void(NamedTuple):
 _LASTING = (BatchTrained.__name__, BatchSkipped.__name__)
 
 
-def _voids(db: sqlite3.Connection, path: Path) -> list[_Void]:
-    restarts = ((seq, event) for seq, event in _select(db, path, "kind = 'Restarted'") if isinstance(event, Restarted))
+def _voids(select: Callable[[str], Iterable[tuple[int, Event]]]) -> list[_Void]:
+    restarts = ((seq, event) for seq, event in select("kind = 'Restarted'") if isinstance(event, Restarted))
     return [_Void(event.redo_from, seq) for seq, event in restarts if event.redo_from is not None]
 
 
@@ -242,7 +236,7 @@ def _select(
     path: Path,
     where: str,
     voids: Sequence[_Void] = (),
-    needs_tokens: Callable[[int], bool] = lambda group: False,
+    needs_tokens: Callable[[int], bool] = lambda group: True,
 ) -> Iterator[tuple[int, Event]]:
     """Yield the events that are not void. The tokens of groups that do not need them are not read: ranges of the same
     length stand in for them."""
@@ -304,7 +298,8 @@ def read_events(
             db.execute("BEGIN")  # one snapshot
             _check_format(db, path, create=False)
             needs_tokens = tokens if callable(tokens) else lambda group: bool(tokens)
-            yield from _select(db, path, _ALL, _voids(db, path) if effective else (), needs_tokens)
+            select = partial(_select, db, path)
+            yield from select(_ALL, _voids(select) if effective else (), needs_tokens)
         finally:
             db.close()
     except sqlite3.DatabaseError as e:
@@ -330,7 +325,7 @@ def restart(journal: Journal, *, step: int, redo_round: bool, skip_batch: int | 
         RunError: the checkpoint is newer than the journal, its batches are no longer there, or ``skip_batch`` is not
             among the steps whose batches are handed out again.
     """
-    voids = journal._voids()
+    voids = _voids(journal._select)
     last_batch, settled = _settled(journal, voids, step, redo_round=redo_round)
     void = journal._select(f"seq > {last_batch}", voids, lambda group: False) if redo_round else ()
     event = Restarted(

@@ -270,16 +270,17 @@ def test_servers_and_ranks_are_counted_together(cluster: Any) -> None:
     config = ClusterConfig(
         address=cluster.address, engines=3, engine_resources={"one": 1.0}, trainer_resources={"one": 1.0}
     )
-    lines = check_places(replace(config, engines=2), ENGINE, TRAINER)
+    gloo = EmbeddedServerConfig(launch=True, weight_transfer="gloo")
+    lines = check_places(replace(config, engines=2), TRAINER, ENGINE)
     assert lines[0] == "server engine-0 to engine-1: each CPU 1, one 1 of a node, up to 8 samples at a time"
     assert "the nodes of all servers must see under the same path" in lines[1]
-    sent = check_places(replace(config, engines=2), EmbeddedServerConfig(launch=True, weight_transfer="gloo"), TRAINER)
+    sent = check_places(replace(config, engines=2), TRAINER, gloo)
     assert sent[-1].endswith("to nodes that lack it: no folder has to be shared")
     adapters = replace(TRAINER, lora=LoraConfig(publish="adapter"))
-    sent = check_places(replace(config, engines=2), EmbeddedServerConfig(launch=True, weight_transfer="gloo"), adapters)
+    sent = check_places(replace(config, engines=2), adapters, gloo)
     assert sent[-1].startswith("weights reach the servers through a folder")
     with pytest.raises(ConfigError, match=r"no room for .* beside the others, 5 in all"):
-        check_places(config, ENGINE, TRAINER)
+        check_places(config, TRAINER, ENGINE)
 
 
 def test_a_run_whose_servers_can_never_be_placed_is_refused_at_once(

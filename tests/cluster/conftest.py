@@ -46,7 +46,15 @@ def cluster() -> Iterator[Any]:
                 os.environ[key] = value
 
 
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONPATH": str(ROOT),
+    # A node that is removed is missed after three seconds, not fifteen; one that answers late still has ten.
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 def add_node(cluster: Any, resources: dict[str, float]) -> Any:

@@ -43,13 +43,6 @@ def test_scale_compares_steps_and_deals(tmp_path: Path) -> None:
         assert 1.0 <= row["busiest_over_mean"] < row["in_turn"] < float(ranks)
 
 
-def test_ray_ranks_compares_two_ways_to_start_ranks(tmp_path: Path) -> None:
-    found = recorded(tmp_path, "ray_ranks.py", "--small")
-    assert set(found["ways"]) == {"processes of this machine", "ranks on a Ray cluster"}
-    for way in found["ways"].values():
-        assert 0 < way["outside_s"] < way["step_s"] and way["checkpoint_s"] > 0
-
-
 def test_publication_measures_each_way_after_comparing_bits(tmp_path: Path) -> None:
     found = recorded(tmp_path, "publication.py", "--layers", "1", "--rounds", "1", "--bucket-mb", "8")
     assert len(found["ways"]) == 12
@@ -57,11 +50,3 @@ def test_publication_measures_each_way_after_comparing_bits(tmp_path: Path) -> N
         assert len(row["s_per_gb"]) == 1 and row["s_per_gb"][0] > 0, name
     buckets = {name: max(row["bucket_mb"]) for name, row in found["ways"].items() if name.startswith("group")}
     assert all(0 < size < found["num_bytes"] / 1e6 for size in buckets.values()), buckets
-
-
-def test_rank_kills_counts_what_its_journals_say(tmp_path: Path) -> None:
-    found = recorded(tmp_path, "rank_kills.py", "--losses", "2", "--cases", "2-ranks")
-    (case,) = found["cases"]
-    assert case["losses"] == sum(case["by_signal"].values()) == sum(case["by_moment"].values()) == 2
-    assert case["groups_trained"] == found["steps_of_a_run"] * 4 * case["runs"] and case["tokens_decoded"] > 0
-    assert case["groups_lost"] == case["groups_trained_twice"] == case["tokens_decoded_again"] == 0

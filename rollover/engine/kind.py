@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollover.clock import Clock
-from rollover.engine.base import CallPlacement, Engine, EngineMetrics, MayBeDown, Sleeps
 from rollover.engine.config import EngineConfig
-from rollover.engine.logprob_check import CheckedMembers
-from rollover.hf.architecture import Architecture
-from rollover.weights.adapters import AdapterShape
-from rollover.weights.base import ReadsBack, WeightTarget
-from rollover.weights.folders import WeightFolders
+
+if TYPE_CHECKING:
+    from rollover.clock import Clock
+    from rollover.engine.base import CallPlacement, Engine, EngineMetrics, MayBeDown, Sleeps
+    from rollover.engine.logprob_check import CheckedMembers
+    from rollover.hf.architecture import Architecture
+    from rollover.weights.adapters import AdapterShape
+    from rollover.weights.base import ReadsBack, WeightTarget
+    from rollover.weights.folders import WeightFolders
 
 
 def _ignore(line: str) -> None:

@@ -12,10 +12,8 @@ from rollover.engine.kind import EngineKind, EngineSetup, OpenedEngine
 from rollover.engine.servers.embedded.kind import EMBEDDED_SERVERS
 from rollover.engine.servers.sglang.kind import SGLANG
 from rollover.engine.servers.vllm.kind import VLLM
-from rollover.hf.raw_tensors import untied
 from rollover.settings.schema import kinds
 from rollover.swarm.kind import SWARM
-from rollover.weights.folders import WeightFolders
 
 _KINDS = (
     EMBEDDED,
@@ -38,10 +36,12 @@ ENGINES: Mapping[str, EngineKind] = dict(zip(kinds(AnyEngineConfig), _KINDS, str
 async def open_engine(config: EngineConfig, setup: EngineSetup) -> OpenedEngine:
     """Open the engine. Raises ``RolloverError`` when it cannot be opened; the message says what to change."""
     assert not setup.lockstep or config.declared.deterministic, "the config refuses deterministic = true with it"
-    folders: WeightFolders | None = None
-    if setup.weights_name is not None:
-        root = config.weights_root(setup.root / "weights", setup.weights_name)
-        if root is not None:
-            folder = untied(setup.folder, root / "initial") if config.unties_first else setup.folder
-            setup, folders = replace(setup, folder=folder), WeightFolders(root, like=folder)
-    return replace(await ENGINES[config.kind].open(config, setup), folders=folders)
+    from rollover.hf.raw_tensors import untied
+    from rollover.weights.folders import WeightFolders
+
+    kind, name = ENGINES[config.kind], setup.weights_name
+    if name is None or (root := config.weights_root(setup.root / "weights", name)) is None:
+        return await kind.open(config, setup)
+    folder = untied(setup.folder, root / "initial") if config.unties_first else setup.folder
+    folders = WeightFolders(root, like=folder)
+    return replace(await kind.open(config, replace(setup, folder=folder)), folders=folders)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.kind import EngineFacts, EngineKind, EngineSetup, OpenedEngine
-from rollover.hf.architecture import Architecture
 
 
 async def _open(config: EmbeddedConfig, setup: EngineSetup) -> OpenedEngine:
     from rollover.engine.embedded.engine import EmbeddedEngine
+    from rollover.hf.architecture import Architecture
 
     if setup.longest_tokens is not None:
         config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)

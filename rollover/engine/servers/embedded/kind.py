@@ -8,11 +8,11 @@ from rollover.engine.embedded.kind import check_embedded
 from rollover.engine.kind import EngineFacts, EngineKind, EngineSetup, OpenedEngine
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.kind import check_servers, opened, places_of
-from rollover.hf.architecture import Architecture
 
 
 async def _open(config: EmbeddedServerConfig, setup: EngineSetup) -> OpenedEngine:
     from rollover.engine.servers.embedded.open import open_embedded_servers
+    from rollover.hf.architecture import Architecture
 
     if setup.longest_tokens is not None:
         config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)

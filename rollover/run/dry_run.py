@@ -103,8 +103,10 @@ def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.tasks.open import check_source, response_ends
     from rollover.tasks.prompts import PromptEncoder
 
-    folder = None if config.model.path is None else resolve_model(config.model.path, weights=False)
-    tokenizer = folder and load_tokenizer(folder)  # None for a model that has yet to be built
+    tokenizer: Any = None  # of a model that has yet to be built
+    if config.model.path is not None:
+        folder = resolve_model(config.model.path, weights=False)
+        tokenizer = load_tokenizer(folder)
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
             encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
@@ -117,7 +119,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
     for source in () if config.sft is None else config.warmup_sources:
         encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
         check_source(source, encoder, teaches=True)
-    if folder is not None:
+    if tokenizer is not None:
         ends = response_ends(folder, tokenizer, config.tasks)
         yield f"a response ends with {' or '.join(tokenizer.decode([end]) for end in ends)}"
 

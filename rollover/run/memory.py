@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.algorithms.config import resolve
 from rollover.engine.devices import UNSEEN, numbered
-from rollover.errors import ConfigError
 from rollover.run.config import RunConfig
-from rollover.run.engine import check_engine
-from rollover.trainer.config import LoraConfig
 
 if TYPE_CHECKING:
     import torch
@@ -59,17 +56,16 @@ class DeviceMemory:
 
 def memory_lines(config: RunConfig) -> list[str]:
     """Describe how much memory trainer and engines take on each device, which engines this leaves out, and which
-    settings to change if it is too much. Activations are those of the largest pass that responses of the greatest
+    setting to change if it is too much. Activations are those of the largest pass that responses of the greatest
     length cause.
 
     Raises ``ConfigError`` or ``ModelError`` as opening the trainer would, for a device or a model that cannot be used.
     """
     needed = device_memory(config)
     lines = [*map(str, needed), *_uncounted(config), *_left_to_servers(config, needed)]
-    if too_small := [memory.device for memory in needed if not memory.fits]:
-        fitting = (said for said, changed in _remedies(config) if all(m.fits for m in device_memory(changed)))
-        advice = next(fitting, "take a smaller model, or a device with more memory")
-        lines.append(f"warning: {' and '.join(too_small)} will run out of memory: {advice}")
+    if too_small := [memory for memory in needed if not memory.fits]:
+        devices = " and ".join(memory.device for memory in too_small)
+        lines.append(f"warning: {devices} will run out of memory: {_advice(config, too_small[0])}")
     return lines
 
 
@@ -171,48 +167,22 @@ def _left_to_servers(config: RunConfig, needed: list[DeviceMemory]) -> Iterator[
             )
 
 
-def _remedies(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield changes of settings: half the cache; then others, each on top of those before and with the words for all of
-    them; then adapters, alone and on top."""
-    said: dict[str, str] = {}
-    changed = config
-
-    def step(words: str, key: str, value: Any) -> tuple[str, RunConfig]:
-        nonlocal changed
-        changed, said[key] = _with(changed, key, value), words
-        return " and ".join(said.values()), changed
-
-    cache = getattr(config.engine, "kv_cache_bytes", 0) // 2
-    if cache and _holds_longest(config, cache):
-        yield f"lower engine.kv_cache_bytes to {cache}", _with(config, "engine.kv_cache_bytes", cache)
-    if not config.trainer.gradient_checkpointing:
-        key = "trainer.gradient_checkpointing"
-        yield step(f"set {key} = true", key, True)
-    longest = config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
-    while (tokens := changed.trainer.micro_batch_tokens) > longest:
-        key, tokens = "trainer.micro_batch_tokens", max(longest, tokens // 2)
-        yield step(f"lower {key} to {tokens}", key, tokens)
-    while (size := getattr(changed.engine, "kv_cache_bytes", 0) // 2) and _holds_longest(changed, size):
-        key = "engine.kv_cache_bytes"
-        yield step(f"lower {key} to {size}", key, size)
-    if config.trainer.lora is None:
-        words = "train adapters, [trainer.lora]"
-        yield words, _with(config, "trainer.lora", LoraConfig())
-        yield step(words, "trainer.lora", LoraConfig())
-
-
-def _with(config: RunConfig, key: str, value: Any) -> RunConfig:
-    section, _, name = key.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
-
-
-def _holds_longest(config: RunConfig, kv_cache_bytes: int) -> bool:
-    """Return whether the longest sample fits into an engine's cache of this size."""
-    try:
-        check_engine(_with(config, "engine.kv_cache_bytes", kv_cache_bytes))
-    except ConfigError:
-        return False
-    return True
+def _advice(config: RunConfig, memory: DeviceMemory) -> str:
+    """Return a change of settings that makes the largest part smaller that can be."""
+    trainer, longest = config.trainer, config.tasks.max_prompt_tokens + config.rollout.max_new_tokens
+    remedies = {"engines' cache": "lower engine.kv_cache_bytes"}
+    if not trainer.gradient_checkpointing:
+        remedies["activations"] = "set trainer.gradient_checkpointing = true"
+    elif trainer.micro_batch_tokens > longest:
+        remedies["activations"] = f"lower trainer.micro_batch_tokens, down to {longest} (the longest sample)"
+    if trainer.lora is None:
+        remedies["optimizer"] = remedies["gradients"] = "train adapters, [trainer.lora]"
+    if (argument := config.engine.memory_share_argument) is not None:
+        remedies["engines' share"] = f"lower {argument} in engine.launch_args"
+    largest = max((name for name in memory.parts if name in remedies), key=memory.parts.__getitem__, default=None)
+    if largest is None or memory.capacity is None or memory.parts[largest] < memory.total - memory.capacity:
+        return "take a smaller model, or a device with more memory"
+    return remedies[largest]
 
 
 def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:

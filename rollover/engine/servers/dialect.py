@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.call import Delta, GenerationCall
@@ -68,22 +68,9 @@ class WeightEndpoint(Protocol):
         """Change the label; the weights stay."""
         ...
 
-
-@runtime_checkable
-class GroupEndpoint(WeightEndpoint, Protocol):
-    """Weights of a server that can also receive them from whoever holds them, in one group with other servers.
-
-    Example: ``receiver = await weights.receiver(label, keeps_kv=False)``; once it has received them,
-    ``await weights.settle(label, keeps_kv=False)``.
-    """
-
-    @property
-    def takes_groups(self) -> bool:
-        """Say whether it is set to; ``send`` then uses a group too."""
-        ...
-
     async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """Say how the paused server receives weights that will have this label; nothing is changed yet."""
+        """Return how the paused server receives weights with this label in one group with other servers; nothing is
+        changed yet. Only for servers that do not read folders."""
         ...
 
     async def settle(self, label: str, *, keeps_kv: bool) -> None:
@@ -114,15 +101,12 @@ class MemoryEndpoint(Protocol):
 class Dialect(Protocol):
     """Speaks to one server in the words of its kind. Each method raises ``EngineError`` when the server fails.
 
-    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause?mode=keep`` to vLLM and ``POST
-    /pause_generation {"mode": "retract"}`` to SGLang.
+    Example: ``await dialect.ask_to_abort(["g7.0#2."])`` sends ``POST /abort_requests`` to vLLM and ``POST
+    /abort_request`` to SGLang.
     """
 
     @property
     def traits(self) -> Traits: ...
-
-    @property
-    def weights(self) -> WeightEndpoint: ...
 
     async def identify(self) -> None:
         """Check that the server is of this kind and can be controlled. Changes and decodes nothing there; the message
@@ -154,6 +138,24 @@ class Dialect(Protocol):
         given up."""
         ...
 
+    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
+        """Raise ``EngineError`` unless the server answers and, with ``decode``, samples a token in time."""
+        ...
+
+
+class ServerDialect(Dialect, Protocol):
+    """A dialect of servers whose weights and memory are the run's to change.
+
+    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause?mode=keep`` to vLLM and ``POST
+    /pause_generation {"mode": "retract"}`` to SGLang.
+    """
+
+    @property
+    def weights(self) -> WeightEndpoint: ...
+
+    @property
+    def memory(self) -> MemoryEndpoint: ...
+
     async def freeze(self, *, keeps_kv: bool) -> None:
         """Stop sampling. Running calls stay; with ``keeps_kv`` their cache does too."""
         ...
@@ -161,21 +163,6 @@ class Dialect(Protocol):
     async def thaw(self) -> None:
         """Resume sampling."""
         ...
-
-    async def check_health(self, *, decode: bool, timeout_s: float) -> None:
-        """Raise ``EngineError`` unless the server answers and, with ``decode``, samples a token in time."""
-        ...
-
-
-@runtime_checkable
-class SleepingDialect(Protocol):
-    """A dialect of servers that can give their memory back.
-
-    Example: ``await dialect.memory.release()`` sends ``POST /sleep?level=2`` to vLLM.
-    """
-
-    @property
-    def memory(self) -> MemoryEndpoint: ...
 
 
 async def check_vocabulary(server: str, model: ModelFolder, take: Callable[[int], Awaitable[object]]) -> None:

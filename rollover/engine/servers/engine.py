@@ -27,14 +27,13 @@ from rollover.engine.servers.background import BackgroundTasks, attempt, within
 from rollover.engine.servers.calls import OpenCalls
 from rollover.engine.servers.client import HTTPClient, Unreachable
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dialect import Dialect, SleepingDialect
+from rollover.engine.servers.dialect import ServerDialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.group_updates import send_to_all
 from rollover.engine.servers.memory import MemoryHeld, ServerMemory
 from rollover.engine.servers.ownership import Ownership
 from rollover.engine.servers.places import StartedServer
 from rollover.engine.servers.served_weights import ServedWeights
-from rollover.engine.servers.transfer import Receiver, TransferFailed
+from rollover.engine.servers.transfer import GroupMember, Receiver, TransferFailed, send_to_all
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 from rollover.weights.adapters import AdapterSource
@@ -59,7 +58,7 @@ class ServerEngine:
         client: HTTPClient,
         config: ServerConfig,
         model: ModelFolder,
-        dialect: Dialect,
+        dialect: ServerDialect,
         *,
         ownership: Ownership,
         process: StartedServer | None = None,
@@ -81,8 +80,7 @@ class ServerEngine:
         self._process = process
         self._tasks = BackgroundTasks()
         self._served = ServedWeights(dialect.weights, client, ownership, model.path)
-        memory = dialect.memory if isinstance(dialect, SleepingDialect) else None
-        self._memory = ServerMemory(repr(client), memory, self._served)
+        self._memory = ServerMemory(repr(client), dialect.memory, self._served)
         self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
         self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
@@ -250,7 +248,15 @@ class ServerEngine:
     @property
     def takes_groups(self) -> bool:
         """Say whether the holder of weights can send them to the server."""
-        return self._served.takes_groups and self._config.read_back != "always" and not self._config.colocated
+        return (
+            self._config.weight_transfer != "folder"
+            and self._config.read_back != "always"
+            and not self._config.colocated
+        )
+
+    @property
+    def group(self) -> GroupMember | None:
+        return self if self.takes_groups else None
 
     @property
     def formats(self) -> Mapping[str, str]:

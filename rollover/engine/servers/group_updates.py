@@ -10,56 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.members import Act, Member, Members
-from rollover.engine.servers.transfer import Receiver, TransferFailed, send_weights
+from rollover.engine.servers.transfer import GroupMember, Receiver, TransferFailed, send_to_all
 from rollover.errors import EngineError
-from rollover.weights.buckets import as_served, buckets
-from rollover.weights.sending import SenderLost, SendReport, SentByHolder
+from rollover.weights.sending import SenderLost, SentByHolder
 
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class GroupMember(Protocol):
-    """An engine that can receive weights in a group with others.
-
-    Example: a ``ServerEngine`` with ``engine.weight_transfer = "gloo"``.
-    """
-
-    @property
-    def takes_groups(self) -> bool: ...
-
-    @property
-    def formats(self) -> Mapping[str, str]:
-        """Return the number format of each tensor that it serves."""
-        ...
-
-    async def prepare(self, version: int, source: SentByHolder) -> Receiver: ...
-
-    async def settle(self, version: int) -> None: ...
-
-
 def all_take_groups(members: Sequence[Member]) -> bool:
     """Say whether the holder of weights can send them to all members."""
-    return all(isinstance(m.engine, GroupMember) and m.engine.takes_groups for m in members)
-
-
-async def send_to_all(
-    receivers: Sequence[Receiver], source: SentByHolder, formats: Mapping[str, str], config: ServerConfig
-) -> SendReport:
-    """Have the holder of weights send them to paused servers. Raises as ``send_weights``."""
-    pieces = buckets(as_served(source.manifest.tensors, formats))
-    return await send_weights(
-        lambda plan: source.open_sender(plan, pieces),
-        pieces,
-        receivers,
-        limit_s=config.load_timeout_s,
-        part_s=config.control_timeout_s,
-    )
+    return all(member.engine.group is not None for member in members)
 
 
 class GroupUpdate:
@@ -167,5 +132,5 @@ async def _failure(work: Coroutine[Any, Any, None]) -> EngineError | None:
 
 
 def _engine(member: Member) -> GroupMember:
-    assert isinstance(member.engine, GroupMember)
-    return member.engine
+    assert member.engine.group is not None
+    return member.engine.group

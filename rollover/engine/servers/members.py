@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -19,11 +20,16 @@ from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Engine, Sleeps
 from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.transfer import GroupMember
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightTarget
 
 logger = logging.getLogger(__name__)
 
+AFFINITY_SLACK = 0.25
+"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
+sibling."""
+_MAX_KEYS = 8192
 _FIRST_RETRY_S = 1.0
 """Until a member that was taken out is tried for the first time."""
 
@@ -37,6 +43,11 @@ class PoolEngine(Engine, WeightTarget, Protocol):
     @property
     def sleeper(self) -> Sleeps | None:
         """Return what gives its memory back; ``None`` if nothing can."""
+        ...
+
+    @property
+    def group(self) -> GroupMember | None:
+        """Return what receives weights in a group with other members; ``None`` if it reads folders."""
         ...
 
     async def probe(self, *, decode: bool = False) -> None:
@@ -241,3 +252,35 @@ class Members:
             done.cancel()
             await asyncio.gather(lost, done, return_exceptions=True)
         return None
+
+
+class Dispatch:
+    """Assigns calls to the member with most room, or to that of their siblings.
+
+    Example: of two members with 64 slots, one with 10 calls and one with 3, the second gets the next prompt.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        """The member to which the last call of a prompt went."""
+
+    def assign(self, prompt_key: str) -> Member | None:
+        """Choose the member that gets a call of this prompt, and count it as its load; ``None`` when none is up."""
+        if not (up := self._members.up):
+            return None
+        chosen = min(up, key=lambda member: member.share)
+        home = self._homes.get(prompt_key)
+        if home in up and home.load < home.capacity and home.share <= chosen.share + AFFINITY_SLACK:
+            chosen = home
+        self._homes[prompt_key] = chosen
+        self._homes.move_to_end(prompt_key)
+        if len(self._homes) > _MAX_KEYS:
+            self._homes.popitem(last=False)
+        chosen.load += 1
+        return chosen
+
+    def release(self, member: Member) -> None:
+        """End a call that was assigned to the member."""
+        member.load -= 1
+        assert member.load >= 0, f"{member.name} has fewer calls than none"

@@ -26,27 +26,18 @@ class MemoryHeld(EngineError):
 
 
 class ServerMemory:
-    """The memory of one server; ``endpoint`` is ``None`` where servers of its kind keep theirs.
+    """The memory of one server.
 
     Example: after ``await memory.release()``, ``memory.is_released`` is true and the server's label ends with
     ``:asleep``; ``await memory.take(7, folder)`` leaves it with the weights of version 7 and an empty cache.
     """
 
-    def __init__(self, name: str, endpoint: MemoryEndpoint | None, served: ServedWeights) -> None:
+    def __init__(self, name: str, endpoint: MemoryEndpoint, served: ServedWeights) -> None:
         self.is_released = False
         """Calls cannot be answered: some part of it was given back."""
         self._name = name
-        self._given = endpoint
+        self._endpoint = endpoint
         self._served = served
-
-    @property
-    def _endpoint(self) -> MemoryEndpoint:
-        if self._given is None:
-            raise EngineError(
-                f"{self._name} cannot give its memory back to the trainer, which engine.colocated = true asks for: no"
-                " server of its kind can; leave that out, and give trainer and servers devices of their own"
-            )
-        return self._given
 
     async def check(self) -> None:
         """Raise ``EngineError`` unless the server can give its memory back."""

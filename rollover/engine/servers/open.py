@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rollover.clock import Clock
 from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dialect import Dialect
+from rollover.engine.servers.dialect import ServerDialect
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.ownership import Ownership
@@ -33,7 +33,7 @@ class ServerKind:
     Example: vLLM's has ``program="vLLM"``, ``key_env="VLLM_API_KEY"`` and ``VLLM_SERVER_DEV_MODE=1`` in ``env``.
     """
 
-    dialect: Callable[[HTTPClient], Dialect]
+    dialect: Callable[[HTTPClient], ServerDialect]
     arguments: Callable[[str, int], list[str]]
     """Arguments with which the command serves the model at an address of its machine and a port."""
     env: Mapping[str, str]

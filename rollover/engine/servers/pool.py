@@ -29,9 +29,8 @@ from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dispatch import Dispatch
 from rollover.engine.servers.group_updates import all_take_groups
-from rollover.engine.servers.members import Member, Members, PoolEngine
+from rollover.engine.servers.members import Dispatch, Member, Members, PoolEngine
 from rollover.engine.servers.updates import PoolUpdates
 from rollover.engine.servers.watch import Watch
 from rollover.engine.used_ids import UsedIds

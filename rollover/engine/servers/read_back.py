@@ -9,19 +9,29 @@ kind) it is known that some of them must change where the weights did, and none 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.errors import EngineError
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.folder import ModelFolder
+from rollover.errors import EngineError, EngineTimeout, ModelError
 from rollover.hf.raw_tensors import RawTensor, read_raw_tensors
 from rollover.hf.weights import EMBEDDING, HEAD
 
+logger = logging.getLogger(__name__)
+_MAX_CHECKED_BYTES = 1 << 30
+"""Models up to this size are confirmed at every load, larger ones at the first alone, unless the config says
+otherwise: a server hashes a gigabyte in about a second, in which it decodes nothing."""
+_HASHED_AT_ONCE = 1 << 20
+"""Bytes that take less than a millisecond, for which no thread is needed."""
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters of a checkpoint by the part of a name that stands for them all in a server."""
 _NO_BYTES = hashlib.sha256(b"").hexdigest()
@@ -215,3 +225,61 @@ LAYOUTS: Mapping[str, _Layout] = {
     "cut by columns": _cut_by_columns,
 }
 _OF_ONE = ("whole", "padded")
+
+
+AskDigests = Callable[[Path], Awaitable[Mapping[HeldTensor, str]]]
+"""Asks a server that has loaded a folder for its digests. Raises ``EngineError`` when it gives none."""
+
+
+class LoadConfirmation:
+    """Confirms the loads of one server.
+
+    Args:
+        server: its name in messages.
+        folders: shared by the servers of a pool.
+
+    Example: ``await confirmation.of(folder)`` returns when the server holds what ``folder`` does, as far as it tells.
+    """
+
+    def __init__(
+        self, server: str, config: ServerConfig, model: ModelFolder, folders: FolderDigests, ask: AskDigests
+    ) -> None:
+        self._server, self._ask, self._read_back = server, ask, ReadBack(folders)
+        self._num_bytes = sum(info.num_bytes for info in model.weights.values())
+        self._is_once = config.read_back == "auto" and self._num_bytes > _MAX_CHECKED_BYTES
+        self._has_digests = config.read_back != "never"
+        """Until the server says that it has none."""
+        self._was_confirmed = False
+
+    async def of(self, folder: Path) -> None:
+        """Raise ``EngineError`` when the server holds other weights than ``folder``."""
+        if not self._has_digests or (self._is_once and self._was_confirmed):
+            return
+        try:
+            found = await self._ask(folder)
+        except EngineTimeout:
+            raise
+        except NoDigests as e:  # an older release, or weights that it cannot hash
+            self._has_digests = False
+            self._say(f"it computes no digests of them ({e})")
+            return
+        if self._num_bytes <= _HASHED_AT_ONCE:
+            confirmed = self._compare(folder, found)
+        else:
+            confirmed = await asyncio.to_thread(self._compare, folder, found)
+        if confirmed.says_nothing and not self._was_confirmed:
+            self._say("it reports digests of none of the folder's tensors")
+        self._was_confirmed = True
+
+    def _compare(self, folder: Path, found: Mapping[HeldTensor, str]) -> Confirmation:
+        try:
+            return self._read_back.check(folder, found, server=self._server)
+        except ModelError as e:
+            raise EngineError(f"{self._server}: its weights cannot be compared with those it was given: {e}") from e
+
+    def _say(self, why: str) -> None:
+        logger.warning("%s cannot show which weights it holds: %s; only the log-prob check can tell", self._server, why)
+
+
+class NoDigests(EngineError):
+    """A server that computes no digests of its weights."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import GroupEndpoint, WeightEndpoint
+from rollover.engine.servers.dialect import WeightEndpoint
 from rollover.engine.servers.ownership import Ownership, Part, how_to_free
 from rollover.engine.servers.transfer import Receiver
 from rollover.errors import EngineError
@@ -73,21 +73,14 @@ class ServedWeights:
         await self._endpoint.send(self._ownership.label(version, asleep=asleep), source, keeps_kv=keeps_kv)
         await self._end(version, source)
 
-    @property
-    def takes_groups(self) -> bool:
-        """Say whether the server is set to receive weights in a group."""
-        return isinstance(self._endpoint, GroupEndpoint) and self._endpoint.takes_groups
-
     async def receive(self, version: int, *, keeps_kv: bool) -> Receiver:
         """Say how the server receives weights in a group. From now on we do not know what it has."""
-        assert isinstance(self._endpoint, GroupEndpoint)
         receiver = await self._endpoint.receiver(self._ownership.label(version), keeps_kv=keeps_kv)
         self._begin()
         return receiver
 
     async def settle(self, version: int, *, keeps_kv: bool) -> None:
         """Have the server serve what it has received. After an ``EngineError`` we do not know its weights."""
-        assert isinstance(self._endpoint, GroupEndpoint)
         await self._endpoint.settle(self._ownership.label(version), keeps_kv=keeps_kv)
         await self._end(version, None)
 

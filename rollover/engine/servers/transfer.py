@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollover.engine.servers.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.buckets import Bucket, buckets
+from rollover.weights.buckets import Bucket, as_served, buckets
 from rollover.weights.groups import GroupPlan
-from rollover.weights.sending import OwnSender, Sender, SenderLost, SendReport, in_thread
+from rollover.weights.sending import OwnSender, Sender, SenderLost, SendReport, SentByHolder, in_thread
 from rollover.weights.sources import FolderWeights
 
 Call = tuple[str, Any]
@@ -226,3 +226,33 @@ async def _part(
         elif end is not None:
             raise end
     return found
+
+
+class GroupMember(Protocol):
+    """An engine that can receive weights in a group with others.
+
+    Example: a ``ServerEngine`` with ``engine.weight_transfer = "gloo"``.
+    """
+
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """Return the number format of each tensor that it serves."""
+        ...
+
+    async def prepare(self, version: int, source: SentByHolder) -> Receiver: ...
+
+    async def settle(self, version: int) -> None: ...
+
+
+async def send_to_all(
+    receivers: Sequence[Receiver], source: SentByHolder, formats: Mapping[str, str], config: ServerConfig
+) -> SendReport:
+    """Have the holder of weights send them to paused servers. Raises as ``send_weights``."""
+    pieces = buckets(as_served(source.manifest.tensors, formats))
+    return await send_weights(
+        lambda plan: source.open_sender(plan, pieces),
+        pieces,
+        receivers,
+        limit_s=config.load_timeout_s,
+        part_s=config.control_timeout_s,
+    )

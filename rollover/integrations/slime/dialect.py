@@ -19,7 +19,6 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
@@ -171,12 +170,6 @@ class LentDialect:
         except ValueError:
             return None
 
-    async def freeze(self, *, keeps_kv: bool) -> None:
-        """Do nothing: slime stops its servers itself when it updates them."""
-
-    async def thaw(self) -> None:
-        """Do nothing, as in ``freeze``."""
-
     async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
         await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
 
@@ -185,7 +178,7 @@ class LentDialect:
 
 
 class LentLabel:
-    """Implements the read-only part of ``WeightEndpoint``, which is all that a guest may use.
+    """Reads which weights a server has, which is all that a guest may do.
 
     Example: ``await label.label()`` is ``"3"`` after slime's third weight update.
     """
@@ -200,12 +193,6 @@ class LentLabel:
 
     async def label(self) -> str:
         return (await self.info()).weight_version
-
-    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        raise EngineError(f"{self._client} is lent: its trainer alone gives it weights")
-
-    async def set_label(self, label: str) -> None:
-        raise EngineError(f"{self._client} is lent: its trainer alone labels its weights")
 
 
 async def _of_either(client: HTTPClient, path: str, older: str) -> bytes:

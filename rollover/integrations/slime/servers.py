@@ -139,6 +139,7 @@ class LentServer:
 
     needs_folder = False
     sleeper = None
+    group = None
 
     def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, *, label: str) -> None:
         self.capabilities = _capabilities(config, model, num_workers=1)

@@ -47,6 +47,8 @@ class Flaky(FakeEngine):
         if self.failing is not None:
             raise EngineError(f"{self.name}: {self.failing}")
 
+    group = None
+
     @property
     def sleeper(self) -> Sleeps:
         return self

@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from rollover.engine.servers import answer as answers
-from rollover.engine.servers.client import HTTPClient, Patience
-from rollover.engine.servers.sse import MAX_EVENT_CHARS
+from rollover.engine.servers.client import MAX_EVENT_CHARS, HTTPClient, Patience
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.errors import ConfigError, EngineError
 from rollover.weights.sources import FolderWeights

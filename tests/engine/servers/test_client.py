@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.servers.client import HTTPClient, Patience
-from rollover.engine.servers.sse import EventDecoder
+from rollover.engine.servers.client import EventDecoder, HTTPClient, Patience
 from rollover.engine.servers.vllm.answers import Completion, PauseState
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError, EngineTimeout

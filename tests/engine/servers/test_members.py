@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dispatch import AFFINITY_SLACK, Dispatch
-from rollover.engine.servers.members import Member, Members
+from rollover.engine.servers.members import AFFINITY_SLACK, Dispatch, Member, Members
 from tests.engine.servers.pool_kit import Flaky
 
 

@@ -20,9 +20,8 @@ from rollover.engine.servers.call import Delta, GenerationCall
 from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.embedded.memory import EmbeddedServerMemory
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
-from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
+from rollover.engine.servers.embedded.weights import EmbeddedServerMemory, EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.read_back import FolderDigests
 from rollover.errors import EngineError, EngineTimeout

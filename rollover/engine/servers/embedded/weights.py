@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.confirm import LoadConfirmation
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import ServerInfo, TensorDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor
+from rollover.engine.servers.ownership import Part
+from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation
 from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
 from rollover.weights.adapters import holds_adapters
 from rollover.weights.groups import GroupPlan
 
 
 class EmbeddedServerWeights:
-    """Implements ``GroupEndpoint``."""
+    """Implements ``WeightEndpoint``."""
 
     def __init__(
         self,
@@ -68,13 +68,8 @@ class EmbeddedServerWeights:
     async def set_label(self, label: str) -> None:
         await self._client.call("POST", "/update_weight_version", body={"new_version": label})
 
-    @property
-    def takes_groups(self) -> bool:
-        """See ``GroupEndpoint.takes_groups``."""
-        return self._config.weight_transfer != "folder"
-
     async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """See ``GroupEndpoint.receiver``."""
+        """See ``WeightEndpoint.receiver``."""
         backend = self._config.weight_transfer
         assert backend != "folder", "a group was asked of a server that reads folders"
         self._num_groups += 1
@@ -102,7 +97,7 @@ class EmbeddedServerWeights:
         return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
 
     async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """See ``GroupEndpoint.settle``: the label came with the last call."""
+        """See ``WeightEndpoint.settle``: the label came with the last call."""
 
     async def _post(self, path: str, body: Any) -> None:
         await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)
@@ -111,3 +106,23 @@ class EmbeddedServerWeights:
         limit_s = self._config.load_timeout_s
         found = await self._client.ask(TensorDigests, "POST", "/digests", body={}, timeout_s=limit_s)
         return {HeldTensor(name=name): digest for name, digest in found.digests.items()}
+
+
+class EmbeddedServerMemory:
+    """Implements ``MemoryEndpoint``.
+
+    Example: ``await memory.release()`` sends ``POST /sleep``.
+    """
+
+    def __init__(self, client: HTTPClient, config: EmbeddedServerConfig) -> None:
+        self._client = client
+        self._timeout_s = config.load_timeout_s
+
+    async def check(self) -> None:
+        """Accept every server: each can give its memory back."""
+
+    async def release(self) -> None:
+        await self._client.call("POST", "/sleep", body={}, timeout_s=self._timeout_s)
+
+    async def take(self, part: Part) -> None:
+        """Do nothing: the load takes the memory."""

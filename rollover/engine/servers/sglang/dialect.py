@@ -29,9 +29,8 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.read_back import FolderDigests
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.sglang.memory import SGLangMemory
 from rollover.engine.servers.sglang.reply import Reply
-from rollover.engine.servers.sglang.weights import SGLangWeights, how_to_serve_adapters
+from rollover.engine.servers.sglang.weights import SGLangMemory, SGLangWeights, how_to_serve_adapters
 from rollover.errors import EngineError
 from rollover.hf.config import read_config
 from rollover.weights.adapters import AdapterShape

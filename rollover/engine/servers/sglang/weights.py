@@ -25,9 +25,9 @@ from typing import Any
 
 from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor
+from rollover.engine.servers.ownership import Part
+from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
     ModelInfo,
@@ -44,7 +44,7 @@ from rollover.weights.groups import GroupPlan
 
 
 class SGLangWeights:
-    """Implements ``GroupEndpoint``."""
+    """Implements ``WeightEndpoint``."""
 
     def __init__(
         self,
@@ -120,18 +120,13 @@ class SGLangWeights:
         body = {"new_version": label, "abort_all_requests": False}
         await self._client.call("POST", "/update_weight_version", body=body)
 
-    @property
-    def takes_groups(self) -> bool:
-        """See ``GroupEndpoint.takes_groups``."""
-        return self._config.weight_transfer != "folder"
-
     async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """See ``GroupEndpoint.receiver``."""
+        """See ``WeightEndpoint.receiver``."""
         self.num_sends += 1
         return await self._receiver(label, keeps_kv=keeps_kv)
 
     async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """See ``GroupEndpoint.settle``: label and flush went with the last piece."""
+        """See ``WeightEndpoint.settle``: label and flush went with the last piece."""
         self.held.took_full(label, is_base=False)
 
     async def _receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
@@ -213,3 +208,35 @@ def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
         for name, digest in worker.checksums.items():
             held = HeldTensor(name=name, part=place.tp_rank, num_parts=place.tp_size, replica=str(place.dp_rank))
             yield held, digest
+
+
+_TAGS: dict[Part, list[str]] = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}
+
+
+class SGLangMemory:
+    """Implements ``MemoryEndpoint`` by SGLang's memory saver: weights, cache and recorded graphs.
+
+    Without ``--enable-memory-saver`` a server gives nothing back and does not report that, so its settings are looked
+    at first. It dies when it is asked to give memory back while it decodes, or to take what it has.
+    """
+
+    def __init__(self, client: HTTPClient, config: SGLangConfig) -> None:
+        self._client = client
+        self._timeout_s = config.load_timeout_s
+
+    async def check(self) -> None:
+        info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
+        if not info.enable_memory_saver:
+            raise EngineError(
+                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
+                " start it with --enable-memory-saver (it needs the package torch-memory-saver, and a GPU)"
+            )
+
+    async def release(self) -> None:
+        await self._post("/release_memory_occupation", [tag for tags in _TAGS.values() for tag in tags])
+
+    async def take(self, part: Part) -> None:
+        await self._post("/resume_memory_occupation", _TAGS[part])
+
+    async def _post(self, path: str, tags: list[str]) -> None:
+        await self._client.call("POST", path, body={"tags": tags}, timeout_s=self._timeout_s)

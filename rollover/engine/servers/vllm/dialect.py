@@ -33,8 +33,7 @@ from rollover.engine.servers.vllm.answers import (
     WeightInfo,
 )
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.memory import VLLMMemory
-from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights, how_to_serve_adapters
+from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMMemory, VLLMWeights, how_to_serve_adapters
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import FinishReason
 from rollover.weights.adapters import AdapterShape

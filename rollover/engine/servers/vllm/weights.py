@@ -23,11 +23,11 @@ from typing import Any
 
 from rollover.engine.servers.adapters import HeldAdapter
 from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.confirm import LoadConfirmation, NoDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor
+from rollover.engine.servers.ownership import Part
+from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
 from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
-from rollover.engine.servers.vllm.answers import Checksums, Models, Success, WeightInfo, WorldSize
+from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
@@ -68,7 +68,7 @@ class ChecksumRecord:
 
 
 class VLLMWeights:
-    """Implements ``GroupEndpoint``.
+    """Implements ``WeightEndpoint``.
 
     Args:
         checksums: of what the servers of a pool have loaded.
@@ -136,13 +136,8 @@ class VLLMWeights:
     async def set_label(self, label: str) -> None:
         await self._client.call("POST", "/update_weight_version", body={"new_version": label})
 
-    @property
-    def takes_groups(self) -> bool:
-        """See ``GroupEndpoint.takes_groups``."""
-        return self._config.weight_transfer != "folder"
-
     async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """See ``GroupEndpoint.receiver``."""
+        """See ``WeightEndpoint.receiver``."""
         answer = await self._client.ask(WorldSize, "GET", "/get_world_size", params={"include_dp": "true"})
         plan = GroupPlan(
             meets="nccl",
@@ -170,7 +165,7 @@ class VLLMWeights:
         return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
 
     async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """See ``GroupEndpoint.settle``."""
+        """See ``WeightEndpoint.settle``."""
         await self._reset_prefix_cache(keeps_kv=keeps_kv)
         await self.set_label(label)
         self.held.took_full(label, is_base=False)
@@ -237,3 +232,35 @@ def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str
                 replica=match["replica"],
             )
             yield place, checksums[key]
+
+
+_TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
+
+
+class VLLMMemory:
+    """Implements ``MemoryEndpoint`` by vLLM's sleep mode, level 2, which drops weights and cache.
+
+    A server that was started without ``--enable-sleep-mode`` answers that it sleeps and gives nothing back, so its
+    settings are looked at first; one on a CPU cannot be started with it. When the last part is taken again, the server
+    resumes by itself: it has not been sent a call yet.
+    """
+
+    def __init__(self, client: HTTPClient, config: VLLMConfig) -> None:
+        self._client = client
+        self._timeout_s = config.load_timeout_s
+
+    async def check(self) -> None:
+        info = await self._client.ask(
+            VLLMServerInfo, "GET", "/server_info", params={"config_format": "json"}, timeout_s=self._timeout_s
+        )
+        if not info.vllm_config.model.enable_sleep_mode:
+            raise EngineError(
+                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
+                " start it with --enable-sleep-mode, on a GPU"
+            )
+
+    async def release(self) -> None:
+        await self._client.call("POST", "/sleep", params={"level": "2"}, timeout_s=self._timeout_s)
+
+    async def take(self, part: Part) -> None:
+        await self._client.call("POST", "/wake_up", params={"tags": _TAGS[part]}, timeout_s=self._timeout_s)

@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from chaos_summary import whole_of  # noqa: E402
 
-from rollover.engine.servers.launch import free_port  # noqa: E402
+from rollover.engine.servers.start.launch import free_port  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E402
 from tests.swarm.chaos.disks import can_mount  # noqa: E402

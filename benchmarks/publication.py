@@ -34,11 +34,11 @@ from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.clock import SystemClock
-from rollover.engine.servers.places import ThisMachine
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import SGLangWeights
-from rollover.engine.servers.transfer import Receiver, TransferCalls, send_weights
+from rollover.engine.servers.start.places import ThisMachine
+from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_weights
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer

@@ -14,7 +14,7 @@ import pytest
 
 from rollover import cli
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.launch import ServerProcess
+from rollover.engine.servers.start.launch import ServerProcess
 from rollover.errors import EngineError
 from rollover.report.comparison import write_comparison
 from tests import runs

@@ -18,8 +18,8 @@ from rollover.clock import SystemClock
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.open import open_embedded_servers
-from rollover.engine.servers.places import ThisMachine
-from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.start.places import ThisMachine
 
 
 async def decode(pool: EnginePool, asked: list[GenerateRequest], num_open: int) -> int:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rollover.cluster.parts import are_there, write_part
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.launch import ServerProcess, free_port
+from rollover.engine.servers.start.launch import ServerProcess, free_port
 from rollover.trainer.staging import clear_left_behind, held_folder
 
 _MAX_LOG_BYTES = 1 << 18

@@ -30,9 +30,9 @@ from rollover.cluster.fitting import Resources
 from rollover.cluster.nodes import actor_options, written
 from rollover.cluster.parts import sampled_digest
 from rollover.engine.servers.background import BackgroundTasks
-from rollover.engine.servers.client import HTTPClient, api_key
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.places import ServerProgram
+from rollover.engine.servers.http.client import HTTPClient, api_key
+from rollover.engine.servers.start.places import ServerProgram
 from rollover.errors import ConfigError, EngineError, EngineTimeout, is_full
 from rollover.privacy import make_private
 

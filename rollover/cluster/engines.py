@@ -15,7 +15,7 @@ from rollover.cluster.engine_server import NAMESPACE, ClusterServer, EngineTerms
 from rollover.cluster.fitting import Wanted, refusal
 from rollover.cluster.nodes import alive_nodes, written
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.places import ServerProgram
+from rollover.engine.servers.start.places import ServerProgram
 from rollover.errors import ConfigError
 
 

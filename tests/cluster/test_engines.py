@@ -27,7 +27,7 @@ from rollover.cluster.engines import ClusterEngines
 from rollover.cluster.parts import listed
 from rollover.engine.base import Chunk
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
-from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import ConfigError
@@ -36,7 +36,7 @@ from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.weights.sources import FolderWeights
 from tests.cluster.conftest import add_node, cluster_has
 from tests.engine.contract import collect, request
-from tests.engine.servers.test_launch import wait_until_dead
+from tests.engine.servers.start.test_launch import wait_until_dead
 from tests.engine.servers.vllm.kit import model_folder
 from tests.speed import within
 

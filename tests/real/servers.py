@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 
-from rollover.engine.servers import supervisor
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start import supervisor
+from rollover.engine.servers.start.launch import free_port
 from tests.speed import within
 
 START_S = within(900.0)

@@ -15,8 +15,8 @@ import pytest
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.logprob_check import check_logprobs
-from rollover.engine.servers import supervisor
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.start import supervisor
 from rollover.errors import EngineError
 from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine

@@ -19,17 +19,17 @@ from pydantic import RootModel
 from rollover import cli
 from rollover.clock import SystemClock
 from rollover.engine.logprob_check import check_logprobs
-from rollover.engine.servers.client import HTTPClient, Patience
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
-from rollover.engine.servers.places import ThisMachine
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor, ReadBack
+from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.servers.sglang.answers import WeightChecks
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import held_tensors
+from rollover.engine.servers.start.places import ThisMachine
+from rollover.engine.servers.weights.ownership import Ownership
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource

@@ -17,19 +17,19 @@ import pytest
 
 from rollover.clock import SystemClock
 from rollover.engine.logprob_check import check_logprobs
-from rollover.engine.servers.answer import Answer
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
-from rollover.engine.servers.places import ThisMachine
-from rollover.engine.servers.pool import EnginePool
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor, ReadBack
+from rollover.engine.servers.http.answer import Answer
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.vllm.answers import Checksums
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
 from rollover.engine.servers.vllm.weights import ChecksumRecord, held_tensors
+from rollover.engine.servers.weights.ownership import Ownership
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights

@@ -15,7 +15,7 @@ import pytest
 
 from rollover import cli
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.servers.launch import ServerProcess
+from rollover.engine.servers.start.launch import ServerProcess
 from rollover.rollout.events import BatchTrained, SegmentEnded
 from rollover.rollout.strategies import STRATEGIES
 from rollover.trainer import ranks

@@ -18,7 +18,7 @@ import torch
 
 from rollover import cli
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from rollover.errors import RolloverError
 from rollover.rollout.events import GroupDropped
 from rollover.rollout.ledger import Ledger

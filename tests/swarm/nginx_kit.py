@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt install nginx-light")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.gateway import Gateway

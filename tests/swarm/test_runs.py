@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.run.layout import RUN_FILES

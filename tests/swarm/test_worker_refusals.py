@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from rollover.errors import ConfigError
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.token import WorkerToken

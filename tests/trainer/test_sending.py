@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.servers.transfer import TransferFailed, send_weights
+from rollover.engine.servers.weights.transfer import TransferFailed, send_weights
 from rollover.hf.weights import EMBEDDING, HEAD
 from rollover.trainer import ranks
 from rollover.trainer.config import LoraConfig

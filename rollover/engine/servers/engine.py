@@ -21,19 +21,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, Sleeps
-from rollover.engine.servers.abort import Aborter
-from rollover.engine.servers.answer import ServerBusy
 from rollover.engine.servers.background import BackgroundTasks, attempt, within
-from rollover.engine.servers.calls import OpenCalls
-from rollover.engine.servers.client import HTTPClient, Unreachable
+from rollover.engine.servers.calls.abort import Aborter
+from rollover.engine.servers.calls.dialect import ServerDialect
+from rollover.engine.servers.calls.open_calls import OpenCalls
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dialect import ServerDialect
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.memory import MemoryHeld, ServerMemory
-from rollover.engine.servers.ownership import Ownership
-from rollover.engine.servers.places import StartedServer
-from rollover.engine.servers.served_weights import ServedWeights
-from rollover.engine.servers.transfer import GroupMember, Receiver, TransferFailed, send_to_all
+from rollover.engine.servers.http.answer import ServerBusy
+from rollover.engine.servers.http.client import HTTPClient, Unreachable
+from rollover.engine.servers.start.places import StartedServer
+from rollover.engine.servers.weights.memory import MemoryHeld, ServerMemory
+from rollover.engine.servers.weights.ownership import Ownership
+from rollover.engine.servers.weights.served import ServedWeights
+from rollover.engine.servers.weights.transfer import GroupMember, Receiver, TransferFailed, send_to_all
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 from rollover.weights.adapters import AdapterSource

@@ -10,13 +10,13 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from rollover.engine.servers.places import ServerPlaces
-    from rollover.engine.servers.pool import EnginePool
+    from rollover.engine.servers.pool.pool import EnginePool
+    from rollover.engine.servers.start.places import ServerPlaces
 
 
 async def places_of(config: ServerConfig, setup: EngineSetup) -> ServerPlaces:
     """Return the places where servers are started, if any are."""
-    from rollover.engine.servers.places import ThisMachine
+    from rollover.engine.servers.start.places import ThisMachine
 
     if setup.places is None:
         return ThisMachine(setup.root / "logs")

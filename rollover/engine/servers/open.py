@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rollover.clock import Clock
-from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.calls.dialect import ServerDialect
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.dialect import ServerDialect
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
-from rollover.engine.servers.places import C, ServerPlaces, ServerProgram, StartedServer
-from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.start.places import C, ServerPlaces, ServerProgram, StartedServer
+from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.sources import FolderWeights
 

@@ -22,10 +22,10 @@ from contextlib import aclosing
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.answer import Count
-from rollover.engine.servers.call import Delta, GenerationCall
-from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.calls.call import Delta, GenerationCall
+from rollover.engine.servers.calls.dialect import Traits
+from rollover.engine.servers.http.answer import Count
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.answers import Generation, Meta, ModelInfo, WeightSpan
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError, EngineTimeout

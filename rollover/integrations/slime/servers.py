@@ -33,12 +33,12 @@ import httpx
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.servers.abort import Aborter
 from rollover.engine.servers.background import BackgroundTasks, attempt
-from rollover.engine.servers.calls import OpenCalls
-from rollover.engine.servers.client import HTTPClient
+from rollover.engine.servers.calls.abort import Aborter
+from rollover.engine.servers.calls.open_calls import OpenCalls
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import worker_urls
 from rollover.errors import EngineError, EngineTimeout, ModelError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from rollover.engine.servers.transfer import Receiver, TransferCalls
+from rollover.engine.servers.weights.transfer import Receiver, TransferCalls
 from rollover.errors import EngineError
 from rollover.weights.groups import GroupPlan
 from tests.trainer.rank_pool import fork_server

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from tests.swarm.nginx_kit import Nginx, configure
 
 

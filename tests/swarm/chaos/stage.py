@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.launch import free_port
+from rollover.engine.servers.start.launch import free_port
 from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key

@@ -16,14 +16,14 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.call import Delta, GenerationCall
-from rollover.engine.servers.client import HTTPClient, Patience
-from rollover.engine.servers.dialect import Traits
+from rollover.engine.servers.calls.call import Delta, GenerationCall
+from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
 from rollover.engine.servers.embedded.weights import EmbeddedServerMemory, EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.read_back import FolderDigests
+from rollover.engine.servers.http.client import HTTPClient, Patience
+from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 

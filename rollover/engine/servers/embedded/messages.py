@@ -31,7 +31,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
+from rollover.engine.servers.http.answer import Answer, Count, Event, Shown, TokenId
 from rollover.types import FinishReason
 
 GENERATE_REQUEST = TypeAdapter(GenerateRequest)

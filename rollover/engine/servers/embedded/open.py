@@ -13,9 +13,9 @@ from rollover.engine.servers.embedded.config import KEY_VARIABLE, EmbeddedServer
 from rollover.engine.servers.embedded.dialect import EmbeddedServerDialect
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
-from rollover.engine.servers.places import ServerPlaces
-from rollover.engine.servers.pool import EnginePool
-from rollover.engine.servers.read_back import FolderDigests
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.start.places import ServerPlaces
+from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import require
 
 OURS = ("rollover", "serve")

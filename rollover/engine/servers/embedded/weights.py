@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import ServerInfo, TensorDigests
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Part
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation
-from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.weights.ownership import Part
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation
+from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
 from rollover.weights.adapters import holds_adapters
 from rollover.weights.groups import GroupPlan
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rollover.engine.servers.answer import Answer, Count, Event, Shown, TokenId
+from rollover.engine.servers.http.answer import Answer, Count, Event, Shown, TokenId
 
 
 class ModelInfo(Answer):

@@ -22,15 +22,15 @@ from contextlib import aclosing
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.call import Delta, GenerationCall
-from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import Traits, check_vocabulary
+from rollover.engine.servers.calls.call import Delta, GenerationCall
+from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.read_back import FolderDigests
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangMemory, SGLangWeights, how_to_serve_adapters
+from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError
 from rollover.hf.config import read_config
 from rollover.weights.adapters import AdapterShape

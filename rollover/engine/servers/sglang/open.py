@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollover.clock import Clock
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.config import is_server_url
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.open import ServerKind, open_servers
-from rollover.engine.servers.places import ServerPlaces
-from rollover.engine.servers.pool import EnginePool
-from rollover.engine.servers.read_back import FolderDigests
+from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.weights import adapter_arguments
+from rollover.engine.servers.start.places import ServerPlaces
+from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape
 

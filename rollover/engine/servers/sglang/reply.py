@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.call import Delta
+from rollover.engine.servers.calls.call import Delta
 from rollover.engine.servers.sglang.answers import Generation, Meta, ReportedEnd, WeightSpan
 from rollover.errors import EngineError
 from rollover.types import FinishReason

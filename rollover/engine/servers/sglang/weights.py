@@ -23,11 +23,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.adapters import HeldAdapter
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Part
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
     ModelInfo,
@@ -36,7 +33,10 @@ from rollover.engine.servers.sglang.answers import (
     WeightChecks,
 )
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
+from rollover.engine.servers.weights.adapters import HeldAdapter
+from rollover.engine.servers.weights.ownership import Part
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
+from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
 from rollover.weights.buckets import Bucket

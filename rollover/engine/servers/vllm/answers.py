@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollover.engine.servers.answer import Answer, Count, Event, TokenId
+from rollover.engine.servers.http.answer import Answer, Count, Event, TokenId
 
 
 class Model(Answer):

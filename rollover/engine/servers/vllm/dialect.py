@@ -19,10 +19,10 @@ from contextlib import aclosing
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.call import Delta, GenerationCall
-from rollover.engine.servers.client import HTTPClient
-from rollover.engine.servers.dialect import Traits, check_vocabulary
+from rollover.engine.servers.calls.call import Delta, GenerationCall
+from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.answers import (
     Choice,
     Completion,

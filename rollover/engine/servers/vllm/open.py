@@ -9,8 +9,8 @@ from pathlib import Path
 from rollover.clock import Clock
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
-from rollover.engine.servers.places import ServerPlaces
-from rollover.engine.servers.pool import EnginePool
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.start.places import ServerPlaces
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import ChecksumRecord, served_rank

@@ -21,14 +21,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.adapters import HeldAdapter
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Part
-from rollover.engine.servers.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
-from rollover.engine.servers.transfer import Receiver, TransferCalls, send_folder
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.engine.servers.weights.adapters import HeldAdapter
+from rollover.engine.servers.weights.ownership import Part
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
+from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterShape, holds_adapters
 from rollover.weights.buckets import BUCKET_BYTES

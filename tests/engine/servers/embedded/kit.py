@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.dialect import EmbeddedServerDialect
 from rollover.engine.servers.embedded.serve import EngineServer
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.weights.ownership import Ownership
 from tests.engine.models import saved, tiny_model
 from tests.speed import within
 

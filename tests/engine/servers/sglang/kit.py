@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
+from rollover.engine.servers.weights.ownership import Ownership
 from rollover.weights.adapters import AdapterShape
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.servers.sglang.scripted import ScriptedSGLang

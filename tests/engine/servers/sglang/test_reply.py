@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollover.engine.servers.answer import Reader
+from rollover.engine.servers.http.answer import Reader
 from rollover.engine.servers.sglang.answers import Generation
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError

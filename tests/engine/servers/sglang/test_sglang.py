@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
-from rollover.engine.servers.places import ThisMachine
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import launch_arguments, open_sglang, worker_urls
+from rollover.engine.servers.start.places import ThisMachine
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights

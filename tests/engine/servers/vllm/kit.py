@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollover.engine.servers.client import HTTPClient
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.ownership import Ownership
+from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import ChecksumRecord
+from rollover.engine.servers.weights.ownership import Ownership
 from rollover.weights.adapters import AdapterShape
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 

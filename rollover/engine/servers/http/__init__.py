@@ -1,0 +1,1 @@
+"""Speaks HTTP to one server: requests, deadlines, answers and streams."""

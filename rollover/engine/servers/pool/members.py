@@ -1,0 +1,286 @@
+"""The members of a pool: engines, who of them is in service, and who waits for that to change.
+
+A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or ``DOWN`` (tried
+again at ``retry_s``, each time after twice the time; never, when it is expelled).
+
+What it keeps true: a member that has been taken out is not waited for, and any other for no longer than a deadline; a
+change of a member's health reaches all who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from rollover.clock import Clock, wait_for_any
+from rollover.engine.base import Engine, Sleeps
+from rollover.engine.servers.background import in_time
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.weights.transfer import GroupMember
+from rollover.errors import EngineError, EngineTimeout
+from rollover.weights.base import WeightTarget
+
+logger = logging.getLogger(__name__)
+
+AFFINITY_SLACK = 0.25
+"""Share of its capacity by which a member may be fuller than the emptiest one and still get its
+sibling."""
+_MAX_KEYS = 8192
+_FIRST_RETRY_S = 1.0
+"""Until a member that was taken out is tried for the first time."""
+
+
+class PoolEngine(Engine, WeightTarget, Protocol):
+    """An engine that may fail and come back.
+
+    Example: a ``ServerEngine``.
+    """
+
+    @property
+    def sleeper(self) -> Sleeps | None:
+        """Return what gives its memory back; ``None`` if nothing can."""
+        ...
+
+    @property
+    def group(self) -> GroupMember | None:
+        """Return what receives weights in a group with other members; ``None`` if it reads folders."""
+        ...
+
+    async def probe(self, *, decode: bool = False) -> None:
+        """Raise ``EngineError`` unless it is well, has its weights and, with ``decode``, samples a token."""
+        ...
+
+    async def revive(self) -> None:
+        """Start it again where that is in our power. Raises ``EngineError``."""
+        ...
+
+
+class Health(Enum):
+    """The health of a member; only one that is up is given new calls.
+
+    Example: one that is ``UP`` is ``SUSPECT`` after 1 failed call, and ``DOWN`` if the probe that follows fails too.
+    """
+
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+class Member:
+    """One engine of a pool, out of service until it is admitted.
+
+    Example: a member with 16 calls and room for 64 has the share 0.25.
+
+    Args:
+        max_retry_s: longest time between two attempts to bring it back.
+    """
+
+    def __init__(self, engine: PoolEngine, clock: Clock, *, max_retry_s: float) -> None:
+        self.engine = engine
+        self.name = repr(engine)
+        self.capacity = engine.capabilities.max_running
+        """Calls it decodes at the same time."""
+        self.load = 0
+        """Calls that it has."""
+        self.health = Health.DOWN
+        self.reason = "it has not been tried yet"
+        """The reason why it is not up."""
+        self.retry_s = 0.0
+        self.is_expelled = False
+        """Down for good."""
+        self.lost = asyncio.Event()
+        """Set while it is down: its open calls end."""
+        self.look = asyncio.Event()
+        """Set to have it probed now."""
+        self._clock = clock
+        self._max_retry_s = max_retry_s
+        self._num_failures = 0
+        """Failures since it was last up."""
+        self._num_late_probes = 0
+        """Late probes in a row, while it is up."""
+
+    @property
+    def share(self) -> float:
+        """Return the calls per capacity."""
+        return self.load / self.capacity
+
+    @property
+    def is_up(self) -> bool:
+        """Return True if it gets calls."""
+        return self.health is Health.UP
+
+    @property
+    def is_down(self) -> bool:
+        return self.health is Health.DOWN
+
+    def admit(self) -> None:
+        """Admit it to calls: it is well and its weights are current."""
+        assert not self.is_expelled, f"{self.name} is out permanently"
+        self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
+        self._num_failures = self._num_late_probes = 0
+        self.lost.clear()
+
+    def suspect(self, reason: str) -> None:
+        """Treat it as suspect, since a call has failed: it gets no more before the next probe, which is made now."""
+        if self.is_up:
+            self.health, self.reason = Health.SUSPECT, reason
+        self.look.set()
+
+    def late(self, reason: str) -> None:
+        """Count a failed probe, which takes it out when it is suspect, or late twice in a row."""
+        if self.is_down:
+            return
+        self._num_late_probes += 1
+        if not self.is_up or self._num_late_probes >= 2:
+            self.take_out(reason)
+
+    def take_out(self, reason: str) -> None:
+        """Take it out: it gets no calls until it comes back. One that is out already is left out for longer."""
+        if self.is_expelled:
+            return
+        self.retry_s = self._clock.now_s() + min(_FIRST_RETRY_S * 2.0 ** min(self._num_failures, 63), self._max_retry_s)
+        self._num_failures += 1
+        was_down = self.is_down
+        self.health, self.reason = Health.DOWN, reason
+        if not was_down:
+            self._left()
+
+    def expel(self, reason: str) -> None:
+        """Take it out for good: it never gets calls again."""
+        self.health, self.reason, self.is_expelled = Health.DOWN, reason, True
+        self._left()
+
+    def _left(self) -> None:
+        logger.warning("%s is taken out: %s", self.name, self.reason)
+        self.lost.set()
+        self.look.set()
+
+
+Act = Callable[[Member], Coroutine[Any, Any, None]]
+
+
+class Members:
+    """All members of a pool, in the order in which their engines were given."""
+
+    def __init__(self, engines: Sequence[PoolEngine], clock: Clock, config: ServerConfig) -> None:
+        assert engines, "a pool needs a member"
+        self.clock = clock
+        self.all = [Member(engine, clock, max_retry_s=config.rejoin_max_interval_s) for engine in engines]
+        self._admitted = asyncio.Event()
+        self._all_down_timeout_s = config.all_down_timeout_s
+        self._out_since_s: float | None = None
+        """Time at which calls began to wait because no member was up."""
+
+    @property
+    def up(self) -> list[Member]:
+        """Return the members that receive calls."""
+        return [member for member in self.all if member.is_up]
+
+    @property
+    def in_service(self) -> list[Member]:
+        """Return the members that may have calls: up or suspect."""
+        return [member for member in self.all if not member.is_down]
+
+    def why_none(self) -> str:
+        """Explain for each member that is not up why."""
+        return "; ".join(f"{member.name}: {member.reason}" for member in self.all if not member.is_up)
+
+    def admit(self, member: Member) -> None:
+        """Let calls go to a member from now on."""
+        member.admit()
+        self._admitted.set()
+        if self._out_since_s is not None:
+            waited_s, self._out_since_s = self.clock.now_s() - self._out_since_s, None
+            logger.warning("%s is up after %.0f s without any engine", member.name, waited_s)
+
+    def take_out(self, failed: Mapping[Member, EngineError]) -> None:
+        """Take out the members that failed and are not out yet."""
+        for member, error in failed.items():
+            if not member.is_down:
+                member.take_out(str(error))
+
+    async def until_one_is_up(self, unless: asyncio.Event) -> None:
+        """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``."""
+        deadline_s = self.clock.now_s() + self._all_down_timeout_s
+        while not (self.up or unless.is_set()):
+            left_s = deadline_s - self.clock.now_s()
+            if left_s <= 0:
+                raise EngineError(
+                    f"no engine has been up for {self._all_down_timeout_s:g} s (engine.all_down_timeout_s):"
+                    f" {self.why_none()}"
+                )
+            if self._out_since_s is None and not self.in_service:
+                self._out_since_s = self.clock.now_s()
+                logger.warning(
+                    "no engine is up: waiting up to %g s for one (engine.all_down_timeout_s)", self._all_down_timeout_s
+                )
+            self._admitted.clear()
+            await wait_for_any(self.clock, left_s, self._admitted, unless)
+
+    async def each(
+        self, members: Collection[Member], act: Act, limit_s: float | None = None, what: str = ""
+    ) -> dict[Member, EngineError]:
+        """Do ``act`` on members at once. Returns how it failed where it did.
+
+        A member that is taken out, or takes longer than ``limit_s`` for ``what``, is no longer waited for. When
+        cancelled, it takes out those that were not done.
+        """
+        failures = await asyncio.gather(*(self._one(member, act, limit_s, what) for member in members))
+        return {member: e for member, e in zip(members, failures, strict=True) if e is not None}
+
+    async def _one(self, member: Member, act: Act, limit_s: float | None, what: str) -> EngineError | None:
+        lost = asyncio.create_task(member.lost.wait())
+        work = act(member)
+        done = asyncio.create_task(work if limit_s is None else in_time(work, limit_s, member.name, what))
+        try:
+            await asyncio.wait([done, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                return EngineTimeout(f"{member.name} was taken out")
+            done.result()
+        except EngineError as e:
+            return e
+        except asyncio.CancelledError:
+            if limit_s is not None and not done.done():
+                self.take_out({member: EngineError(f"{member.name} was left in the middle: it did not {what} yet")})
+            raise
+        finally:
+            lost.cancel()
+            done.cancel()
+            await asyncio.gather(lost, done, return_exceptions=True)
+        return None
+
+
+class Dispatch:
+    """Assigns calls to the member with most room, or to that of their siblings.
+
+    Example: of two members with 64 slots, one with 10 calls and one with 3, the second gets the next prompt.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        """The member to which the last call of a prompt went."""
+
+    def assign(self, prompt_key: str) -> Member | None:
+        """Choose the member that gets a call of this prompt, and count it as its load; ``None`` when none is up."""
+        if not (up := self._members.up):
+            return None
+        chosen = min(up, key=lambda member: member.share)
+        home = self._homes.get(prompt_key)
+        if home in up and home.load < home.capacity and home.share <= chosen.share + AFFINITY_SLACK:
+            chosen = home
+        self._homes[prompt_key] = chosen
+        self._homes.move_to_end(prompt_key)
+        if len(self._homes) > _MAX_KEYS:
+            self._homes.popitem(last=False)
+        chosen.load += 1
+        return chosen
+
+    def release(self, member: Member) -> None:
+        """End a call that was assigned to the member."""
+        member.load -= 1
+        assert member.load >= 0, f"{member.name} has fewer calls than none"

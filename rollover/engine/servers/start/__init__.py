@@ -1,0 +1,1 @@
+"""Starts servers and finds places for them."""

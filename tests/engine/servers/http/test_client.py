@@ -1,0 +1,294 @@
+"""The client's laws: events survive any cut of the bytes, every failure is told, no call waits for ever, keys stay secret."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollover.engine.servers.http.client import EventDecoder, HTTPClient, Patience
+from rollover.engine.servers.vllm.answers import Completion, PauseState
+from rollover.engine.servers.vllm.config import VLLMConfig
+from rollover.errors import ConfigError, EngineError, EngineTimeout
+from tests.engine.contract import collect, request, tokens
+from tests.engine.servers.scripted_server import Answer, ScriptedTransport, ScriptedVLLM, serve
+from tests.engine.servers.vllm.kit import engine_over, model_folder, settings
+from tests.speed import within
+from tests.virtual_time import run
+
+SECRET = "sk-very-secret-0123"
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=12), max_size=6),
+    st.lists(st.integers(0, 200)),
+    st.sampled_from(["\n", "\r\n"]),
+)
+def test_events_are_the_same_wherever_the_network_cuts_the_bytes(
+    payloads: list[str], cuts: list[int], newline: str
+) -> None:
+    received = "".join(f": comment{newline}id: 7{newline}data: {p}{newline}{newline}" for p in payloads).encode()
+    decoder = EventDecoder()
+    edges = [0, *sorted(min(c, len(received)) for c in cuts), len(received)]
+    events = [e for a, b in itertools.pairwise(edges) for e in decoder.feed(received[a:b])]
+    assert events == payloads
+    assert not decoder.inside_event
+
+
+@pytest.mark.parametrize("received", [b"data: 1", b"data: 1\n", b"dat"])
+def test_an_event_that_is_cut_off_never_happened(received: bytes) -> None:
+    decoder = EventDecoder()
+    assert decoder.feed(received) == []
+    assert decoder.inside_event
+
+
+def client_of(server: ScriptedVLLM, **changes: Any) -> HTTPClient:
+    return HTTPClient("http://one", settings(**changes), transport=ScriptedTransport({"one": server}))
+
+
+def call(server: ScriptedVLLM, path: str = "/is_paused", kind: Any = PauseState, **changes: Any) -> Any:
+    async def main() -> Any:
+        client = client_of(server, **changes)
+        try:
+            return await client.ask(kind, "GET", path)
+        finally:
+            await client.close()
+
+    return run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (Answer(400, {"error": {"message": "too long", "code": 400}}), r"refused GET /is_paused with 400: too long$"),
+        (Answer(404, {"detail": "Not Found"}), r"with 404: Not Found$"),
+        (Answer(500, b"<html>oops</html>"), r"with 500: <html>oops</html>$"),
+        (Answer(500), r"with 500: no reason given$"),
+        (Answer(401, {"error": "Unauthorized"}), r"with 401: Unauthorized; is engine\.api_key_env set\?$"),
+        (Answer(200, b"{half"), r"with invalid JSON \(.*\): '\{half'$"),
+    ],
+)
+def test_a_refusal_is_told_in_the_servers_own_words(answer: Answer, message: str) -> None:
+    server = ScriptedVLLM()
+    server.answer_once("/is_paused", answer)
+    with pytest.raises(EngineError, match=f"^http://one .*{message}"):
+        call(server)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    server = ScriptedVLLM()
+    server.kill()
+    with pytest.raises(EngineError, match=r"^http://one cannot be reached for GET /is_paused"):
+        call(server)
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_the_deadline() -> None:
+    server = ScriptedVLLM()
+    server.freeze()
+    with pytest.raises(EngineTimeout, match=r"^http://one did not answer GET /is_paused within 7 s"):
+        call(server, control_timeout_s=7.0)
+
+
+def test_an_api_key_goes_into_the_header_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("ENGINE_KEY", SECRET)
+    server = ScriptedVLLM()
+    server.api_key = SECRET
+    assert call(server, api_key_env="ENGINE_KEY") == PauseState(is_paused=False)
+    assert SECRET not in repr(client_of(server, api_key_env="ENGINE_KEY"))
+    server.answer_once("/is_paused", Answer(500, {"error": f"key {SECRET} is not welcome"}))
+    with pytest.raises(EngineError, match=r"key \*\*\* is not welcome"):
+        call(server, api_key_env="ENGINE_KEY")
+    with pytest.raises(EngineError, match="401"):
+        call(server)
+    assert SECRET not in caplog.text
+
+
+def test_a_missing_or_odd_key_is_a_mistake_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, "", " padded ", "schlüssel"):
+        monkeypatch.delenv("ENGINE_KEY", raising=False)
+        if value is not None:
+            monkeypatch.setenv("ENGINE_KEY", value)
+        with pytest.raises(ConfigError, match="the environment variable ENGINE_KEY must hold the API key"):
+            client_of(ScriptedVLLM(), api_key_env="ENGINE_KEY")
+
+
+def events(server: ScriptedVLLM, first_s: float = 10.0, between_s: float = 5.0, **changes: Any) -> list[Completion]:
+    body = {"model": "policy", "prompt": [1], "max_tokens": 3, "request_id": "r", "seed": 1, "temperature": 1.0}
+    body |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
+
+    async def main() -> list[Completion]:
+        client = client_of(server, **changes)
+        patience = Patience(first_s=first_s, between_s=between_s)
+        received = []
+        try:
+            async for event in client.events(Completion, "/v1/completions", body, patience):
+                received.append(event)
+                patience.heard()
+        finally:
+            await client.close()
+        return received
+
+    return run(main())
+
+
+def elapsed_s(server: ScriptedVLLM, **changes: Any) -> float:
+    async def main() -> float:
+        client = client_of(server, **changes)
+        start_s = asyncio.get_running_loop().time()
+        body = {"model": "policy", "prompt": [1], "max_tokens": 1, "request_id": "r", "seed": 1, "temperature": 1.0}
+        body |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
+        async for _ in client.events(Completion, "/v1/completions", body, Patience(first_s=1e3, between_s=1.0)):
+            pass
+        return asyncio.get_running_loop().time() - start_s
+
+    return run(main())
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
+    server = ScriptedVLLM()
+    server.answer_once("/v1/completions", Answer(status, headers={"retry-after": "30"}))
+    assert 30.0 <= elapsed_s(server) < 31.0
+
+
+def test_a_busy_server_is_asked_at_its_date_or_after_a_growing_time() -> None:
+    server = ScriptedVLLM()
+    dates = {"retry-after": "Wed, 21 Oct 2026 07:28:10 GMT", "date": "Wed, 21 Oct 2026 07:28:00 GMT"}
+    server.answer_once("/v1/completions", Answer(503, headers=dates))
+    assert 10.0 <= elapsed_s(server) < 11.0
+    server.answer_once("/v1/completions", *[Answer(503, headers={"retry-after": "soon"})] * 3)
+    assert 0.25 + 0.5 + 1.0 <= elapsed_s(server) < 2.0
+
+
+def test_a_server_that_stays_busy_is_given_up() -> None:
+    server = ScriptedVLLM()
+    server.answer_once("/v1/completions", *[Answer(503, {"error": "overloaded"})] * 50)
+    with pytest.raises(EngineTimeout, match=r"with 503: overloaded; busy for 20 s"):
+        events(server, busy_timeout_s=20.0, first_s=1000.0)
+
+
+def test_patience_ends_with_the_first_token_or_a_silence_between_two() -> None:
+    with pytest.raises(EngineTimeout, match=r"did not send /v1/completions its first token for 10 s"):
+        events(ScriptedVLLM(tick_s=11.0))
+    with pytest.raises(EngineTimeout, match=r"its next token for 5 s"):
+        events(ScriptedVLLM(tick_s=6.0))
+    assert len(events(ScriptedVLLM(tick_s=4.0))) == 4
+
+
+def test_a_stream_that_is_no_event_stream_or_breaks_off_is_an_error() -> None:
+    server = ScriptedVLLM()
+    server.mangle = lambda event: event[: len(event) // 2]
+    with pytest.raises(EngineError, match=r"with invalid JSON|broke off in the middle of an event"):
+        events(server)
+    server.mangle = lambda event: b"data: {nonsense}\n\n"
+    with pytest.raises(EngineError, match=r"with invalid JSON .*: '\{nonsense\}'"):
+        events(server)
+    server.mangle = lambda event: b"\xff\xfe\n\n"
+    with pytest.raises(EngineError, match="something other than an event stream"):
+        events(server)
+    server.mangle = lambda event: b'data: {"error": {"message": "EngineCore died"}}\n\n'
+    with pytest.raises(EngineError, match="refused POST /v1/completions in the middle of its answer: EngineCore died"):
+        events(server)
+    server = ScriptedVLLM()
+    server.break_after = 1
+    with pytest.raises(EngineError, match="broke off POST /v1/completions: connection reset"):
+        events(server)
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for the loopback address, and its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *extra], check=True, capture_output=True, timeout=within(60))
+    return cert, key
+
+
+def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+
+    async def main() -> None:
+        async with serve(ScriptedVLLM(), tls=context) as port:
+            url = f"https://127.0.0.1:{port}"
+            for changes, works in (({"ca_file": str(cert)}, True), ({"verify_tls": False}, True), ({}, False)):
+                client = HTTPClient(url, settings(url, **changes))
+                try:
+                    assert (await client.ask(PauseState, "GET", "/is_paused") == PauseState(is_paused=False)) == works
+                except EngineError as e:
+                    assert not works and "certificate" in str(e).lower()
+                finally:
+                    await client.close()
+        with pytest.raises(ConfigError, match="ca_file"):
+            HTTPClient(url, settings(url, ca_file=str(tmp_path / "missing.pem")))
+
+    asyncio.run(main())
+
+
+def test_an_engine_works_over_a_socket_and_a_dropped_call_stops_there(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+
+    async def main() -> None:
+        server = ScriptedVLLM(tick_s=0.002)
+        async with serve(server) as port:
+            url = f"http://127.0.0.1:{port}"
+            client = HTTPClient(url, settings(url))
+            engine = engine_over(client, settings(url), folder)
+            await engine.open()
+            calls = [collect(engine, request(f"r{i}", seed=i, max_new_tokens=20)) for i in range(8)]
+            assert [len(tokens(chunks)) for chunks in await asyncio.gather(*calls)] == [20] * 8
+            stream = engine.generate(request("gone", max_new_tokens=400))
+            await anext(stream)
+            aborted = server.num_aborted
+            await client.close()
+            async with asyncio.timeout(within(20)):
+                while server.num_aborted == aborted:
+                    await asyncio.sleep(0.01)
+            client._http = HTTPClient(url, settings(url))._http
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def test_error_bodies_of_any_shape_are_told() -> None:
+    for body in ({"message": "m"}, {"error": {"detail": "m"}}, ["m"], "m", {"odd": 1}):
+        server = ScriptedVLLM()
+        server.answer_once("/is_paused", Answer(418, body))
+        with pytest.raises(EngineError, match=r"m|odd") as caught:
+            call(server)
+        assert len(str(caught.value)) < 800
+        assert json.dumps(body)[:1] in '{["'
+
+
+def test_each_url_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
+    each = settings(urls=("http://a:1", "http://b:2/"), max_running=(8, 32))
+    folder = model_folder(tmp_path / "model")
+    engines = [engine_over(HTTPClient(url, each), each, folder) for url in each.urls]
+    assert [engine.capabilities.max_running for engine in engines] == [8, 32]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"urls": ("http://a:1",), "max_running": (8, 32)}, "one for each of the 1 urls, got a list of 2"),
+        ({"launch": True, "urls": (), "max_running": (8,)}, "one number for all servers"),
+        ({"urls": ("http://a:1",), "max_running": (0,)}, "max_running must be positive, got 0"),
+        ({"urls": ("http://a:1",), "max_running": -1}, "max_running must be positive, got -1"),
+    ],
+)
+def test_caps_that_do_not_fit_the_servers_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMConfig(**keys)

@@ -1,0 +1,127 @@
+"""Pools over members that can be ill, and over engines before scripted servers. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollover.engine.base import Chunk, GenerateRequest, Sleeps
+from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.pool.members import PoolEngine
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.errors import EngineError
+from rollover.weights.base import WeightSource
+from tests.engine.fake import FakeEngine
+from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
+from tests.virtual_time import VirtualClock
+from tests.weights.kit import FakeWeights
+
+WEIGHTS = FakeWeights(0)
+FOREVER = 10**6
+
+
+class Flaky(FakeEngine):
+    """A fake that can be ill: ``failing`` raises from every call, ``hanging`` never returns from any."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        super().__init__(lambda _: FOREVER, auto=True, clock=VirtualClock(), tick_s=0.01, **settings)
+        self.name = name
+        self.failing: str | None = None
+        self.hanging = False
+        self.hanging_in: set[str] = set()
+        """Names of the calls that never return, where not all do."""
+        self.probe_s = 0.0
+        self.num_revivals = 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+    async def _ill(self) -> None:
+        if self.hanging:
+            await asyncio.get_running_loop().create_future()
+        if self.failing is not None:
+            raise EngineError(f"{self.name}: {self.failing}")
+
+    group = None
+
+    @property
+    def sleeper(self) -> Sleeps:
+        return self
+
+    async def probe(self, *, decode: bool = False) -> None:
+        await asyncio.sleep(self.probe_s)
+        try:
+            async with asyncio.timeout(1.0):
+                await self._ill()
+        except TimeoutError:
+            raise EngineError(f"{self.name}: no answer") from None
+
+    async def revive(self) -> None:
+        self.num_revivals += 1
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        await self._ill()
+        async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                await self._ill()
+                yield chunk
+
+    async def _hang(self, call: str) -> None:
+        if call in self.hanging_in:
+            await asyncio.get_running_loop().create_future()
+
+    async def pause(self) -> None:
+        await self._ill()
+        await self._hang("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        await self._hang("resume")
+        await super().resume()
+
+    async def load(self, version: int, source: WeightSource) -> None:
+        await self._ill()
+        await self._hang("load")
+        await super().load(version, source)
+
+    async def abort(self, request_ids: Any) -> None:
+        if self.hanging:
+            await self._ill()
+        await super().abort(request_ids)
+
+    async def close(self) -> None:
+        await FakeEngine.abort(self, list(self._calls))
+        self._closed = True
+
+
+def new_pool(engines: Sequence[PoolEngine], source: WeightSource, **limits: float) -> EnginePool:
+    limits = {"health_interval_s": 1.0, "rejoin_max_interval_s": 4.0, "all_down_timeout_s": 100.0, **limits}
+    return EnginePool(engines, source, VirtualClock(), ServerConfig(launch=True, **limits))  # type: ignore[arg-type]
+
+
+def scripted_engines(
+    kind: ModuleType, servers: Mapping[str, ScriptedServer], folder: Path, **settings: Any
+) -> list[PoolEngine]:
+    """An engine for each of the servers, which are given by the name of their host."""
+    transport = ScriptedTransport(servers)
+    engines = []
+    for host in servers:
+        config = kind.settings(f"http://{host}", **settings)
+        engines.append(kind.engine_over(HTTPClient(f"http://{host}", config, transport=transport), config, folder))
+    return engines
+
+
+@asynccontextmanager
+async def pool_of(*members: Flaky, **limits: float) -> AsyncIterator[EnginePool]:
+    limits = {"health_interval_s": 2.0, "rejoin_max_interval_s": 16.0, "all_down_timeout_s": 5.0, **limits}
+    pool = new_pool(members, WEIGHTS, **limits)
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        await pool.close()

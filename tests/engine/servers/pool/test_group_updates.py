@@ -1,0 +1,335 @@
+"""Weights sent by whoever holds them to all servers of a pool in one group, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.engine.servers.pool.pool import EnginePool
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.errors import EngineError, EngineTimeout
+from rollover.weights import sending
+from rollover.weights.publisher import Publisher
+from rollover.weights.sending import Lease, OwnWeights, SenderLost
+from rollover.weights.sources import FolderWeights, MemoryWeights
+from tests.engine.contract import collect, request
+from tests.engine.servers.meetings import Meetings
+from tests.engine.servers.pool.kit import new_pool, scripted_engines
+from tests.engine.servers.scripted_server import Answer, Broken
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder
+from tests.speed import within
+
+KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
+RECEIVE = {vllm_kit: "_post_update_weights", sglang_kit: "_post_update_weights_from_distributed"}
+_DEADLINE_S = within(30.0)
+
+
+class Holder:
+    """A trainer that holds weights of ``version`` and no others."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.lease = Lease()
+
+    def at(self, version: int) -> OwnWeights:
+        self.version = version
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        tensors = {name: torch.full((64, 4), float(version)) for name in names}
+        source = MemoryWeights(version, tensors)
+        return OwnWeights(source, tensors, self.lease, current=lambda: self.version, device="cuda:1")
+
+
+class Sent:
+    """Two servers, a pool over them, and the groups in which they were sent weights since it was opened."""
+
+    def __init__(self, kind: ModuleType, pool: EnginePool, servers: list[Any], meetings: Meetings) -> None:
+        self.kind, self.pool, self.servers = kind, pool, servers
+        self._meetings, self._num_before = meetings, len(meetings.all)
+
+    async def publish(self, source: OwnWeights) -> None:
+        publisher = Publisher([self.pool])
+        assert publisher.sends
+        assert await publisher.stage(source) is source
+        await publisher.publish_to_all(source)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The first rank of each server in each group."""
+        return [sorted(meeting.offsets) for meeting in self._meetings.all[self._num_before :]]
+
+    def on_receive(self, number: int, act: Callable[[Any], None]) -> None:
+        """Have ``act`` decide what becomes of a server that is told of a bucket; without an error it receives it."""
+        server, name = self.servers[number], RECEIVE[self.kind]
+        receive = getattr(server, name)
+
+        async def intercepted(query: dict[str, str], body: Any) -> Answer:
+            act(server)
+            answer: Answer = await receive(query, body)
+            return answer
+
+        setattr(server, name, intercepted)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(_DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def opened(kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sent]:
+    folder, meetings = model_folder(tmp_path / "v0"), Meetings()
+    monkeypatch.setattr("rollover.weights.sending.open_group", meetings.open_group)
+    servers = [kind.Server(), kind.Server()]
+    limits: dict[str, Any] = {"load_timeout_s": _DEADLINE_S, "control_timeout_s": 10.0, "health_timeout_s": 10.0}
+    for server in servers:
+        server.meetings = meetings
+    named = dict(zip(("s0", "s1"), servers, strict=True))
+    engines = scripted_engines(kind, named, folder, weight_transfer="nccl", **limits)
+    pool = new_pool(engines, FolderWeights(0, folder), **limits, health_interval_s=0.05)
+    for engine in engines:
+        await engine.open()  # type: ignore[attr-defined]
+    await pool.open()
+    try:
+        yield Sent(kind, pool, servers, meetings)
+    finally:
+        await pool.close()
+
+
+@KINDS
+def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            await sent.publish(Holder().at(1))
+            assert sent.groups == [[1, 3]]
+            assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
+            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {1}
+            assert not any(server.paused for server in sent.servers)
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_a_lost_server_is_named_and_the_others_get_the_weights(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def die(server: Any) -> None:
+        server.kill()
+        server.seat.leave()
+        raise Broken
+
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            sent.on_receive(1, die)
+            holder = Holder()
+            await sent.publish(holder.at(1))
+            assert sent.groups == [[1, 3], [1]]
+            assert sent.servers[0].weights == "sent 512.0"
+            assert sent.pool.capabilities.max_running == 64
+            assert any("http://s1 is taken out: http://s1" in message for message in caplog.messages)
+            await sent.publish(holder.at(2))
+            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+
+            async def refuse(query: dict[str, str], body: Any) -> Answer:
+                return Answer(500, {"error": {"message": "out of memory"}})
+
+            setattr(sent.servers[1], RECEIVE[kind], refuse)
+            await sent.publish(Holder().at(1))
+            assert sent.groups == [[1, 3], [1], [1]]
+            assert sent.servers[0].weights == "sent 512.0"
+            assert sent.pool.capabilities.max_running == 64
+
+    asyncio.run(main())
+
+
+def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with opened(sglang_kit, tmp_path, monkeypatch) as sent:
+            for server in sent.servers:
+                server.update_error = "out of memory"
+            with pytest.raises(EngineError, match=r"no engine took weights version 1: .*out of memory"):
+                await sent.publish(Holder().at(1))
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_weights_are_sent_again_when_their_sender_is_lost(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            source = Holder().at(1)
+            open_sender, num_lost = source.open_sender, 2
+
+            def open_and_lose(*arguments: Any) -> Any:
+                nonlocal num_lost
+                sender = open_sender(*arguments)
+                if num_lost > 0:
+                    num_lost -= 1
+
+                    def lost(number: int) -> None:
+                        raise SenderLost("rank 1 of 2 was killed (SIGKILL)")
+
+                    monkeypatch.setattr(sender, "send", lost)
+                return sender
+
+            monkeypatch.setattr(source, "open_sender", open_and_lose)
+            await sent.publish(source)
+            assert len(sent.groups) == 3 and sent.groups[-1] == [1, 3]
+            assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_a_returning_server_gets_weights_that_are_still_there_at_once(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            await sent.publish(Holder().at(1))
+            sent.servers[1].restart()
+            await sent.until(lambda: sent.servers[1].weights == "sent 512.0")
+            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+            assert sent.groups == [[1, 3], [1]]
+
+    asyncio.run(main())
+
+
+@KINDS
+@pytest.mark.parametrize("num_restarted", [1, 2])
+def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restarted: int
+) -> None:
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            holder = Holder()
+            await sent.publish(holder.at(1))
+            newer = holder.at(2)
+            for server in sent.servers[:num_restarted]:
+                server.restart()
+            waiting = sent.pool._updates._late
+            await sent.until(lambda: len(waiting) == num_restarted)
+            await sent.publish(newer)
+            assert sent.groups == [[1, 3], [1, 3]]
+            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+            assert [server.weights for server in sent.servers] == ["sent 1024.0"] * 2
+            assert not waiting and not any(server.paused for server in sent.servers)
+            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
+    kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+
+    async def main() -> None:
+        async with opened(kind, tmp_path, monkeypatch) as sent:
+            holder = Holder()
+
+            async def check(engine: Any, version: int, *, is_known: bool = False) -> None:
+                checked.append(version)
+                await sent.publish(holder.at(version + 1))
+
+            await sent.publish(holder.at(1))
+            sent.pool.check_logprobs_with(check)
+            sent.servers[1].restart()
+            waiting = sent.pool._updates._late
+            await sent.until(lambda: len(waiting) == 1)
+            assert sent.groups == [[1, 3], [1], [1]]
+            await sent.publish(holder.at(3))
+            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+            assert sent.groups[3:] == [[1, 3]]
+            assert [server.weights for server in sent.servers] == ["sent 1536.0"] * 2
+
+    asyncio.run(main())
+    assert checked == [1]
+
+
+def test_weights_do_not_change_while_they_are_sent() -> None:
+    lease, version = Lease(), 3
+    give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
+    order = list[str]()
+
+    async def main() -> None:
+        def change() -> None:
+            with lease.changing():
+                order.append("changed")
+
+        changing = asyncio.create_task(asyncio.to_thread(change))
+        async with asyncio.timeout(_DEADLINE_S):
+            while not lease._is_changing:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match="weights of version 3 can no longer be sent"):
+                lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
+            order.append("given back")
+            give_back()
+            await changing
+
+    asyncio.run(main())
+    assert order == ["given back", "changed"]
+    with pytest.raises(EngineError, match="version 2 can no longer be sent"):
+        lease.lend(2, lambda: version, timeout_s=_DEADLINE_S)
+    lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)()
+
+
+def test_an_unclosed_sender_is_waited_for_no_longer_than_its_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "_CLOSE_S", 0.01)
+    lease = Lease()
+    give_back = lease.lend(3, lambda: 3, timeout_s=0.01)
+    late = pytest.raises(EngineTimeout, match=r"^weights of version 3 have not been given back .*load_timeout_s")
+    with late, lease.changing():
+        raise AssertionError("they are lent")
+    lease.lend(3, lambda: 3, timeout_s=0.01)()  # nothing is changing any more
+    give_back()
+    with lease.changing():
+        pass
+
+
+def test_an_interrupted_step_does_not_keep_weights_from_being_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lease = Lease()
+    give_back = lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)
+
+    def interrupted(is_so: Any, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lease._state, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt), lease.changing():
+        raise AssertionError("they are lent")
+    give_back()
+    lease.lend(3, lambda: 3, timeout_s=_DEADLINE_S)()
+
+
+def test_an_update_by_group_is_given_time_to_be_repeated() -> None:
+    urls, limits = ("http://a:1", "http://b:1"), {"load_timeout_s": 300.0, "control_timeout_s": 30.0}
+    by_folder = SGLangConfig(urls=urls, **limits)  # type: ignore[arg-type]
+    by_group = SGLangConfig(urls=urls, weight_transfer="gloo", **limits)  # type: ignore[arg-type]
+    assert by_group.update_timeout_s == by_folder.update_timeout_s + 3 * 330.0

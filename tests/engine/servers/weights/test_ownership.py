@@ -1,0 +1,284 @@
+"""A server belongs to one run at a time: nobody loads weights into one that another live run uses."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rollover.clock import SystemClock
+from rollover.engine.servers.engine import ServerEngine
+from rollover.engine.servers.start.places import ThisMachine
+from rollover.engine.servers.vllm.open import open_vllm
+from rollover.engine.servers.weights.ownership import Ownership
+from rollover.errors import EngineError
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import LONG, collect, request, tokens
+from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import label, model_folder, settings
+from tests.speed import within
+from tests.virtual_time import run
+
+KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path / "v0")
+
+
+@asynccontextmanager
+async def engine_of(
+    kind: ModuleType, server: ScriptedServer, folder: Path, ownership: Ownership
+) -> AsyncIterator[ServerEngine]:
+    engine = kind.make_engine(server, folder, ownership=ownership)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def name(server: Any, weights: str) -> None:
+    server.version = server.scheduler_version = weights
+
+
+# -- labels -------------------------------------------------------------------------------------------------
+
+
+def test_a_label_names_the_owner_of_weights_and_whether_it_left() -> None:
+    ownership = Ownership("ours", predecessor="before")
+    assert ownership.label(7) == "rollover:ours:7"
+    assert [ownership.version(x) for x in ("rollover:ours:7", "rollover:ours:7:free", "rollover:theirs:7", "7")] == [
+        *(7, 7),
+        *(None, None),
+    ]
+    free = ("default", "", "7", "rollover:ours:7", "rollover:theirs:7:free", "rollover:before:3", "rollover:x")
+    assert [ownership.owner(x) for x in free] == [None] * len(free)
+    assert ownership.owner("rollover:theirs:7") == "theirs"
+
+
+# -- the lock of a machine ----------------------------------------------------------------------------------
+
+
+def test_of_two_runs_of_a_machine_the_second_is_told_who_has_the_server(tmp_path: Path) -> None:
+    first = Ownership.on_this_machine("http://gpu:8000", "first", tmp_path)
+    with pytest.raises(EngineError, match=r"^http://gpu:8000/ is in use by run first \(pid \d+ on .*\): wait for it"):
+        Ownership.on_this_machine("http://gpu:8000/", "second", tmp_path)
+    Ownership.on_this_machine("http://gpu:8001", "second", tmp_path).release()
+    first.release()
+    second = Ownership.on_this_machine("http://gpu:8000", "second", tmp_path)
+    assert second.owner("rollover:first:9") is None, "it was on this machine, and is over"
+    assert second.owner("rollover:third:9") == "third"
+    second.release()
+
+
+def test_a_run_that_was_killed_holds_no_lock(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from rollover.engine.servers.weights.ownership import Ownership\n"
+        "ownership = Ownership.on_this_machine('http://gpu:8000', 'killed', Path(sys.argv[1]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=within(60)).returncode == -9
+    ownership = Ownership.on_this_machine("http://gpu:8000", "next", tmp_path)
+    assert ownership.owner("rollover:killed:3") is None
+    ownership.release()
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
+    Ownership.on_this_machine("http://gpu:8000", "first", tmp_path).release()
+    (lock,) = tmp_path.iterdir()
+    lock.unlink()
+    (tmp_path / "precious").write_text("kept")
+    lock.symlink_to(tmp_path / "precious")
+    with pytest.raises(EngineError, match="the lock of a server, cannot be opened"):
+        Ownership.on_this_machine("http://gpu:8000", "second", tmp_path)
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+# -- servers ------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        name(server, "rollover:theirs:4")
+        server.paused, server.weights = True, "theirs"
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+            with pytest.raises(
+                EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"
+            ):
+                await engine.open()
+        assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
+        assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
+        await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+            await engine.open()
+            assert (server.paused, server.version) == (False, "rollover:ours:0")
+
+    run(main())
+
+
+@KINDS
+def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        for owner in ("first", "second"):
+            async with engine_of(kind, server, folder, Ownership(owner)) as engine:
+                await engine.open()
+                assert server.version == f"rollover:{owner}:0"
+            assert server.version == f"rollover:{owner}:0:free"
+
+    run(main())
+
+
+@KINDS
+@pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
+def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(kind: ModuleType, folder: Path, left: str) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        name(server, left)
+        async with engine_of(kind, server, folder, Ownership("ours", predecessor="dead")) as engine:
+            await engine.open()
+            assert server.version == label(0)
+
+    run(main())
+
+
+@KINDS
+def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = kind.Server()
+        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+            await engine.open()
+            name(server, "rollover:theirs:0")  # the same version number
+            server.weights = "theirs"
+            with pytest.raises(EngineError, match=r"serves weights 'rollover:theirs:0', .*run theirs uses it"):
+                await engine.probe()
+            server.log.clear()
+            server.paused = True  # as theirs is while it loads
+            with pytest.raises(EngineError, match="belongs to run theirs"):
+                await engine.pause()
+            await engine.resume()
+            with pytest.raises(EngineError, match="run theirs uses it"):
+                await collect(engine, request("a"))
+        assert {method for method, _, _, _ in server.log} <= {"GET"}
+        assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:0")
+
+    run(main())
+
+
+def test_two_runs_on_one_address_never_meet_in_the_server(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main() -> None:
+        server = ScriptedVLLM(tick_s=0.001)
+        async with serve(server) as port:
+            config = settings(f"http://127.0.0.1:{port}")
+
+            async def opened(run: str) -> Any:
+                return await open_vllm(
+                    config, folder, run=run, places=ThisMachine(tmp_path / "logs"), clock=SystemClock()
+                )
+
+            first = await opened("first")
+            call = asyncio.create_task(collect(first, request("a", max_new_tokens=LONG)))
+            with pytest.raises(EngineError, match="is in use by run first"):
+                await opened("second")
+            assert len(tokens(await call)) == LONG
+            await first.close()
+            second = await opened("second")
+            assert server.version == "rollover:second:0"
+            await second.close()
+
+    asyncio.run(main())
+
+
+def test_weights_of_servers_are_compared_by_checksums(folder: Path, tmp_path: Path) -> None:
+    from rollover.engine.servers.vllm.weights import ChecksumRecord
+
+    async def main(spoil: bool) -> None:
+        record = ChecksumRecord()
+        one, two = ScriptedVLLM(), ScriptedVLLM()
+        two.checksums = (lambda weights: "rounded to bfloat16") if spoil else one.checksums
+        engines = [
+            vllm_kit.make_engine(server, folder, f"http://{n}", checksums=record)
+            for n, server in (("one", one), ("two", two))
+        ]
+        try:
+            await engines[0].open()
+            await engines[1].open()
+        finally:
+            for engine in engines:
+                await engine.close()
+
+    run(main(spoil=False))
+    with pytest.raises(EngineError, match=r"^http://two holds other weights than http://one, though both have loaded"):
+        run(main(spoil=True))
+
+
+def digest_of(folder: str) -> str:
+    return sha256(load_file(Path(folder) / "model.safetensors")["lm_head.weight"].tobytes()).hexdigest()
+
+
+@KINDS
+@pytest.mark.parametrize("read_back", ["auto", "never"])
+def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
+    kind: ModuleType, folder: Path, tmp_path: Path, read_back: str
+) -> None:
+    new = vllm_kit.model_folder(tmp_path / "new")
+    tensors = load_file(new / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, new / "model.safetensors")
+
+    async def main() -> None:
+        server = kind.Server()
+        server.tensor, server.checksums = "lm_head.weight", digest_of
+        async with kind.opened(server, folder, read_back=read_back) as engine:
+            server.is_stuck = True
+            await engine.pause()
+            if read_back == "never":
+                await engine.load(1, FolderWeights(1, new))
+                assert all(not path.endswith("_checker") for _, path, _, _ in server.log)
+                return
+            message = r"did not load weights version 1: .* holds other weights: 1 of 1 .* 'lm_head\.weight'"
+            with pytest.raises(EngineError, match=message):
+                await engine.load(1, FolderWeights(1, new))
+            await engine.resume()
+            assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {0}
+            server.is_stuck = False
+            await engine.pause()
+            await engine.load(1, FolderWeights(1, new))
+            await engine.resume()
+            assert {chunk.policy_version for chunk in await collect(engine, request("b"))} == {1}
+
+    run(main())
+
+
+def test_a_release_without_checksums_is_taken_at_its_label(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        server = ScriptedVLLM()
+        server.checksums = None
+        async with vllm_kit.opened(server, folder) as engine:
+            assert len(tokens(await collect(engine, request("a")))) == 12
+            await engine.pause()
+            await engine.load(1, FolderWeights(1, folder))
+            await engine.resume()
+        assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
+
+    run(main())
+    (said,) = [record.getMessage() for record in caplog.records if "which weights it holds" in record.getMessage()]
+    assert said.startswith("http://one cannot show which weights it holds: it computes no digests of them")

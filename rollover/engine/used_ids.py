@@ -1,6 +1,6 @@
 """The ids of generation calls, each of which may be used once.
 
-What it keeps true: an id is refused while its call is open, however long that is, and for as long as anything of the
+Invariants: an id is refused while its call is open, however long that is, and for as long as anything of the
 call may still arrive: until ``NUM_REMEMBERED`` others have been used after it.
 """
 

@@ -3,7 +3,7 @@
 A batch of an asynchronous run has few tokens that the newest weights sampled: with three workers and ``max_staleness``
 3, about twenty per worker. Judged batch by batch, an engine would hardly ever have enough.
 
-What it keeps true: an engine is judged over at least ``MIN_TOKENS`` tokens, of which fewer than ``MIN_TOKENS`` are from
+Invariants: an engine is judged over at least ``MIN_TOKENS`` tokens, of which fewer than ``MIN_TOKENS`` are from
 earlier batches than the newest; each token is judged once. So an engine that begins to lie is found by the end of the
 second window that it fills, and its earlier tokens cannot hide its present ones.
 """

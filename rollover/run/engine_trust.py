@@ -12,7 +12,7 @@ drift           after every batch, over at least 64 tokens      the same, and wh
                 many batches as that takes                      example
 ==============  ==============================================  =====================================================
 
-What it keeps true: an engine gets no call under weights for which it has not passed the log-prob check, unless its
+Invariants: an engine gets no call under weights for which it has not passed the log-prob check, unless its
 calls continue during the load; once it has failed, none of its tokens is trained any more. A mismatch at the start ends
 the run, since it is easily fixed; later the run continues with the engines that are left.
 """

@@ -3,7 +3,7 @@
 One loop serves every strategy. Whether generation stops while the trainer trains is the strategy's decision, not a
 second loop; the trainer always works in a thread of its own.
 
-What it keeps true: a batch is journaled before it is trained; a checkpoint says how many batches it has seen; so after
+Invariants: a batch is journaled before it is trained; a checkpoint says how many batches it has seen; so after
 any crash the journal and the newest checkpoint together are a state that the run can resume from.
 """
 

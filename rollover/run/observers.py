@@ -1,6 +1,6 @@
 """Observers of a run: they turn its typed events into metrics and into progress on the terminal.
 
-What they keep true: they only listen. A run without any of them trains the same weights.
+Invariants: they only listen. A run without any of them trains the same weights.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
@@ -79,131 +79,158 @@ async def open_session(
     config: RunConfig, run: RunDir, progress: Progress, *, skip_batch: int | None = None
 ) -> AsyncIterator[Session]:
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
-    from rollover.trainer.checkpoint import latest_checkpoint
-
-    checkpoint, algorithm = latest_checkpoint(run.checkpoints), resolve(config.algorithm)
     async with AsyncExitStack() as stack:
-        step = step_to_resume(run, checkpoint)
-        sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=step)
-        metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
-        evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
-        resuming = run.journal.exists()
-        run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
-        folder = initial_policy(config, run.model, progress, metrics)
-        needs_base = algorithm.needs_ref or config.trainer.lora is not None
-        check_model(run, folder, needs_weights=checkpoint is None or needs_base)
-        tokenizer = load_tokenizer(folder)
-        stops = response_ends(folder, tokenizer, config.tasks)
-        trainer = open_trainer(config, run, folder, checkpoint, progress)
-        stack.callback(trainer.close)
-        opened = await open_engine_of(config, run, folder, progress.message)
-        engine = opened.engine
-        stack.push_async_callback(engine.close)
-        check_context(config, engine.capabilities.max_context_tokens)
-        check_capabilities(config, engine.capabilities)
-        tasks = _open_tasks(config, tokenizer)
-        stack.push_async_callback(tasks.scorer.close)
-        journal = open_journal(run, checkpoint)
-        stack.callback(journal.close)
-        state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
-        if math.isfinite(rate := engine.capabilities.prefill_tokens_per_iteration):
-            run.note(prefill_tokens_per_iteration=rate)
-        clock = SystemClock(journal.last_time_s)
-        batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
-        observers: list[Observer] = [MetricsObserver(metrics), ProgressObserver(progress, state.ledger, batch_size)]
-        if opened.metrics is not None:
-            observers.append(EngineObserver(opened.metrics))
-        observe = to_all(observers)
-        driver = _open_driver(config, opened, tasks, journal, state, clock=clock, stops=stops, observe=observe)
+        parts = await _open_parts(config, run, progress, stack, skip_batch)
+        observe = _observers(config, parts, progress)
+        driver = _driver(config, parts, observe)
         stack.push_async_callback(driver.stop)
         run.settle()
-        meter = _open_meter(config, state, tasks, opened, clock)
-        computed_in, replayed = logprob_format(config.trainer, folder), state.ledger.replay
-        trust = Trust(config, opened, trainer, num_tokens=len(tokenizer), trainer_format=computed_in, replayed=replayed)
-        weights = WeightSync(
-            trainer=trainer,
-            publisher=Publisher(
-                [opened.weights], folders=opened.folders, timeout_s=config.engine.publication_timeout_s
-            ),
-            trust=trust,
-            driver=driver,
-            reloads_after_check=config.engine.declared.deterministic,
-            sleeper=opened.sleeper,
-            notify=observe,
-            measured=meter.measured,
-        )
+        overlaps = config.rollout.strategy.overlaps_training
+        ledger, scorer, metrics = parts.state.ledger, parts.scorer, parts.engine.metrics
+        meter = StepMeter(ledger, scorer, metrics, parts.clock, overlaps_training=overlaps)
         yield Session(
             config=config,
-            trainer=trainer,
+            trainer=parts.trainer,
             driver=driver,
-            weights=weights,
+            weights=_weight_sync(config, parts, driver, meter, observe),
             evaluator=Evaluator(
                 config,
-                engine=engine,
-                sources=tasks.evaluation,
-                scorer=tasks.scorer,
-                stops=stops,
-                clock=clock,
+                engine=parts.engine.engine,
+                sources=parts.evaluation,
+                scorer=scorer,
+                stops=parts.stops,
+                clock=parts.clock,
                 on_progress=progress.evaluating,
-                done_version=trainer.version if trainer.version in evaluated else None,
+                done_version=parts.trainer.version if parts.is_evaluated else None,
             ),
-            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, trainer, driver, journal),
+            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, parts.trainer, driver, parts.journal),
             meter=meter,
             observe=observe,
-            clock=clock,
+            clock=parts.clock,
             resume_command=run.resume_command,
         )
 
 
-class _Tasks(NamedTuple):
-    """The prompts of a run, and the scorer of the responses to them."""
+class _Parts(NamedTuple):
+    """The parts that a session is made of, all open."""
 
+    metrics: MetricsWriter
+    trainer: Trainer
+    trainer_format: str
+    engine: OpenedEngine
+    num_tokens: int
+    """Size of the tokenizer's vocabulary."""
+    stops: tuple[int, ...]
     source: PromptSource
     evaluation: Sequence[RowSource]
     scorer: RewardScorer
+    journal: Journal
+    state: RolloutState
+    clock: Clock
+    is_evaluated: bool
+    """The trainer's version has been evaluated."""
 
 
-def _open_tasks(config: RunConfig, tokenizer: Any) -> _Tasks:
+async def _open_parts(
+    config: RunConfig, run: RunDir, progress: Progress, stack: AsyncExitStack, skip_batch: int | None
+) -> _Parts:
+    """Open the parts in the order of their dependencies; ``stack`` closes them."""
+    from rollover.trainer.checkpoint import latest_checkpoint
+
+    checkpoint = latest_checkpoint(run.checkpoints)
+    step = step_to_resume(run, checkpoint)
+    sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=step)
+    metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
+    evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
+    resuming = run.journal.exists()
+    run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
+    folder = initial_policy(config, run.model, progress, metrics)
+    needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
+    check_model(run, folder, needs_weights=checkpoint is None or needs_base)
+    tokenizer = load_tokenizer(folder)
+    stops = response_ends(folder, tokenizer, config.tasks)
+    trainer = open_trainer(config, run, folder, checkpoint, progress)
+    stack.callback(trainer.close)
+    engine = await open_engine_of(config, run, folder, progress.message)
+    stack.push_async_callback(engine.engine.close)
+    capabilities = engine.engine.capabilities
+    check_context(config, capabilities.max_context_tokens)
+    check_capabilities(config, capabilities)
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
-    specs = [spec for s in (source, *evaluation) for spec in s.reward_specs]
-    return _Tasks(source, evaluation, RewardScorer(specs, tokenizer))
-
-
-def _open_meter(config: RunConfig, state: RolloutState, tasks: _Tasks, opened: OpenedEngine, clock: Clock) -> StepMeter:
-    overlaps_training = config.rollout.strategy.overlaps_training
-    return StepMeter(state.ledger, tasks.scorer, opened.metrics, clock, overlaps_training=overlaps_training)
-
-
-def _open_driver(
-    config: RunConfig,
-    opened: OpenedEngine,
-    tasks: _Tasks,
-    journal: Journal,
-    state: RolloutState,
-    *,
-    clock: Clock,
-    stops: tuple[int, ...],
-    observe: Observer,
-) -> RolloutDriver:
-    rollout, algorithm = config.rollout, resolve(config.algorithm)
-    return RolloutDriver(
-        engine=opened.engine,
-        strategy=rollout.build_strategy(opened.engine.capabilities),
-        source=EachSample(tasks.source, rollout.num_siblings),
-        scorer=tasks.scorer,
-        sampling=rollout.sampling(stops),
-        seed=config.seed,
-        clock=clock,
-        state=state,
+    scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer)
+    stack.push_async_callback(scorer.close)
+    journal = open_journal(run, checkpoint)
+    stack.callback(journal.close)
+    state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
+    if math.isfinite(rate := capabilities.prefill_tokens_per_iteration):
+        run.note(prefill_tokens_per_iteration=rate)
+    return _Parts(
+        metrics=metrics,
+        trainer=trainer,
+        trainer_format=logprob_format(config.trainer, folder),
+        engine=engine,
+        num_tokens=len(tokenizer),
+        stops=stops,
+        source=source,
+        evaluation=evaluation,
+        scorer=scorer,
         journal=journal,
+        state=state,
+        clock=SystemClock(journal.last_time_s),
+        is_evaluated=trainer.version in evaluated,
+    )
+
+
+def _observers(config: RunConfig, parts: _Parts, progress: Progress) -> Observer:
+    batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
+    shown = ProgressObserver(progress, parts.state.ledger, batch_size)
+    engine = parts.engine.metrics
+    return to_all([MetricsObserver(parts.metrics), shown, *(() if engine is None else (EngineObserver(engine),))])
+
+
+def _weight_sync(
+    config: RunConfig, parts: _Parts, driver: RolloutDriver, meter: StepMeter, observe: Observer
+) -> WeightSync:
+    engine, timeout_s = parts.engine, config.engine.publication_timeout_s
+    return WeightSync(
+        trainer=parts.trainer,
+        publisher=Publisher([engine.weights], folders=engine.folders, timeout_s=timeout_s),
+        trust=Trust(
+            config,
+            engine,
+            parts.trainer,
+            num_tokens=parts.num_tokens,
+            trainer_format=parts.trainer_format,
+            replayed=parts.state.ledger.replay,
+        ),
+        driver=driver,
+        reloads_after_check=config.engine.declared.deterministic,
+        sleeper=engine.sleeper,
+        notify=observe,
+        measured=meter.measured,
+    )
+
+
+def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDriver:
+    rollout, algorithm, engine = config.rollout, resolve(config.algorithm), parts.engine.engine
+    return RolloutDriver(
+        engine=engine,
+        strategy=rollout.build_strategy(engine.capabilities),
+        source=EachSample(parts.source, rollout.num_siblings),
+        scorer=parts.scorer,
+        sampling=rollout.sampling(parts.stops),
+        seed=config.seed,
+        clock=parts.clock,
+        state=parts.state,
+        journal=parts.journal,
         limits=Limits.from_config(rollout),
         keep_group=algorithm.keeps_group,
         shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
         observer=observe,
         lockstep=config.deterministic,
-        placement=opened.placement,
+        placement=parts.engine.placement,
     )
 
 

@@ -1,6 +1,6 @@
 """A scripted engine for tests: one token per running call and tick, no model, no wall clock.
 
-What it keeps true: the token and the log-prob at response position ``p`` are ``token_at(seed, p, version)``
+Invariants: the token and the log-prob at response position ``p`` are ``token_at(seed, p, version)``
 and ``logprob_at(seed, p, version)``, whatever was batched, parked or aborted in between, so a test can
 compute every token it should see. A sample ends with ``stop`` once its *whole* response is
 ``length(request)`` tokens long, or earlier with ``length`` at ``max_new_tokens``; its last token on ``stop``

@@ -7,7 +7,7 @@
     pause ─────▶ calls.gate: holds new calls back here; dialect: freezes running ones there
     load ──────▶ served: replaces the weights, reads their label back; tokens then have the new version
 
-What it keeps true: a token is labelled with a version only after the server has confirmed it; every wait ends; a server
+Invariants: a token is labelled with a version only after the server has confirmed it; every wait ends; a server
 that another run uses is left as it is (``ownership``); one that we have frozen resumes, however we end.
 """
 

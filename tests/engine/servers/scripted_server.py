@@ -1,7 +1,7 @@
 """Scripted inference servers: one token per running request and tick, faults on demand; and one that is vLLM, with its
 endpoints and its peculiarities.
 
-What it keeps true: the token and the log-prob of a request at position ``i`` of *its own* output are ``token_at(seed, i,
+Invariants: the token and the log-prob of a request at position ``i`` of *its own* output are ``token_at(seed, i,
 weights)`` and ``logprob_at(...)``, where ``weights`` is the path that was loaded last; so a test can compute what it should
 see, and see which weights a token really came from.
 

@@ -1,6 +1,6 @@
 """Aborting calls of a server: asked for until each has ended, and never waited for longer than allowed.
 
-What it keeps true: only the end of a call shows that it has stopped, whatever the server answers when it is asked; a
+Invariants: only the end of a call shows that it has stopped, whatever the server answers when it is asked; a
 call that is not handed over in time ends here, with what it has streamed.
 """
 

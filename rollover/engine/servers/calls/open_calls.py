@@ -4,7 +4,7 @@
 
     start ──▶ a reader task for each call ──▶ the gate ──▶ dialect.decode ──▶ call.stream
 
-What it keeps true: a request id is used once; every call ends, whatever the server does; a token is labelled with the
+Invariants: a request id is used once; every call ends, whatever the server does; a token is labelled with the
 version of the weights that sampled it; a call that the server ends although we did not ask for it is a failure. No call
 is sent while the server is paused, while all its calls are being aborted, or while it serves weights that we do not
 know. A server that has been silent for ``RESTART_S`` may be a new process behind the same address, so it is asked for

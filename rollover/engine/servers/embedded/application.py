@@ -1,6 +1,6 @@
 """The HTTP side of a server: reads bodies, calls the engine, writes answers and streams.
 
-What it keeps true: nothing is done for a request without the API key, where there is one, nor for one that a page of
+Invariants: nothing is done for a request without the API key, where there is one, nor for one that a page of
 the web could have a browser send; a client that goes away ends its call; whatever fails is one message, never a
 traceback.
 """

@@ -1,6 +1,6 @@
 """The receiving end of a process group through which weights come: a rank above 0 (``TorchGroup`` is rank 0).
 
-What it keeps true: whoever waits here waits no longer than ``TIMEOUT_S``; ``close`` releases it at once.
+Invariants: whoever waits here waits no longer than ``TIMEOUT_S``; ``close`` releases it at once.
 """
 
 from __future__ import annotations

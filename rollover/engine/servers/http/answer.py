@@ -1,6 +1,6 @@
 """Answers of servers, read before they are used: bounded, typed, and free of our secrets before it is shown to anybody.
 
-What it keeps true: nothing that a server sends is used before it has been checked against the type that is expected of
+Invariants: nothing that a server sends is used before it has been checked against the type that is expected of
 it; an answer that does not fit is one ``EngineError`` that names the server, the call and the field; a server that
 repeats our request's headers cannot bring the API key into a message, for secrets are blanked before a text is cut.
 """

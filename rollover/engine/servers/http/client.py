@@ -1,7 +1,7 @@
 """HTTP calls to one inference server, each with a deadline and each failure an ``EngineError`` that names the
 server.
 
-What it keeps true: no call waits for ever and none takes more memory than an answer needs, whatever the server does;
+Invariants: no call waits for ever and none takes more memory than an answer needs, whatever the server does;
 the API key leaves this process in the ``Authorization`` header only, to the server that the config names, and never in
 a message, a log line or a ``repr``.
 """

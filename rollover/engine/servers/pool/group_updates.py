@@ -30,7 +30,7 @@ def all_take_groups(members: Sequence[Member]) -> bool:
 class GroupUpdate:
     """One version of the weights on its way to the members of a pool.
 
-    Example: ``await GroupUpdate(members, config).load([one, two], 7, source)`` is empty when both serve version 7, and
+    Example: ``await GroupUpdate(members, config).send([one, two], 7, source)`` is empty when both serve version 7, and
     ``{two: error}`` when the second was killed meanwhile and the first serves it.
     """
 
@@ -38,7 +38,7 @@ class GroupUpdate:
         self._members = members
         self._config = config
 
-    async def load(self, members: Sequence[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
+    async def send(self, members: Sequence[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
         """Send to members that stand still, and return those that failed. Raises ``WeightsGone`` when the weights can
         no longer be had from anywhere; when cancelled, takes out those that were not done."""
         try:

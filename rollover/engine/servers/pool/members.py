@@ -3,7 +3,7 @@
 A member is ``UP`` (gets calls), ``SUSPECT`` (a call has just failed: gets none until it is probed) or ``DOWN`` (tried
 again at ``retry_s``, each time after twice the time; never, when it is expelled).
 
-What it keeps true: a member that has been taken out is not waited for, and any other for no longer than a deadline; a
+Invariants: a member that has been taken out is not waited for, and any other for no longer than a deadline; a
 change of a member's health reaches all who wait for it.
 """
 
@@ -84,7 +84,7 @@ class Member:
         self.name = repr(engine)
         self.capacity = engine.capabilities.max_running
         """Calls it decodes at the same time."""
-        self.load = 0
+        self.num_calls = 0
         """Calls that it has."""
         self.health = Health.DOWN
         self.reason = "it has not been tried yet"
@@ -106,7 +106,7 @@ class Member:
     @property
     def share(self) -> float:
         """Return the calls per capacity."""
-        return self.load / self.capacity
+        return self.num_calls / self.capacity
 
     @property
     def is_up(self) -> bool:
@@ -266,21 +266,21 @@ class Dispatch:
         """The member to which the last call of a prompt went."""
 
     def assign(self, prompt_key: str) -> Member | None:
-        """Choose the member that gets a call of this prompt, and count it as its load; ``None`` when none is up."""
+        """Choose the member that gets a call of this prompt, and count the call; ``None`` when none is up."""
         if not (up := self._members.up):
             return None
         chosen = min(up, key=lambda member: member.share)
         home = self._homes.get(prompt_key)
-        if home in up and home.load < home.capacity and home.share <= chosen.share + AFFINITY_SLACK:
+        if home in up and home.num_calls < home.capacity and home.share <= chosen.share + AFFINITY_SLACK:
             chosen = home
         self._homes[prompt_key] = chosen
         self._homes.move_to_end(prompt_key)
         if len(self._homes) > _MAX_KEYS:
             self._homes.popitem(last=False)
-        chosen.load += 1
+        chosen.num_calls += 1
         return chosen
 
     def release(self, member: Member) -> None:
         """End a call that was assigned to the member."""
-        member.load -= 1
-        assert member.load >= 0, f"{member.name} has fewer calls than none"
+        member.num_calls -= 1
+        assert member.num_calls >= 0, f"{member.name} has fewer calls than none"

@@ -12,7 +12,7 @@ task                  waits for                   is unblocked by
 ``sleep``             all members                 their own deadlines
 ====================  ==========================  =========================================================
 
-What it keeps true: a member gets calls only while it is well and serves the version of the pool; a call whose member
+Invariants: a member gets calls only while it is well and serves the version of the pool; a call whose member
 fails or is taken out ends with ``EngineError`` and is resumed elsewhere by the caller; each chunk says which member
 sampled it; one bad member delays the others at nothing, at an update by no more than a deadline.
 """
@@ -158,7 +158,7 @@ class EnginePool:
         await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
 
     async def _assign(self, request: GenerateRequest, call: _PoolCall) -> Member | None:
-        """Choose the member for a call, which counts it as its load; ``None`` when it was aborted meanwhile. Waits for
+        """Choose the member for a call, which counts it; ``None`` when it was aborted meanwhile. Waits for
         one to come up, since all may be out for a moment."""
         while not call.aborted.is_set():
             if (member := self._dispatch.assign(request.prompt_key)) is not None:

@@ -1,6 +1,6 @@
 """New weights for all members of a pool: pause, load, resume.
 
-What it keeps true: a member that hangs delays the others by no more than a deadline; a member that we have paused goes
+Invariants: a member that hangs delays the others by no more than a deadline; a member that we have paused goes
 on, on every way out; the pool's version is that of every member in service.
 """
 
@@ -127,7 +127,7 @@ class PoolUpdates:
         """Have weights sent to members, and to late members that wait for a return. Returns the failures of members;
         if a late member took the weights, the failed members are no reason to stop and are taken out."""
         late = dict(self._late)
-        failed = await self._group.load([*members, *late], version, source)
+        failed = await self._group.send([*members, *late], version, source)
         for member, answer in late.items():
             if not answer.done():
                 answer.set_result(failed.get(member))

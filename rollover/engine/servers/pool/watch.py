@@ -5,7 +5,7 @@
     up ──a call failed, probes late──▶ down ──▶ revive, load the current weights, probe, check log-probs ──▶ up
     distrust ──▶ down for good
 
-What it keeps true: a member that comes back gets calls only once it has the weights of the pool and, where log-probs
+Invariants: a member that comes back gets calls only once it has the weights of the pool and, where log-probs
 are checked, has passed the check under these or under weights that it was given just before.
 """
 

@@ -1,6 +1,6 @@
 """The stream of one ``/generate`` call, read by count. Pure.
 
-What it keeps true: each token is taken once, in order, whatever the events repeat; its id is named twice by the server,
+Invariants: each token is taken once, in order, whatever the events repeat; its id is named twice by the server,
 once with its log-prob, and both agree; it is labelled with the weights that the server says have sampled it, and only
 when that is certain.
 

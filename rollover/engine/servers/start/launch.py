@@ -1,6 +1,6 @@
 """Inference servers as child processes: started, waited for, stopped, never left behind.
 
-What it keeps true: a server ends with this process, however this process ends (see ``supervisor``); its output is
+Invariants: a server ends with this process, however this process ends (see ``supervisor``); its output is
 in a log file, whose end is part of every message about a server that did not come up.
 """
 

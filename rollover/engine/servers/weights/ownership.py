@@ -8,7 +8,7 @@ has given the server back::
     rollover:RUN:VERSION:asleep       without the memory of weights and cache, which the trainer has
     rollover:RUN:VERSION:cacheless    without that of the cache; either may be followed by ":free"
 
-What it keeps true: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
+Invariants: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
 on this machine is alive while it holds the lock on the server's address (flock: it ends with the process, however that
 ends). Whether a run on another machine is alive cannot be known, so its servers stay its own until it gives them back
 or a user frees them by hand.

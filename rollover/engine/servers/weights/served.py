@@ -1,6 +1,6 @@
 """The weights that a server serves, as far as we know, and the run that they belong to.
 
-What it keeps true: weights count as served once the server says so by their label; a server whose weights we do not
+Invariants: weights count as served once the server says so by their label; a server whose weights we do not
 know gets no call; no weights are loaded into a server that another run uses.
 """
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollover.errors import EngineError
 
@@ -117,6 +117,11 @@ class WeightSource(Protocol):
         ...
 
 
+WeightPath = Literal["memory", "folder", "group"]
+"""The paths by which an engine gets weights: as tensors of the source, from the source's folder, or through a process
+group from the process that holds them."""
+
+
 class WeightTarget(Protocol):
     """An engine that takes new weights: ``pause``, ``load``, ``resume``; ``resume`` even after a failed load.
 
@@ -125,8 +130,8 @@ class WeightTarget(Protocol):
     """
 
     @property
-    def needs_folder(self) -> bool:
-        """Return whether ``load`` reads ``source.folder``; otherwise the tensors are enough."""
+    def takes(self) -> WeightPath:
+        """Return by which path ``load`` gets the weights."""
         ...
 
     async def pause(self) -> None: ...
@@ -140,19 +145,6 @@ class WeightTarget(Protocol):
         ...
 
     async def resume(self) -> None: ...
-
-
-@runtime_checkable
-class TakesGroups(Protocol):
-    """A target that can receive weights through a process group, from the process that holds them.
-
-    Example: a pool of SGLang servers with ``weight_transfer = "gloo"``.
-    """
-
-    @property
-    def takes_groups(self) -> bool:
-        """Return whether it is configured to."""
-        ...
 
 
 class ReadsBack(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.adapters import AdapterSource
-from rollover.weights.base import TakesGroups, WeightSource, WeightTarget
+from rollover.weights.base import WeightSource, WeightTarget
 from rollover.weights.folders import WeightFolders
 from rollover.weights.sending import SentByHolder
 from rollover.weights.sources import MemoryWeights
@@ -60,7 +60,7 @@ class Publisher:
     def sends(self) -> bool:
         """Return whether all targets receive weights from the processes that hold them, so that no process needs to
         have all of them."""
-        return all(map(_takes_groups, self._targets))
+        return all(target.takes == "group" for target in self._targets)
 
     async def stage(self, source: WeightSource) -> WeightSource:
         """Return the source to ``publish``: ``source`` itself, or with a folder if a target needs one.
@@ -69,7 +69,8 @@ class Publisher:
         Raises ``ResourceError`` when the disk is full.
         """
         is_sent = isinstance(source, SentByHolder)
-        needy = [target for target in self._targets if target.needs_folder or (_takes_groups(target) and not is_sent)]
+        by_folder = ("folder",) if is_sent else ("folder", "group")
+        needy = [target for target in self._targets if target.takes in by_folder]
         if source.folder is not None or not needy:
             return source
         if self._folders is None:
@@ -123,10 +124,6 @@ class Publisher:
             error = _Late(_late([repr(target)], version, self._timeout_s))
         elapsed_s = time.perf_counter() - started_s
         return Publication(target=repr(target), version=version, error=error, elapsed_s=elapsed_s)
-
-
-def _takes_groups(target: WeightTarget) -> bool:
-    return isinstance(target, TakesGroups) and target.takes_groups
 
 
 class _Late(EngineTimeout):

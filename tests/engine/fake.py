@@ -24,7 +24,7 @@ from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateReque
 from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError
 from rollover.types import FinishReason
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 
 FIRST_TOKEN = 1000
 """All scripted tokens lie in ``[FIRST_TOKEN, FIRST_TOKEN + 4096)``: no clash with a test's stop ids."""
@@ -125,7 +125,7 @@ class FakeEngine:
             call.stream.put_nowait(error)
         self._calls.clear()
 
-    needs_folder = False
+    takes: WeightPath = "memory"
 
     async def sleep(self) -> None:
         assert not self._calls, "a call is open"

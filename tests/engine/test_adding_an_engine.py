@@ -60,7 +60,7 @@ from rollover.types import FinishReason
 
 
 class PlainEngine:
-    needs_folder = False
+    takes = "memory"
 
     def __init__(self, folder, config):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

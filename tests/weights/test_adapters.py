@@ -22,6 +22,7 @@ from rollover.weights.adapters import (
     LowRank,
     MergedWeights,
 )
+from rollover.weights.base import WeightPath
 from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights, MemoryWeights
@@ -130,7 +131,7 @@ def test_who_loads_full_weights_only_says_so() -> None:
 
 
 class _NeedsFolder:
-    needs_folder = True
+    takes: WeightPath = "folder"
 
 
 def test_targets_that_need_a_folder_get_one_of_adapters_alone(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.folders import WeightFolders
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
@@ -26,7 +26,7 @@ class Target:
     def __repr__(self) -> str:
         return self.name
 
-    needs_folder = False
+    takes: WeightPath = "memory"
 
     async def pause(self) -> None:
         self.done.append("pause")
@@ -117,7 +117,7 @@ class Folders:
 def test_a_folder_is_written_only_if_a_target_needs_one() -> None:
     source, folders = MemoryWeights(3, {"w": torch.ones(2)}), cast(WeightFolders, Folders())
     needy = Target("needy")
-    needy.needs_folder = True
+    needy.takes = "folder"
 
     async def main() -> None:
         assert await Publisher([Target("plain")], folders=folders).stage(source) is source

@@ -20,7 +20,7 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore, Output
 from rollover.engine.embedded.core_loop import Command, CoreLoop, LockstepLoop, ThreadLoop, failure
 from rollover.errors import EngineError, EngineTimeout, ResourceError, RolloverError
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 
 
 class _Stream:
@@ -46,7 +46,7 @@ class EmbeddedEngine:
             have asked for.
     """
 
-    needs_folder = False
+    takes: WeightPath = "memory"
 
     def __init__(self, core: EngineCore, config: EmbeddedConfig, *, lockstep: bool = False) -> None:
         self._core = core

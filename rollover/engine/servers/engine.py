@@ -37,7 +37,7 @@ from rollover.engine.servers.weights.transfer import GroupMember, Receiver, Tran
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
 from rollover.weights.adapters import AdapterSource
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.sending import SentByHolder
 
 
@@ -246,27 +246,20 @@ class ServerEngine:
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     @property
-    def takes_groups(self) -> bool:
-        """Say whether the holder of weights can send them to the server."""
-        return (
-            self._config.weight_transfer != "folder"
-            and self._config.read_back != "always"
-            and not self._config.colocated
-        )
+    def takes(self) -> WeightPath:
+        """See ``WeightTarget.takes``."""
+        config = self._config
+        reads = config.weight_transfer == "folder" or config.read_back == "always" or config.colocated
+        return "folder" if reads else "group"
 
     @property
     def group(self) -> GroupMember | None:
-        return self if self.takes_groups else None
+        return self if self.takes == "group" else None
 
     @property
     def formats(self) -> Mapping[str, str]:
         """Return the number format of each tensor of the model."""
         return {name: info.dtype for name, info in self._model.weights.items()}
-
-    @property
-    def needs_folder(self) -> bool:
-        """See ``WeightTarget.needs_folder``."""
-        return not self.takes_groups
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
@@ -290,7 +283,7 @@ class ServerEngine:
         """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path, where it has one.
         After a failure with weights that were sent by their holder, the earlier ones are gone: the server refuses calls
         until it is given others."""
-        if source.folder is None and self.takes_groups and isinstance(source, SentByHolder):
+        if source.folder is None and self.takes == "group" and isinstance(source, SentByHolder):
             try:
                 await send_to_all([await self.prepare(version, source)], source, self.formats, self._config)
             except TransferFailed as e:

@@ -45,7 +45,7 @@ from rollover.errors import EngineError, EngineTimeout, ModelError
 from rollover.hf.config import read_config
 from rollover.integrations.slime.dialect import LentDialect, LentLabel
 from rollover.integrations.slime.labels import agreed, count
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 from rollover.weights.sources import FolderWeights
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class LentServer:
     Example: after ``await server.open()``, a ``LentServer(client, config, model, label="3")`` takes calls.
     """
 
-    needs_folder = False
+    takes: WeightPath = "memory"
     sleeper = None
     group = None
 

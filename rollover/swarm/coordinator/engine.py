@@ -41,7 +41,7 @@ from rollover.swarm.coordinator.transports.base import Transport
 from rollover.swarm.coordinator.trust.blocklist import Blocklist
 from rollover.swarm.coordinator.upkeep import Upkeep
 from rollover.swarm.wire.messages import Goodbye, Head
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class SwarmEngine:
     Example: ``engine.placement.room()`` is 16 once a worker with room for 16 calls has joined.
     """
 
-    needs_folder = False
+    takes: WeightPath = "memory"
 
     def __init__(
         self,

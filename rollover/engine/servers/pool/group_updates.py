@@ -22,11 +22,6 @@ from rollover.weights.sending import SenderLost, SentByHolder
 logger = logging.getLogger(__name__)
 
 
-def all_take_groups(members: Sequence[Member]) -> bool:
-    """Say whether the holder of weights can send them to all members."""
-    return all(member.engine.group is not None for member in members)
-
-
 class GroupUpdate:
     """One version of the weights on its way to the members of a pool.
 

@@ -29,14 +29,13 @@ from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.config import ServerConfig
-from rollover.engine.servers.pool.group_updates import all_take_groups
 from rollover.engine.servers.pool.members import Dispatch, Member, Members, PoolEngine
 from rollover.engine.servers.pool.updates import PoolUpdates
 from rollover.engine.servers.pool.watch import Watch
 from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, EngineMismatch
 from rollover.types import FinishReason
-from rollover.weights.base import WeightSource
+from rollover.weights.base import WeightPath, WeightSource
 
 
 class _PoolCall:
@@ -177,15 +176,10 @@ class EnginePool:
     # -- WeightTarget ----------------------------------------------------------------------------------------
 
     @property
-    def takes_groups(self) -> bool:
-        """Say whether the holder of weights can send them to all members."""
-        return all_take_groups(self._members.all)
-
-    @property
-    def needs_folder(self) -> bool:
-        """See ``WeightTarget.needs_folder``. A member that comes back is given weights that, in memory, may have
-        changed; where they are sent by their holder, it waits for the next ones then."""
-        return not self.takes_groups
+    def takes(self) -> WeightPath:
+        """See ``WeightTarget.takes``. A member that comes back is given weights that, in memory, may have changed;
+        where they are sent by their holder, it waits for the next ones then."""
+        return "group" if all(member.engine.group is not None for member in self._members.all) else "folder"
 
     async def pause(self) -> None:
         """See ``PoolUpdates.pause``."""

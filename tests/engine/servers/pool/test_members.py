@@ -40,7 +40,7 @@ def test_calls_of_different_prompts_fill_members_by_their_room() -> None:
     dispatch = Dispatch(members)
     for i in range(16):
         dispatch.assign(f"p{i}")
-    assert [m.load for m in members.all] == [8, 4, 4]
+    assert [m.num_calls for m in members.all] == [8, 4, 4]
 
 
 def test_siblings_stay_together_until_that_unbalances() -> None:
@@ -87,7 +87,7 @@ def test_no_member_is_overfull_while_another_has_room(capacities: list[int], num
     dispatch = Dispatch(members)
     for i in range(min(num_calls, sum(capacities))):
         dispatch.assign(f"p{i % 3}")
-        assert all(m.load <= m.capacity for m in members.all)
+        assert all(m.num_calls <= m.capacity for m in members.all)
 
 
 class Machine(RuleBasedStateMachine):
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def loads_are_the_open_calls(self) -> None:
         if hasattr(self, "members"):
-            assert [m.load for m in self.members.all] == [self.open.count(m) for m in self.members.all]
+            assert [m.num_calls for m in self.members.all] == [self.open.count(m) for m in self.members.all]
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

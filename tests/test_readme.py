@@ -14,7 +14,7 @@ import pytest
 from rollover import cli
 from rollover.engine.kind import EngineFacts
 from rollover.hf.architecture import Architecture
-from rollover.run.checks import longest_tokens
+from rollover.run.config import longest_tokens
 from rollover.run.kinds import ENGINES
 from rollover.run.loading import load
 from tests import runs

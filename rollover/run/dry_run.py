@@ -13,8 +13,7 @@ from typing import Any
 from rollover.algorithms.config import resolve
 from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import require
-from rollover.run.checks import check_context
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, check_context
 from rollover.types import Prompt
 
 _SHOWN_TOKENS = 120

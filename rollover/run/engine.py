@@ -11,8 +11,7 @@ from rollover.engine.devices import numbered
 from rollover.engine.kind import EngineFacts, EngineSetup, OpenedEngine
 from rollover.hf.architecture import Architecture
 from rollover.rollout.strategy import OnFull
-from rollover.run.checks import longest_tokens
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, longest_tokens
 from rollover.run.directory import RunDir
 from rollover.run.kinds import ENGINES, open_engine
 

@@ -19,8 +19,7 @@ from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
-from rollover.run.checks import check_context
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, check_context
 from rollover.run.directory import RunDir
 from rollover.run.loading import variant
 from rollover.run.sections import WarmupConfig

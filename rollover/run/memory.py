@@ -9,12 +9,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollover.algorithms.config import resolve
 from rollover.engine.devices import UNSEEN, numbered
 from rollover.run.config import RunConfig
+from rollover.run.trainers import model_shape
 
 if TYPE_CHECKING:
     import torch
@@ -73,32 +73,22 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
     """Compute the memory that trainer and engines take on each device."""
     from rollover.trainer.memory import training_memory
 
-    model, base_dtype = _model(config)
     training = training_memory(
         config.trainer,
-        model,
+        model_shape(config),
         max_prompt_tokens=config.tasks.max_prompt_tokens,
         max_response_tokens=config.rollout.max_new_tokens,
         batch_samples=config.rollout.rollout_batch_size * config.rollout.group_size,
         temperature=config.rollout.temperature,
         needs_ref=resolve(config.algorithm).needs_ref,
-        base_dtype=base_dtype,
+        base_dtype=_base_format(config),
     )
-    of_trainer = {
-        "weights": training.weights,
-        "reference policy": training.reference,
-        "gradients": training.gradients,
-        "optimizer": training.optimizer,
-        "activations": training.activations,
-        "gathered weights": training.gathered,
-    }
     trainers, engines = Counter(_trainer_devices(config)), _engines(config, training.num_parameters)
     found = []
     for device in dict.fromkeys([*trainers, *engines]):
         # All ranks on a CPU share one memory; on the cluster, each rank and server is described.
-        parts = (
-            {name: num_bytes * trainers[device] for name, num_bytes in of_trainer.items()} if trainers[device] else {}
-        )
+        ranks = trainers[device]
+        parts = {name: num_bytes * ranks for name, num_bytes in training.parts.items()} if ranks else {}
         of_engines, turn = engines.get(device, {}), ""
         if parts and config.engine.declared.is_colocated and of_engines:
             kept = {name: parts.pop(name) for name in _KEPT}
@@ -185,23 +175,20 @@ def _advice(config: RunConfig, memory: DeviceMemory) -> str:
     return remedies[largest]
 
 
-def _model(config: RunConfig) -> tuple[Mapping[str, Any], torch.dtype]:
-    """Return the ``config.json`` of the run's model, and the number format of its folder."""
+def _base_format(config: RunConfig) -> torch.dtype:
+    """Return the number format of the run's model as it is stored."""
     import torch
 
-    from rollover.hf.config import read_model_config
     from rollover.hf.hub import resolve_model
     from rollover.trainer.lora import base_format
 
-    if config.model.scratch is not None:
-        return config.model.scratch.model_config(config.model.scratch.vocab_size), torch.float32
-    assert config.model.path is not None
-    folder = resolve_model(config.model.path, weights=False)
-    model = read_model_config(folder, weights=Path(config.model.path).is_dir())
+    if config.model.path is None:
+        return torch.float32
+    folder, model = resolve_model(config.model.path, weights=False), model_shape(config)
     if any(folder.glob("*.safetensors")):
-        return model, base_format(folder)
+        return base_format(folder)
     named = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
-    return model, getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)
+    return getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)
 
 
 def _capacity(device: str) -> int | None:

@@ -27,8 +27,7 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
-from rollover.run.checks import check_capabilities, check_context
-from rollover.run.config import RunConfig
+from rollover.run.config import RunConfig, check_capabilities, check_context
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust

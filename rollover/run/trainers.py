@@ -84,7 +84,7 @@ def check_devices(config: RunConfig) -> list[str]:
 
     Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model.
     """
-    model = _shape(config)
+    model = model_shape(config)
     sections = [section for section in (config.sft, config.trainer) if section is not None]
     for section in sections:
         check_suits(section, model)
@@ -108,7 +108,7 @@ def logprob_format(config: TrainerConfig, folder: Path) -> str:
     return config.dtype if config.lora is None or config.dtype == "bfloat16" else number_format(folder)
 
 
-def _shape(config: RunConfig) -> Mapping[str, Any]:
+def model_shape(config: RunConfig) -> Mapping[str, Any]:
     """Return the contents that the ``config.json`` of the run's model has, or will have."""
     if config.model.scratch is not None:
         return config.model.scratch.model_config(config.model.scratch.vocab_size)

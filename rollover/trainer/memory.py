@@ -54,9 +54,20 @@ class TrainingMemory:
     """Weights and gradients that are briefly whole, if each device keeps only its part of them."""
 
     @property
+    def parts(self) -> Mapping[str, int]:
+        """Return the bytes by purpose, as a user reads them."""
+        return {
+            "weights": self.weights,
+            "reference policy": self.reference,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "gathered weights": self.gathered,
+        }
+
+    @property
     def total(self) -> int:
-        kept = self.weights + self.reference + self.gradients + self.optimizer
-        return kept + self.activations + self.gathered
+        return sum(self.parts.values())
 
 
 def training_memory(

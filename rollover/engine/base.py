@@ -195,9 +195,9 @@ class Sleeps(Protocol):
 
 
 class MayBeDown(Protocol):
-    """An engine whose servers may all be away for a while, as those of ``EnginePool``.
+    """An engine whose servers may all be away for a while, such as ``EnginePool``.
 
-    Example: ``await engine.until_up()`` returns at once while one of its servers is well.
+    Example: ``await engine.until_up()`` returns at once while any of its servers is well.
     """
 
     async def until_up(self) -> None:

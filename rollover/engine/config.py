@@ -72,7 +72,7 @@ class EngineConfig(ABC):
     __slots__ = ()
 
     memory_share_argument: ClassVar[str | None] = None
-    """The argument by which a server is told its share of a GPU's memory, where it takes one."""
+    """The argument by which a server is told its share of a GPU's memory, if it takes one."""
 
     kind: str
     logprob_tolerance: float | None
@@ -84,7 +84,7 @@ class EngineConfig(ABC):
 
     @property
     def update_timeout_s(self) -> float | None:
-        """Return the longest that an update takes where every deadline of the engine is kept; ``None`` where it has
+        """Return the longest that an update takes where every deadline of the engine is kept; ``None`` if it has
         none of its own."""
         return None
 
@@ -96,7 +96,7 @@ class EngineConfig(ABC):
 
     @property
     def start_timeout_s(self) -> float:
-        """Return the longest that a server of the engine may take to start; 0 where it starts none."""
+        """Return the longest that a server of the engine may take to start; 0 if it starts none."""
         return 0.0
 
     @abstractmethod
@@ -125,10 +125,10 @@ class EngineConfig(ABC):
         return None
 
     def weights_root(self, default: Path, name: str) -> Path | None:
-        """Return the folder through which weights reach the engine, ``None`` where it takes them from memory.
+        """Return the folder through which weights reach the engine, ``None`` if it takes them from memory.
 
         Args:
-            default: the folder where the settings name none.
+            default: the folder if the settings name none.
             name: that of the user of a folder that these settings name, which others may use too.
         """
         del default, name
@@ -153,7 +153,7 @@ class EngineConfig(ABC):
 
 
 def check_colocated(kv_on_update: str) -> None:
-    """Raise ``ValueError`` where an engine that gives its cache back is to keep it over an update."""
+    """Raise ``ValueError`` if an engine that gives its cache back is to keep it over an update."""
     if kv_on_update == "keep":
         raise ValueError(
             "kv_on_update = 'keep' does not work with colocated = true: the cache is released while the trainer trains,"

@@ -1,4 +1,4 @@
-"""Tells how a response can end, and whether one that an engine says has ended can have done so."""
+"""Checks how a response ended: an engine may report an end that is impossible."""
 
 from __future__ import annotations
 

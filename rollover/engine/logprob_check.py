@@ -60,7 +60,7 @@ class CheckedMembers(Protocol):
         ...
 
     async def check_logprobs(self, *, strict: bool = False) -> Mapping[str, EngineError]:
-        """Check members under the weights that they were given last; return those that failed, which get no call.
+        """Check members under the weights that they were given last; return the members that failed, which get no call.
 
         Raises ``EngineMismatch`` when all are found to sample from something else; when one is, if ``strict``.
         """

@@ -7,7 +7,7 @@
         journal.sqlite    every rollout event
         metrics.jsonl     one line per step
         tensorboard/
-        model/            the policy that training starts from, where the run makes it
+        model/            the policy that training starts from, if the run makes it
         checkpoints/      what --resume continues from
         report.html
         lock              held while a process works here

@@ -140,7 +140,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _compare(config: RunConfig, run: RunDir) -> None:
-    """Run each variant in a directory of its own below ``run``, except those that are done."""
+    """Run each variant that is not done in a directory of its own below ``run``."""
     from rollover.report.comparison import compare_table, write_comparison
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy

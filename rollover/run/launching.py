@@ -50,7 +50,7 @@ class Placed:
 def read_plan(file: Path) -> Plan:
     """Read the output of ``rollover plan --json``.
 
-    Raises ``PlanError`` when it is not a plan, or one that cannot be run; the message says why.
+    Raises ``PlanError`` when it is not a plan or cannot be run; the message says why.
     """
     if file.suffix == ".toml":
         raise PlanError(

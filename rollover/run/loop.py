@@ -64,7 +64,7 @@ async def _train(session: Session, batch: Batch) -> TrainedStep:
         session.observe(
             Notice(
                 f"step {batch.step}: its batch of {len(batch.groups)} groups was skipped, as asked by --skip-batch;"
-                f" {batch.num_tokens:,} tokens are wasted, and the weights stay those of the step before"
+                f" {batch.num_tokens:,} tokens are wasted, and the weights do not change"
             )
         )
     else:

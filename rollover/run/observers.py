@@ -55,7 +55,7 @@ class Notice:
 
 
 RunEvent = Event | StepEnded | Evaluated | Notice
-"""The events that observers receive: every event of the rollout, and those of the loop around it."""
+"""The events that observers receive: the events of the rollout and of the loop around it."""
 Observer = Callable[[RunEvent], None]
 
 

@@ -67,9 +67,9 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 
 
 def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, progress: Progress) -> RankLauncher | None:
-    """Return what starts the ranks of the trainer, or those of the warm-up, on the cluster; ``None`` without one.
+    """Return what starts the ranks of the trainer or of the warm-up on the cluster; ``None`` without a cluster.
 
-    Raises ``ConfigError`` when there is no such cluster, or one that could never take the ranks.
+    Raises ``ConfigError`` when there is no such cluster, or it could never take the ranks.
     """
     if config.cluster is None:
         return None

@@ -16,7 +16,7 @@ _SIZES = (
 
 def argument(args: Sequence[str], *names: str) -> str | None:
     """Return the value that ``args`` give an option, which may have several names; that of the last mention counts.
-    Words may be joined by ``-`` or ``_``. ``None`` where the option is not there, "" where its value is missing.
+    Words may be joined by ``-`` or ``_``. ``None`` if the option is not there, "" where its value is missing.
 
     Example: ``argument(["--tp", "2", "--tensor_parallel_size=4"], "--tensor-parallel-size", "--tp")`` is "4".
     """

@@ -8,7 +8,7 @@
     load ──────▶ served: replaces the weights, reads their label back; tokens then have the new version
 
 Invariants: a token is labelled with a version only after the server has confirmed it; every wait ends; a server
-that another run uses is left as it is (``ownership``); one that we have frozen resumes, however we end.
+that another run uses is left as it is (``ownership``); a server that we have frozen resumes, however we end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ServerEngine:
     Args:
         model: what it should serve, and its weights at version 0.
         ownership: of the run that uses it.
-        process: the server, where we have started it; closed with the engine.
+        process: the server, if we have started it; closed with the engine.
 
     Example: ``ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("run-1"))``
     is version 0 of ``model`` for the run ``run-1``, once it is open.
@@ -137,7 +137,7 @@ class ServerEngine:
         await self._calls.check_weights()
 
     async def revive(self) -> None:
-        """Start the server again where we had started it and it has died. Raises ``EngineError``."""
+        """Start the server again if we had started it and it has died. Raises ``EngineError``."""
         if self._process is not None and await self._process.gone():
             self._served.forget(f"{self} has been restarted and does not have the run's weights yet")
             await self._process.start()
@@ -160,7 +160,7 @@ class ServerEngine:
         self._served.release()
 
     async def _give_back(self) -> None:
-        """Thaw the server where we had frozen it, and say that it is free; unless it is another run's by now. One that
+        """Thaw the server if we had frozen it, and say that it is free; unless it is another run's by now. One that
         has given its memory back is left so: it has no weights to sample from, and the next run finds it asleep."""
         if self._may_be_frozen and not self._memory.is_released and await self._served.is_ours():
             await self._thaw()
@@ -223,7 +223,7 @@ class ServerEngine:
         return self
 
     async def sleep(self) -> None:
-        """See ``Sleeps.sleep``. One that we have started is stopped where it does not do so, and started again when it
+        """See ``Sleeps.sleep``. One that we have started is stopped if it does not do so, and started again when it
         is its turn.
 
         Raises ``EngineError`` when it is gone, ``MemoryHeld`` when it may hold its memory still.
@@ -263,7 +263,7 @@ class ServerEngine:
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
-        if self._memory.is_released:  # it stands still, where it is still there
+        if self._memory.is_released:  # it stands still, if it is still there
             await self._served.refuse_when_taken()
             return
         await self._served.refuse_when_taken()
@@ -280,7 +280,7 @@ class ServerEngine:
             await self._calls.wait_for_silence()
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path, where it has one.
+        """See ``WeightTarget.load``; the server sees the folder of ``source`` under the same path, if it has one.
         After a failure with weights that were sent by their holder, the earlier ones are gone: the server refuses calls
         until it is given others."""
         if source.folder is None and self.takes == "group" and isinstance(source, SentByHolder):

@@ -57,7 +57,7 @@ class ModelFolder:
 
     @property
     def dtype(self) -> str | None:
-        """Return the number format of most of its weights by torch's name; ``None`` where it is none of the common
+        """Return the number format of most of its weights by torch's name; ``None`` if it is none of the common
         ones."""
         sizes: Counter[str] = Counter()
         for info in self.weights.values():

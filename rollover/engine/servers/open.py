@@ -43,7 +43,7 @@ class ServerKind:
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Advice when the program does not start, by a text in its log."""
     key_env: str | None = None
-    """The environment variable from which the program takes an API key, where there is one."""
+    """The environment variable from which the program takes an API key, if there is one."""
 
 
 async def open_servers(
@@ -58,11 +58,11 @@ async def open_servers(
     """Open a pool of the servers of ``config``, all with the weights of ``model`` as version 0.
 
     Args:
-        kind_for: gives the kind of servers with the settings of one of them.
+        kind_for: gives the kind of servers, given the settings of a server.
         run: the run's name among all runs, to which the servers belong while the pool is open.
         places: where they are started, with ``config.launch``.
 
-    Raises ``EngineError`` when one of them cannot be used; those that were started are stopped then.
+    Raises ``EngineError`` when a server cannot be used; the servers that were started are stopped then.
     """
     async with AsyncExitStack() as stack:
         if config.launch:

@@ -27,7 +27,7 @@ class Delta:
     logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     label: str | None = None
-    """The label of the weights that sampled these tokens, where the server says so; else they are those in force."""
+    """The label of the weights that sampled these tokens, if the server says so; else they are those in force."""
     kv_label: str | None = None
     """The label of the oldest weights that computed the cache which these tokens attended to, where the server says
     so."""
@@ -36,7 +36,7 @@ class Delta:
     num_cached_tokens: int = 0
     """Tokens of the call's input that the server had in its cache."""
     num_prefilled_tokens: int | None = None
-    """Response tokens that it computed again to start the call, where it says so; in the first delta only."""
+    """Response tokens that it computed again to start the call, if it says so; in the first delta only."""
 
 
 class GenerationCall:
@@ -86,7 +86,7 @@ class GenerationCall:
 
         Args:
             kv_kept: the call keeps the cache that it has had since it was sent, over all weights that came.
-            kv_version: that of the oldest weights which computed the cache, where it is known.
+            kv_version: that of the oldest weights which computed the cache, if it is known.
 
         Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is
         taken then.

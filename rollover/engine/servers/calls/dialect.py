@@ -80,7 +80,7 @@ class Dialect(Protocol):
         ...
 
     async def num_calls(self) -> int | None:
-        """Return the number of calls that the server runs or has queued; ``None`` where it decodes no call that was
+        """Return the number of calls that the server runs or has queued; ``None`` if it decodes no call that was
         given up."""
         ...
 

@@ -52,8 +52,8 @@ class KnownWeights(Protocol):
         ...
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """Return the version of weights that sampled tokens of a call; those in force where the server says nothing.
-        Raises ``EngineError`` when they are none that are known."""
+        """Return the version of weights that sampled tokens of a call; the weights in force if the server names none.
+        Raises ``EngineError`` for weights that are not known."""
         ...
 
     def refuse_when_unknown(self) -> None:
@@ -131,7 +131,7 @@ class OpenCalls:
             call.reader.cancel()
 
     def end_all(self) -> list[GenerationCall]:
-        """End every call from here. Returns those that the server may still decode."""
+        """End every call from here. Returns the calls that the server may still decode."""
         sent = self.sent
         for call in list(self._open.values()):
             self.end(call)
@@ -151,7 +151,7 @@ class OpenCalls:
 
     def stats(self) -> EngineStats:
         """Report what is seen from here: a call in the server's own queue counts as running. Prefilled tokens are those
-        sent, less those that the server says it had cached."""
+        sent, less the tokens that the server reports as cached."""
         num_running = len(self.sent)
         return EngineStats(
             num_running=num_running,

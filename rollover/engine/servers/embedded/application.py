@@ -1,6 +1,6 @@
 """The HTTP side of a server: reads bodies, calls the engine, writes answers and streams.
 
-Invariants: nothing is done for a request without the API key, where there is one, nor for one that a page of
+Invariants: nothing is done for a request without the API key, if there is one, nor for one that a page of
 the web could have a browser send; a client that goes away ends its call; whatever fails is one message, never a
 traceback.
 """
@@ -46,7 +46,7 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
     """Return the server as an ASGI application.
 
     Args:
-        key: asked for in the ``Authorization`` header, where there is one.
+        key: asked for in the ``Authorization`` header, if there is one.
         host: the name that the server was told to listen on.
     """
     calls = _Calls(served)

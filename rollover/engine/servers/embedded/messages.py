@@ -119,7 +119,7 @@ class LoadBody(_Body):
     """
 
     folder: str
-    """A Hugging Face folder, or one of adapters, by its path on the server's machine."""
+    """A folder of a Hugging Face model or of adapters, by its path on the server's machine."""
     base: str | None = None
     """The Hugging Face folder of the model that adapters are to be merged into."""
     label: str

@@ -47,7 +47,7 @@ async def open_embedded_servers(
 
 
 def with_program(config: EmbeddedServerConfig) -> EmbeddedServerConfig:
-    """Name the program that starts servers by this interpreter, where the config leaves it out. Raises ``MissingExtra``
+    """Name the program that starts servers by this interpreter, if the config leaves it out. Raises ``MissingExtra``
     when it lacks what a server needs."""
     if not config.launch or config.launch_command != OURS:
         return config

@@ -36,7 +36,7 @@ class EngineServer:
 
     Args:
         address: host and port; port 0 takes a free one.
-        key: asked of each request, where there is one.
+        key: asked of each request, if there is one.
 
     Example: ``asyncio.run(EngineServer(("127.0.0.1", 8000), None).run(folder, EmbeddedConfig(), print))`` prints
     ``http://127.0.0.1:8000`` once it answers there.

@@ -85,7 +85,7 @@ class ServedEngine:
             self._open.discard(request.request_id)
 
     async def abort(self, body: AbortBody) -> None:
-        """Return when these calls have ended; those that are unknown are passed over."""
+        """Return when these calls have ended; unknown calls are passed over."""
         await self._engine.abort({*self._open} if body.all else body.request_ids)
 
     async def pause(self) -> None:
@@ -164,7 +164,7 @@ class ServedEngine:
         await self._change(body.label, take)
 
     async def leave(self) -> None:
-        """Give up the process group, if there is one, or the one that is being joined."""
+        """Give up the process group that was joined or is being joined, if any."""
         self._num_left += 1
         group, self._group = self._group, None
         if group is not None:

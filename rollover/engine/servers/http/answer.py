@@ -31,7 +31,7 @@ _BLANKED = "***"
 
 
 class ServerBusy(EngineError):
-    """A server that answers with 429 or 503 that it takes no calls now; one that is paused may say so too."""
+    """A server that takes no calls now and answers 429 or 503, as a paused server may."""
 
 
 class Answer(BaseModel):
@@ -175,7 +175,7 @@ class Reader:
 
 
 def _encoding(answer: httpx.Response) -> str:
-    """Name the encoding of a compressed body; empty for one that is sent as it is."""
+    """Name the encoding of a compressed body; empty for a body that is not compressed."""
     encoding = str(answer.headers.get("Content-Encoding", ""))
     return "" if encoding.strip().lower() in ("identity", "") else encoding
 
@@ -193,7 +193,7 @@ async def _head_of(answer: httpx.Response) -> str:
 
 
 def _error_in(data: str) -> str:
-    """Return the message of an event that reports an error; empty where it reports none."""
+    """Return the message of an event that reports an error; empty if it reports none."""
     try:
         event = from_json(data)
     except ValueError:

@@ -220,7 +220,7 @@ class HTTPClient:
                 await asyncio.sleep(wait_s)
 
     def _retry_after(self, answer: httpx.Response) -> float | None:
-        """Return the seconds to wait, from a number or a date measured against the answer's own; ``None`` where there
+        """Return the seconds to wait, from a number or a date measured against the answer's own; ``None`` if there
         is neither."""
         value = answer.headers.get("Retry-After", "")
         try:

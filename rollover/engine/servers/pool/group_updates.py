@@ -34,8 +34,8 @@ class GroupUpdate:
         self._config = config
 
     async def send(self, members: Sequence[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
-        """Send to members that stand still, and return those that failed. Raises ``WeightsGone`` when the weights can
-        no longer be had from anywhere; when cancelled, takes out those that were not done."""
+        """Send to members that stand still, and return the members that failed. Raises ``WeightsGone`` when the weights
+        can no longer be had from anywhere; when cancelled, takes out the members that were not done."""
         try:
             done, failed = await self._sent(list(members), version, source)
         except BaseException as e:
@@ -49,7 +49,7 @@ class GroupUpdate:
 
     async def _each(self, members: Sequence[Member], act: Act, what: str) -> dict[Member, EngineError]:
         """Do ``act`` on members at once, including those that are out and stand still until they have weights again.
-        Returns how it failed where it did."""
+        Returns the failures by member."""
         limit_s = self._config.install_timeout_s
         out = [member for member in members if member.is_down]
         failed, ends = await asyncio.gather(

@@ -55,14 +55,14 @@ class PoolEngine(Engine, WeightTarget, Protocol):
         ...
 
     async def revive(self) -> None:
-        """Start it again where that is in our power. Raises ``EngineError``."""
+        """Start it again if that is in our power. Raises ``EngineError``."""
         ...
 
 
 class Health(Enum):
-    """The health of a member; only one that is up is given new calls.
+    """The health of a member; only a member that is up is given new calls.
 
-    Example: one that is ``UP`` is ``SUSPECT`` after 1 failed call, and ``DOWN`` if the probe that follows fails too.
+    Example: a member that is ``UP`` is ``SUSPECT`` after 1 failed call, and ``DOWN`` if the next probe fails too.
     """
 
     UP = "up"
@@ -224,10 +224,10 @@ class Members:
     async def each(
         self, members: Collection[Member], act: Act, limit_s: float | None = None, what: str = ""
     ) -> dict[Member, EngineError]:
-        """Do ``act`` on members at once. Returns how it failed where it did.
+        """Do ``act`` on members at once. Returns the failures by member.
 
         A member that is taken out, or takes longer than ``limit_s`` for ``what``, is no longer waited for. When
-        cancelled, it takes out those that were not done.
+        cancelled, it takes out the members that were not done.
         """
         failures = await asyncio.gather(*(self._one(member, act, limit_s, what) for member in members))
         return {member: e for member, e in zip(members, failures, strict=True) if e is not None}

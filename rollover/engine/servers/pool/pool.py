@@ -51,7 +51,7 @@ class EnginePool:
     """Implements ``Engine`` and ``WeightTarget``. ``open`` it before use; it closes its members.
 
     Args:
-        source: what all members serve now, as version 0; what one that comes back is given until the next load.
+        source: what all members serve now, as version 0; a member that comes back is given it until the next load.
 
     Example: two servers with ``max_running = 64`` are a pool with ``capabilities.max_running == 128``, and one of 64
     while one of them is out. A call whose server dies ends with ``EngineError``; its caller resumes the sample with
@@ -204,7 +204,7 @@ class EnginePool:
         self._watch.logprob_check = check
 
     async def check_logprobs(self, *, strict: bool = False) -> dict[str, EngineError]:
-        """Check the log-probs of every member in service, all at once. Returns those that failed, which are taken out.
+        """Check the log-probs of all members in service at once. Returns the members that failed, which are taken out.
 
         Raises ``EngineMismatch`` when all are found to sample from something else; when one is, if ``strict``.
         """

@@ -24,7 +24,7 @@ class PoolUpdates:
     """Implements ``WeightTarget`` over the members of a pool.
 
     Args:
-        source: what all members serve now, as version 0; what one that comes back is given until the next load.
+        source: what all members serve now, as version 0; a member that comes back is given it until the next load.
 
     Example: ``await updates.pause(); await updates.load(3, source); await updates.resume()`` leaves ``version`` 3.
     """
@@ -67,7 +67,7 @@ class PoolUpdates:
             raise MemoryHeld("; ".join(held))
 
     async def pause(self) -> None:
-        """Wait for a member where all are out, including one that needs the weights that come now.
+        """Wait for a member if all are out, including one that needs the weights that come now.
 
         Raises ``EngineError`` naming all members when none pauses.
         """
@@ -155,7 +155,7 @@ class PoolUpdates:
         return self._paused is None or member in self._pausing
 
     async def catch_up(self, member: Member, *, was_late: bool = False) -> int:
-        """Give a member that comes back the weights of the pool: now or, where they can no longer be had from anywhere,
+        """Give a member that comes back the weights of the pool: now or, if they can no longer be had from anywhere,
         with the next update. Returns their version.
 
         Args:

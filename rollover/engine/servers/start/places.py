@@ -36,7 +36,7 @@ class ServerProgram:
     env: Mapping[str, str]
     """Variables that its environment needs."""
     key_env: str | None
-    """The environment variable from which it takes its API key; ``None`` where there is none."""
+    """The environment variable from which it takes its API key; ``None`` if there is none."""
 
     def command_at(self, host: str, port: int) -> list[str]:
         """Return the whole command line; it holds no secret."""

@@ -72,7 +72,7 @@ class VLLMWeights:
 
     Args:
         checksums: of what the servers of a pool have loaded.
-        adapters: the shape of those that it is given; ``None`` where it is given full weights alone.
+        adapters: the shape of the adapters that it is given; ``None`` if it is given full weights alone.
         device: the GPU from which weights of a folder are sent.
     """
 

@@ -19,7 +19,7 @@ class HeldAdapter:
     """Remembers what one server has, as far as we know: which adapter, and whether the base is below it.
 
     Args:
-        shape: of the adapters that it will be given; ``None`` when it is given full weights alone.
+        shape: of the adapters that it will be given; ``None`` if it is given full weights alone.
 
     Example: after ``held.took_full("rollover:r:0", is_base=True)`` a server whose label is still that one needs no
     base; one that was started again and says ``"default"`` does.
@@ -50,5 +50,5 @@ class HeldAdapter:
         return f"{label}/{secrets.token_hex(4)}"
 
     def stale(self, names: Iterable[str]) -> list[str]:
-        """Return those of the adapters on a server that we, or a run before us, have left there."""
+        """Return the adapters on a server that we, or a run before us, have left there."""
         return [name for name in names if name.startswith(_OURS) and name != self.name]

@@ -1,7 +1,7 @@
 """Give back the memory of a server that shares its devices with the trainer, and take it again with new weights.
 
 What is given back is written on the server itself, in the label of its weights, and before it happens: so a run that
-comes after one that was killed knows what it finds. The cache is taken last, when the weights are there: loading them
+comes after a killed run knows what it finds. The cache is taken last, when the weights are there: loading them
 takes memory of its own.
 """
 

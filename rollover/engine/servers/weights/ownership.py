@@ -45,7 +45,7 @@ class Ownership:
     Args:
         run: the run's name among all runs.
         predecessor: a run that had the server before and is known to be over.
-        lock: descriptor of the lock on this machine, where there is one.
+        lock: descriptor of the lock on this machine, if there is one.
     """
 
     def __init__(self, run: str, *, predecessor: str = "", lock: int | None = None) -> None:

@@ -44,7 +44,7 @@ _MIN_DIGITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor of a server: its name there, and which part of it, where it is cut over ``num_parts`` workers.
+    """A tensor of a server: its name there, and which part of it, if it is cut over ``num_parts`` workers.
 
     Example: ``HeldTensor(name="model.layers.0.self_attn.qkv_proj.weight", part=1, num_parts=2)``
     """
@@ -65,7 +65,7 @@ class Confirmation:
     """
 
     num_exact: int
-    """Tensors that are those of the folder, bit for bit."""
+    """Tensors that equal the folder's, bit for bit."""
     num_followed: int
     """Tensors of which it is known whether they have changed."""
     num_silent: int
@@ -95,7 +95,7 @@ class FolderDigests:
         self._digests: dict[tuple[str, int, int, str], str | None] = {}
 
     def of(self, folder: Path, place: HeldTensor, layout: str) -> str | None:
-        """Return the digest of what stands at ``place`` in a layout; ``None`` where the folder holds no such tensor or
+        """Return the digest of what stands at ``place`` in a layout; ``None`` if the folder holds no such tensor or
         it cannot be laid out so. Raises ``ModelError`` when the folder cannot be read."""
         with self._lock:
             if folder != self._folder:
@@ -164,7 +164,7 @@ class ReadBack:
         return [name for name, _ in changed] if all(is_same for _, is_same in changed) else []
 
     def _matching(self, folder: Path, place: HeldTensor, digest: str) -> list[str]:
-        """Return the layouts in which the folder's tensor has this digest, of those that it may have."""
+        """Return the possible layouts in which the folder's tensor has this digest."""
         possible = self._layouts.get(place) or (_OF_ONE if place.num_parts == 1 else LAYOUTS)
         return [layout for layout in possible if _is_begin(digest, self._folders.of(folder, place, layout))]
 

@@ -18,7 +18,7 @@ from rollover.errors import EngineError
 
 class ServedWeights:
     """The weights that one server was given last: ``version`` 0 and the first ``source`` until then. ``source`` is
-    ``None`` where they came from whoever held them, who may hold others by now.
+    ``None`` if they came from whoever held them, who may hold others by now.
 
     Example: after ``await served.install(7, source, keeps_kv=False)`` of run ``r`` the server's label is
     ``"rollover:r:7"``, and ``served.version`` is 7.

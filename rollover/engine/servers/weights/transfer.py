@@ -42,7 +42,7 @@ class TransferCalls:
     """Join the group; answered when all have joined."""
     begin: Call
     announce: Callable[[Bucket, bool], Call]
-    """Receive the tensors of a bucket, which is the last one where the flag says so."""
+    """Receive the tensors of a bucket, which is the last one if the flag says so."""
     finish: Call
     cancel: Call | None = None
     """End a session that has failed."""
@@ -142,7 +142,7 @@ async def send_weights(
 
 
 async def _opened(open_sender: OpenSender, plan: GroupPlan) -> Sender:
-    """Open the sender; one that comes too late, when it is no longer waited for, is closed again."""
+    """Open the sender; a sender that comes too late, when it is no longer waited for, is closed again."""
     opening = in_thread(lambda: open_sender(plan))
     try:
         return await asyncio.shield(asyncio.wrap_future(opening))

@@ -124,7 +124,7 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
     opened = await open_engine(config_of(kind), setup)
     engine = opened.engine
     try:
-        publisher = Publisher([opened.weights], folders=WeightFolders(root / kind, like=folder))
+        publisher = Publisher(opened.weights, folders=WeightFolders(root / kind, like=folder))
         version = 0
         for number in range(rounds + 1):  # the first is not counted
             own = adapters(base, rank, seed=number)
@@ -136,7 +136,7 @@ async def measure(kind: str, folder: Path, root: Path, *, rank: int, rounds: int
                 began_s = time.perf_counter()
                 staged = await publisher.stage(source)
                 staged_s = time.perf_counter()
-                await publisher.publish_to_all(staged)
+                await publisher.publish(staged)
                 loaded_s = time.perf_counter()
                 decode_s, logprobs = await decode(engine, version)
                 row: dict[str, Any] = {

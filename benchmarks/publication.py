@@ -161,11 +161,11 @@ async def real_server(folder: Path, alone: LocalTrainer, log: Path, rounds: int)
             places = ThisMachine(log.parent)
             pool = await open_sglang(config, folder, run="benchmark", places=places, clock=SystemClock())
             folders = WeightFolders(log.parent / "weights", like=folder)
-            publisher = Publisher([pool], folders=folders, timeout_s=LIMIT_S)
+            publisher = Publisher(pool, folders=folders, timeout_s=LIMIT_S)
             try:
                 start_s = time.perf_counter()
                 source: Any = alone.weights_to_send() if publisher.sends else alone.weight_source()
-                await publisher.publish_to_all(await publisher.stage(source))
+                await publisher.publish(await publisher.stage(source))
                 found.setdefault(f"SGLang, {transfer} {form}", []).append(time.perf_counter() - start_s)
             finally:
                 await pool.close()

@@ -195,7 +195,7 @@ def _weight_sync(
     engine, timeout_s = parts.engine, config.engine.publication_timeout_s
     return WeightSync(
         trainer=parts.trainer,
-        publisher=Publisher([engine.weights], folders=engine.folders, timeout_s=timeout_s),
+        publisher=Publisher(engine.weights, folders=engine.folders, timeout_s=timeout_s),
         trust=Trust(
             config,
             engine,

@@ -78,12 +78,12 @@ class WeightSync:
         async def load() -> None:
             nonlocal failed
             load_began_s = time.perf_counter()
-            await self.publisher.publish_to_all(weights)
+            await self.publisher.publish(weights)
             self.measured("weights/load_s", time.perf_counter() - load_began_s)
             is_first = not self.trust.has_checked
             failed = await self.trust.check(version)
             if is_first and self.reloads_after_check:
-                await self.publisher.publish_to_all(weights)
+                await self.publisher.publish(weights)
 
         await self.driver.update_weights(version, load)
         for name in failed:  # it may have continued sampling during the load, before the check

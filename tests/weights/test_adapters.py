@@ -136,7 +136,7 @@ class _NeedsFolder:
 
 def test_targets_that_need_a_folder_get_one_of_adapters_alone(folder: Path, tmp_path: Path) -> None:
     """Of three versions the two newest stay."""
-    publisher = Publisher([_NeedsFolder()], folders=WeightFolders(tmp_path, like=folder))  # type: ignore[list-item]
+    publisher = Publisher(_NeedsFolder(), folders=WeightFolders(tmp_path, like=folder))  # type: ignore[list-item]
     for version in (1, 2, 3):
         staged = asyncio.run(publisher.stage(AdapterSource(version, adapters(seed=version))))
         assert staged.folder == tmp_path / f"v{version}"

@@ -106,7 +106,7 @@ class HostedRollouts:
             observer=observer,
         )
         self._engine = self._opened.engine
-        self._publisher = Publisher([self._opened.weights], folders=self._opened.folders, timeout_s=timeout_s)
+        self._publisher = Publisher(self._opened.weights, folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(
             self.feed, run, knows_rewards=False, overlaps_training=config.rollout.strategy.overlaps_training
@@ -186,7 +186,7 @@ class HostedRollouts:
             source = MemoryWeights(version, tensors, folder=self._opened.folders.write(version, tensors))
 
         async def load() -> None:
-            await self._publisher.publish_to_all(source)
+            await self._publisher.publish(source)
             if self._opened.trust is not None:
                 await self._opened.trust.check_logprobs(strict=True)
             elif not self._has_checked:

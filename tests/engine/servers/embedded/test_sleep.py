@@ -31,7 +31,7 @@ def test_it_sleeps_wakes_with_the_next_weights_and_samples_the_same(folder: Path
             await engine.sleep()
             assert (await engine._dialect.weights.label()) == f"rollover:{RUN}:0:asleep"
             call = asyncio.create_task(collect(engine, request("b", seed=5)))
-            await Publisher([engine]).publish_to_all(FolderWeights(1, folder))
+            await Publisher(engine).publish(FolderWeights(1, folder))
             async with asyncio.timeout(DEADLINE_S):
                 chunks = await call
             assert tokens(chunks) == before and {chunk.policy_version for chunk in chunks} == {1}

@@ -56,10 +56,10 @@ class Sent:
         self._meetings, self._num_before = meetings, len(meetings.all)
 
     async def publish(self, source: OwnWeights) -> None:
-        publisher = Publisher([self.pool])
+        publisher = Publisher(self.pool)
         assert publisher.sends
         assert await publisher.stage(source) is source
-        await publisher.publish_to_all(source)
+        await publisher.publish(source)
 
     @property
     def groups(self) -> list[list[int]]:

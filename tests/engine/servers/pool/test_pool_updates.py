@@ -44,7 +44,7 @@ def test_a_hung_member_is_taken_out_at_its_deadline(
             await asyncio.sleep(0.02)
             two.hanging_in = {call}
             started_s = now_s()
-            await Publisher([pool], timeout_s=1000.0).publish_to_all(FakeWeights(1))
+            await Publisher(pool, timeout_s=1000.0).publish(FakeWeights(1))
             assert now_s() - started_s == pytest.approx(limit_s, abs=0.1)
             assert (one.version, pool.stats().policy_version) == (1, 1)
             assert pool.capabilities.max_running == 64
@@ -65,7 +65,7 @@ def test_a_silent_member_is_found_by_its_probes_during_an_update() -> None:
         async with pool_of(one, two, control_timeout_s=75.0) as pool:
             two.hanging = True
             started_s = now_s()
-            await Publisher([pool], timeout_s=1000.0).publish_to_all(FakeWeights(1))
+            await Publisher(pool, timeout_s=1000.0).publish(FakeWeights(1))
             assert now_s() - started_s < 10.0  # two probes, 2 s apart, of 1 s each
             assert one.version == 1 and two.version == 0
 
@@ -77,7 +77,7 @@ def test_when_all_hang_in_a_load_the_run_waits_for_one_to_return() -> None:
         one, two = Flaky("one"), Flaky("two")
         async with pool_of(one, two, control_timeout_s=5.0, load_timeout_s=25.0, all_down_timeout_s=500.0) as pool:
             one.hanging_in = two.hanging_in = {"load"}
-            await Publisher([pool], timeout_s=1000.0).publish_to_all(FakeWeights(1))
+            await Publisher(pool, timeout_s=1000.0).publish(FakeWeights(1))
             call = asyncio.create_task(collect(pool, request("a")))
             await asyncio.sleep(30.0)
             assert not call.done()
@@ -93,7 +93,7 @@ def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
         async with pool_of(one, all_down_timeout_s=100.0) as pool:
             one.failing = "ill"
             await asyncio.sleep(30.0)
-            publishing = asyncio.create_task(Publisher([pool]).publish_to_all(FakeWeights(1)))
+            publishing = asyncio.create_task(Publisher(pool).publish(FakeWeights(1)))
             await asyncio.sleep(30.0)
             assert not publishing.done()
             one.failing = None
@@ -102,7 +102,7 @@ def test_a_pause_waits_for_a_member_when_all_are_out() -> None:
             one.failing = "ill"
             await asyncio.sleep(30.0)
             with pytest.raises(EngineError, match="no engine could be paused; one: one: ill"):
-                await Publisher([pool]).publish_to_all(FakeWeights(2))
+                await Publisher(pool).publish(FakeWeights(2))
 
     run(main())
 
@@ -176,7 +176,7 @@ def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
         go_on = fleet.hang_in_load(hung)
         new = model_folder(tmp_path / "v1")
         started_s = now_s()
-        await Publisher([fleet.pool], timeout_s=fleet.config.update_timeout_s).publish_to_all(FolderWeights(1, new))
+        await Publisher(fleet.pool, timeout_s=fleet.config.update_timeout_s).publish(FolderWeights(1, new))
         assert now_s() - started_s == pytest.approx(40.0, abs=1.0)
         (line,) = lines(caplog, "is taken out")
         assert line.startswith("http://s1 is taken out: http://s1 did not answer POST /") and "within 40 s" in line
@@ -199,7 +199,7 @@ def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(kind: M
         await fleet.open()
         new = model_folder(tmp_path / "v1")
         fleet.hang_in_load(fleet.servers[1])
-        publishing = asyncio.create_task(Publisher([fleet.pool]).publish_to_all(FolderWeights(1, new)))
+        publishing = asyncio.create_task(Publisher(fleet.pool).publish(FolderWeights(1, new)))
         await asyncio.sleep(5.0)
         assert [server.paused for server in fleet.servers] == [True, True]
         started_s = now_s()

@@ -70,7 +70,7 @@ def colocated(kind: ModuleType, server: Any, folder: Path, **changes: Any) -> Se
 
 
 async def publish(engine: Any, source: FolderWeights) -> None:
-    await Publisher([engine], timeout_s=10_000.0).publish_to_all(source)
+    await Publisher(engine, timeout_s=10_000.0).publish(source)
 
 
 @KINDS
@@ -337,7 +337,7 @@ def test_nobody_comes_back_while_the_trainer_has_the_memory() -> None:
             await asyncio.sleep(1000.0)
             assert two.num_revivals == before
             assert [event for event, _ in one.events] == [event for event, _ in two.events][-1:] == ["sleep"]
-            await Publisher([pool]).publish_to_all(FakeWeights(1))
+            await Publisher(pool).publish(FakeWeights(1))
             assert one.version == 1
             await asyncio.sleep(60.0)
             assert two.version == 1 and two.num_revivals == before + 1

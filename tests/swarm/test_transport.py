@@ -336,7 +336,7 @@ class TestTransport:
             ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
             members, counters = engine.coordinator.members, engine.coordinator.counters
             tokens = [self.token(name) for name in ("victim", "liar")]
-            async with asyncio.timeout(DEADLINE_S), self.place(engine, self.credentials) as place:
+            async with asyncio.timeout(DEADLINE_S), self.place(engine.shell, self.credentials) as place:
                 async with place.dial(tokens[0]) as victim, place.dial(tokens[1]) as liar:
                     leases = [(await greeted(connection)).lease for connection in (victim, liar)]
                     for lie in (structs.replace(ready, max_running=0), Leaving(reason="gone"), NEWS, HELLO):
@@ -355,7 +355,7 @@ class TestTransport:
     def test_a_second_connection_of_a_name_ends_the_first(self) -> None:
         async def main() -> None:
             engine, token = swarm_engine(), self.token()
-            async with asyncio.timeout(DEADLINE_S), self.place(engine, self.credentials) as place:
+            async with asyncio.timeout(DEADLINE_S), self.place(engine.shell, self.credentials) as place:
                 async with place.dial(token) as first, place.dial(token) as second:
                     assert (await greeted(first)).lease == 1
                     assert (await greeted(second)).lease == 2

@@ -115,8 +115,7 @@ class BySpeed:
         self._crowd.put(machine.name, facts if machine.is_up else None)
 
     def choose(self, work: CallFacts, now_s: float) -> int | None:
-        news = placing.News(version=self._head, age_s=now_s - self._published_s)
-        name = placing.choose(self._crowd, work, news)
+        name = placing.choose(self._crowd, work, newest=self._head, age_s=now_s - self._published_s)
         return None if name is None else self._places[name]
 
     def published(self, version: int, now_s: float) -> None:

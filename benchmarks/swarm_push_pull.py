@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample
 from rollover.rollout.config import Limits
@@ -479,10 +477,10 @@ def _evenly(crowd: Crowd) -> Callable[[CallFacts], str | None]:
     """Choose the member with the least calls for its room."""
 
     def choose(call: CallFacts) -> str | None:
-        versions, running, places, _, _ = crowd.columns()
-        free = (versions >= call.least_version) & (running < places)
-        return (
-            crowd.names[int(np.where(free, running / np.maximum(places, 1), np.inf).argmin())] if free.any() else None
-        )
+        named = ((name, crowd.facts[name]) for keys in crowd.free for _, name in keys)
+        free = [
+            (facts.num_running / facts.places, name) for name, facts in named if facts.version >= call.least_version
+        ]
+        return min(free)[1] if free else None
 
     return choose

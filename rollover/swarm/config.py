@@ -62,10 +62,12 @@ class SwarmConfig(EngineConfig):
     are in float32, and 0.1 if either is in half precision."""
 
     def __post_init__(self) -> None:
-        match = _ADDRESS.fullmatch(self.listen)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"listen must look like '0.0.0.0:8790', got {self.listen!r}")
-        if self.admin is not None and not is_loopback(self._host_of_admin()):
+        for key, example in (("listen", "0.0.0.0:8790"), ("admin", "127.0.0.1:8791")):
+            address = getattr(self, key)
+            match = None if address is None else _ADDRESS.fullmatch(address)
+            if address is not None and (match is None or int(match["port"]) > 65535):
+                raise ValueError(f"{key} must look like {example!r}, got {address!r}")
+        if self.admin_address is not None and not is_loopback(self.admin_address[0]):
             raise ValueError(
                 f"admin = {self.admin!r} can be reached from other machines, and opening the page needs no token: use"
                 " '127.0.0.1:8791'; to view it from elsewhere, use a tunnel (ssh -L 8791:127.0.0.1:8791)"
@@ -118,12 +120,6 @@ class SwarmConfig(EngineConfig):
     def admin_address(self) -> tuple[str, int] | None:
         """Return host and port of ``admin``."""
         return None if self.admin is None else _split(self.admin)
-
-    def _host_of_admin(self) -> str:
-        match = _ADDRESS.fullmatch(self.admin or "")
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"admin must look like '127.0.0.1:8791', got {self.admin!r}")
-        return match["host"].strip("[]")
 
     @property
     def declared(self) -> DeclaredCapabilities:

@@ -14,7 +14,7 @@ from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.placing.rule import Crowd, MemberFacts
+from rollover.swarm.coordinator.machine.placing.rule import Crowd
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -97,12 +97,11 @@ def assert_crowd_is_current(hub: Coordinator) -> None:
     assignments = hub._assignments
     able = [m for m in hub.members.values() if m.serves(checked=hub.checks) is not None]
     assert assignments.max_running == sum(m.ready.max_running for m in able if m.ready is not None)
-    fresh = Crowd()
-    for name in assignments._crowd.names:
-        fresh.put(name, MemberFacts(version=0, num_running=0, max_running=1))
-        fresh.put(name, hub.members[name].facts(checked=hub.checks))
-    assert {m.name for m in able} <= {*fresh.names}
-    assert assignments._crowd._table.tolist() == fresh._table.tolist()
+    fresh, crowd = Crowd(), assignments._crowd
+    for member in able:
+        fresh.put(member.name, member.facts(checked=hub.checks))
+    assert (crowd.facts, crowd.free, crowd.by_speed) == (fresh.facts, fresh.free, fresh.by_speed)
+    assert crowd.drain_s(1.0) == fresh.drain_s(1.0)
 
 
 class DrivenSwarm(RuleBasedStateMachine):

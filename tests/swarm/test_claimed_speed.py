@@ -10,7 +10,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Send
 from rollover.swarm.wire.messages import Assign, Serving
 from tests.swarm.kit import LENGTH, ModelWorker, assert_crowd_is_current, head, request
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
+from tests.swarm.test_coordinator import beat, decoded, join, sent, with_a_call, with_a_member
 
 BEAT_S = 5.0
 
@@ -26,13 +26,6 @@ def says(hub: Coordinator, worker: ModelWorker, number: int, claimed: float, *, 
 def decodes(hub: Coordinator, worker: ModelWorker, call_id: str, num_tokens: int, now_s: float) -> None:
     for piece in decoded(worker, call_id, num_tokens):
         hub.received(worker.lease, piece, now_s)
-
-
-def with_a_call(room: int = 4) -> tuple[Coordinator, ModelWorker]:
-    hub, worker = coordinator(), ModelWorker("a", room=room)
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
-    return hub, worker
 
 
 @pytest.mark.parametrize("mean_running", [1.0, 1e-9, 4.0])
@@ -99,8 +92,7 @@ def test_an_outage_says_nothing_of_the_speed() -> None:
     ids=str,
 )
 def test_times_that_cannot_be_end_the_membership(figures: dict[str, float]) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.published(head(1), 0.0)
     hub.received(worker.lease, Serving(version=1, manifest=head(1).manifest, **figures), 1.0)  # type: ignore[arg-type]
     member = hub.members["a"]
@@ -109,7 +101,6 @@ def test_times_that_cannot_be_end_the_membership(figures: dict[str, float]) -> N
 
 @pytest.mark.parametrize("figures", [{"tokens_per_s": 1e300}, {"mean_running": 1e300}, {"tokens_per_s": math.nan}])
 def test_speeds_that_cannot_be_end_the_membership(figures: dict[str, float]) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.received(worker.lease, beat(1, **{"mean_running": 1.0, **figures}), 1.0)
     assert "which is impossible" in hub.members["a"].distrust

@@ -12,6 +12,7 @@ from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no address": ({"listen": ""}, "listen must look like"),
     "no port": ({"listen": "127.0.0.1"}, "listen must look like"),
     "port beyond": ({"listen": "127.0.0.1:70000"}, "listen must look like"),
     "open without TLS": ({"listen": "0.0.0.0:8790"}, "give tls_certificate and tls_key, or set insecure = true"),

@@ -74,6 +74,20 @@ def join(hub: Coordinator, worker: ModelWorker, now_s: float = 0.0) -> list[Effe
     return rest
 
 
+def with_a_member(room: int = 4) -> tuple[Coordinator, ModelWorker]:
+    """Return a coordinator and its only member, which is ready."""
+    hub, worker = coordinator(), ModelWorker("a", room=room)
+    join(hub, worker)
+    return hub, worker
+
+
+def with_a_call(room: int = 4) -> tuple[Coordinator, ModelWorker]:
+    """Return a coordinator whose only member has the call ``g0.0#0.``."""
+    hub, worker = with_a_member(room)
+    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    return hub, worker
+
+
 def sent(effects: list[Effect], kind: type) -> list[Any]:
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
@@ -83,14 +97,18 @@ def beat(number: int = 1, **fields: Any) -> Heartbeat:
     return Heartbeat(number=number, **idle | fields)
 
 
+def tokens(effects: list[Effect]) -> tuple[int, ...]:
+    """Return the tokens that are delivered."""
+    return tuple(token for e in effects if isinstance(e, Deliver) for token in e.piece.token_ids)
+
+
 def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]:
     worker.decode(call_id, num_tokens)
     return worker.send(call_id)
 
 
 def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     (assign,) = sent(hub.opened(request("g0.0")), Assign)
     worker.got(assign)
     (piece,) = decoded(worker, "g0.0#0.", LENGTH)
@@ -101,8 +119,7 @@ def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
 
 
 def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.published(head(1), 0.0)
     assert hub.opened(request("g0.0", least_version=1)) == []
     (assign,) = sent(hub.received(worker.lease, worker.change(head(1)), 1.0), Assign)
@@ -153,9 +170,7 @@ def test_a_promise_that_nobody_takes_up_lapses() -> None:
 
 
 def test_silence_beyond_the_lease_fails_calls_and_fences_messages() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    hub, worker = with_a_call()
     assert hub.expire(TTL_S) == []
     effects = hub.expire(TTL_S + 0.1)
     assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
@@ -165,16 +180,14 @@ def test_silence_beyond_the_lease_fails_calls_and_fences_messages() -> None:
 
 
 def test_a_heartbeat_keeps_the_lease_and_measures_speed() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.received(worker.lease, beat(mean_running=4.0, tokens_per_s=100.0, num_held=7), 10.0)
-    assert hub.expire(20.0) == [] and hub.next_expiry_s == 10.0 + TTL_S
+    assert hub.expire(10.0 + TTL_S) == [] and hub.members["a"].lease
     assert hub.members["a"].call_tokens_per_s == 25.0 and hub.members["a"].num_held == 7
 
 
 def test_speed_is_measured_per_call_over_the_time_with_calls() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     # 20 tokens per second and call: eight calls for a quarter of the time, of which one is left; then nothing; then two
     # that have just begun, with next to nothing decoded.
     for number, (running, mean, speed) in enumerate([(1, 2.0, 40.0), (0, 0.0, 0.0), (2, 0.02, 0.0)], start=1):
@@ -187,9 +200,7 @@ def test_speed_is_measured_per_call_over_the_time_with_calls() -> None:
 
 
 def test_a_cut_connection_resumes_where_it_was() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    hub, worker = with_a_call()
     out = [e for m in decoded(worker, "g0.0#0.", 10) for e in hub.received(worker.lease, m, 1.0)]
     hub.disconnected(worker.lease, 2.0)
     worker.decode("g0.0#0.", 20)
@@ -200,8 +211,7 @@ def test_a_cut_connection_resumes_where_it_was() -> None:
             worker.got(effect.message)
     assert worker.lease != old
     out += [e for m in decoded(worker, "g0.0#0.", LENGTH) for e in hub.received(worker.lease, m, 4.0)]
-    tokens = [t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids]
-    assert tuple(tokens) == response("g0.0.")
+    assert tokens(out) == response("g0.0.")
 
 
 def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
@@ -217,15 +227,13 @@ def test_a_coordinator_that_was_killed_asks_for_the_rest() -> None:
         assert isinstance(effect, Send)
         worker.got(effect.message)
     out = [e for m in decoded(worker, "g0.0#1.", LENGTH) for e in second.received(worker.lease, m, 4.0)]
-    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.", 12)
+    assert tokens(out) == response("g0.0.", 12)
     assert second.counters.adopted_calls == 1
 
 
 @pytest.mark.parametrize("lapses", [True, False])
 def test_offers_after_a_lost_lease_are_accepted_and_counted_as_late(lapses: bool) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    hub, worker = with_a_call()
     decoded(worker, "g0.0#0.", LENGTH)  # which is lost on the way
     if lapses:
         (failed,) = [e for e in hub.expire(TTL_S + 1) if isinstance(e, Fail)]
@@ -238,7 +246,7 @@ def test_offers_after_a_lost_lease_are_accepted_and_counted_as_late(lapses: bool
     for effect in adopt:
         worker.got(effect.message)
     out = [e for m in worker.send("g0.0#1.") for e in hub.received(worker.lease, m, TTL_S + 3)]
-    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.")
+    assert tokens(out) == response("g0.0.")
     assert (hub.counters.adopted_calls, hub.counters.late_accepted) == (1, int(lapses))
 
 
@@ -279,7 +287,7 @@ def test_of_several_calls_of_a_sample_the_furthest_is_resumed(
             worker.got(effect.message)
     assert worker.calls.keys() == {"g0.0#9."} and hub.members["a"].held == {}
     out = [e for m in decoded(worker, "g0.0#9.", LENGTH) for e in hub.received(worker.lease, m, 1.0)]
-    assert tuple(t for e in out if isinstance(e, Deliver) for t in e.piece.token_ids) == response("g0.0.", num_done)
+    assert tokens(out) == response("g0.0.", num_done)
     assert hub.num_running == 0
 
 
@@ -422,9 +430,7 @@ def test_a_version_number_reached_again_confirms_no_earlier_version(is_confirmed
 
 @pytest.mark.parametrize("offset", [0, 5, 11], ids=["repeated", "overlapping", "after a gap"])
 def test_tokens_that_are_not_the_next_ones_end_the_connection(offset: int) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+    hub, worker = with_a_call()
     (first,) = decoded(worker, "g0.0#0.", 10)
     hub.received(worker.lease, first, 1.0)
     (goodbye, close, failed, *_) = hub.received(worker.lease, structs.replace(first, offset=offset), 1.0)
@@ -438,8 +444,7 @@ def test_tokens_that_are_not_the_next_ones_end_the_connection(offset: int) -> No
 
 def test_what_was_lost_with_a_connection_is_told_after_the_next_greeting() -> None:
     """Lost were the acknowledgement of one call, and the abort and the end of another."""
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     for sample in ("g0.0", "g1.0"):
         worker.got(sent(hub.opened(request(sample)), Assign)[0])
         hub.received(worker.lease, *decoded(worker, f"{sample}#0.", 10), 1.0)
@@ -456,39 +461,24 @@ def test_what_was_lost_with_a_connection_is_told_after_the_next_greeting() -> No
     assert over == Ack(call_id="g1.0#0.", offset=10, is_over=True)
 
 
-def test_a_worker_that_was_started_again_has_served_nothing() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    hub.connected("a", ModelWorker("a").hello(), 1.0)
-    assert hub.members["a"].served == {}
-
-
-def test_the_last_tokens_of_a_call_are_acknowledged_once() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
+def test_journaled_tokens_are_acknowledged_and_the_last_ones_once() -> None:
+    hub, worker = with_a_call()
     (piece,) = decoded(worker, "g0.0#0.", LENGTH)
-    hub.received(worker.lease, piece, 1.0)
+    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == []
     assert sent(hub.journaled("g0.0.", 10), Ack) == [Ack(call_id="g0.0#0.", offset=10)]
     assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH, is_over=True)]
     assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [], "there is nothing left to acknowledge"
 
 
-def test_a_worker_that_was_started_anew_has_lost_its_calls() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    hub.opened(request("g0.0"))
-    effects = join(hub, ModelWorker("a"), 1.0)
+def test_a_worker_that_was_started_again_has_lost_its_calls_and_versions() -> None:
+    hub, _ = with_a_call()
+    effects = hub.connected("a", ModelWorker("a").hello(), 1.0)
     assert [e.call_id for e in effects if isinstance(e, Fail)] == ["g0.0#0."]
+    assert hub.members["a"].served == {}
 
 
-def test_tokens_are_acknowledged_when_they_are_journaled() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
-    worker.got(sent(hub.opened(request("g0.0")), Assign)[0])
-    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
-    assert sent(hub.received(worker.lease, piece, 1.0), Ack) == []
-    assert sent(hub.journaled("g0.0.", LENGTH), Ack) == [Ack(call_id="g0.0#0.", offset=LENGTH, is_over=True)]
+def test_tokens_that_are_not_journaled_are_acknowledged_at_once() -> None:
+    hub, worker = with_a_member()
     worker.got(sent(hub.opened(request("e0", journaled=False)), Assign)[0])
     (piece,) = decoded(worker, "e0#0.", LENGTH)
     assert sent(hub.received(worker.lease, piece, 1.0), Ack) == [Ack(call_id="e0#0.", offset=LENGTH, is_over=True)]
@@ -529,8 +519,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_cannot_be_true_ends_the_membership(lie: str) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.published(head(1), 0.0)
     hub.received(worker.lease, worker.change(head(1)), 0.0)
     worker.got(sent(hub.opened(request("g0.0", least_version=1)), Assign)[0])
@@ -559,8 +548,7 @@ def test_a_version_that_was_never_published_is_refused() -> None:
 
 
 def test_late_news_of_an_older_version_means_nothing() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.published(head(1), 0.0)
     old = worker.serving()
     hub.received(worker.lease, worker.change(head(1)), 1.0)
@@ -595,8 +583,7 @@ ENDLESS = "x" * 2**20
     ids=lambda said: type(said).__name__,
 )
 def test_what_a_worker_says_at_length_is_cut(said: FromWorker) -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     join(hub, ModelWorker("b"))  # the reason of a failed call is kept where another member does better
     hub.opened(request("g0.0"))
     effects = hub.connected("a", said, 1.0) if isinstance(said, Hello) else hub.received(worker.lease, said, 1.0)
@@ -607,8 +594,7 @@ def test_what_a_worker_says_at_length_is_cut(said: FromWorker) -> None:
 
 
 def test_one_connection_for_each_name() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     first = worker.lease
     effects = hub.connected("a", worker.hello(), 1.0)
     assert [

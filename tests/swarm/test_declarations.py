@@ -9,7 +9,7 @@ from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Send, Se
 from rollover.swarm.wire.messages import Adopt, Assign, Goodbye, Welcome
 from tests.swarm import liars
 from tests.swarm.kit import ModelWorker, coordinator, head, request
-from tests.swarm.test_coordinator import decoded, join, sent
+from tests.swarm.test_coordinator import decoded, join, sent, with_a_member
 
 UP_TO_DATE = [
     (liars.OldCache, "version 1 with a cache of version 0, but says that its engine keeps no caches of older weights"),
@@ -63,8 +63,7 @@ def test_labels_that_go_back_within_a_response_are_found() -> None:
 
 
 def test_an_honest_worker_may_change_weights_within_a_response_and_keep_what_it_has_sampled() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     call_id = given(hub, worker)
     worker.decode(call_id, 4)
     change(hub, worker, 1)

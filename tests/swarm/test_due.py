@@ -55,6 +55,8 @@ def test_a_phone_gets_only_calls_that_it_can_finish_in_time() -> None:
     (piece,) = decoded(swarm.server, "b0.0#0.", LENGTH)
     assert swarm.got(swarm.hub.received(swarm.server.lease, piece, NOW_S)) == ["server"]
     assert swarm.hub.num_waiting == 1 and "g0.0#0." in swarm.server.calls
+    swarm.hub.received(swarm.phone.lease, beat(2), NOW_S + 1.0)
+    assert swarm.opened("g5.0", due=4) == [], "19 s are left"
     assert_crowd_is_current(swarm.hub)
 
 
@@ -75,13 +77,6 @@ def test_under_older_weights_a_step_less_is_left() -> None:
     swarm.hub.published(head(3), 3 * STEP_S)
     ask = [swarm.hub.reserve(f"g{s}.0.", 0, LENGTH, max_staleness=s, until_s=60.0) for s in (2, 3)]
     assert ask == [None, 2], "version 4 comes in 10 s, version 5 in 20 s"
-
-
-def test_the_time_that_has_passed_since_the_last_step_counts() -> None:
-    swarm = Swarm()
-    swarm.fill_the_server()
-    swarm.hub.received(swarm.phone.lease, beat(2), NOW_S + 1.0)
-    assert swarm.opened("g0.0", due=4) == [], "19 s are left"
 
 
 def test_what_is_due_does_not_wait_for_a_member_that_is_gone() -> None:

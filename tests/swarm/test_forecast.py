@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from rollover.swarm.coordinator.machine.placing.forecast import (
 
 
 def left(deadline: Deadline, *versions: int) -> list[float]:
-    return [float(left_s) for left_s in deadline.under(np.array(versions, dtype=np.float64))]
+    return [deadline.under(version) for version in versions]
 
 
 def pace(*published: tuple[int, float]) -> Pace:

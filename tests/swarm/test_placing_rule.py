@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from rollover.swarm.coordinator.machine.placing.rule import (
     CallFacts,
     Crowd,
     MemberFacts,
-    News,
     choose,
     counts_as_attempt,
     pause_s,
@@ -44,8 +42,9 @@ def crowd_of(members: Members) -> Crowd:
     return crowd
 
 
-def chosen(members: Members, asked: CallFacts, news: News | None = None) -> str | None:
-    return choose(crowd_of(members), asked, news or News(version=0, age_s=0.0))
+def chosen(members: Members, asked: CallFacts, *, age_s: float = 0.0) -> str | None:
+    newest = max((m.version for m in members.values()), default=0)
+    return choose(crowd_of(members), asked, newest=newest, age_s=age_s)
 
 
 def due(left_s: float, *, start: int = 0, per_version_s: float = 0.0) -> Deadline:
@@ -118,7 +117,7 @@ def test_members_with_older_weights_than_a_call_accepts_get_nothing() -> None:
 def test_a_fast_member_that_fetches_weights_is_waited_for(age_s: float, tokens: float, expected: str | None) -> None:
     """It took 40 s to fetch the last ones, so it needs another 30 s, and is not waited for beyond 81 s."""
     members = {"phone": member(1.0, version=4), "server": member(50.0, version=3, prepare_s=40.0)}
-    assert chosen(members, call(tokens, least_version=4), News(version=4, age_s=age_s)) == expected
+    assert chosen(members, call(tokens, least_version=4), age_s=age_s) == expected
 
 
 def test_a_member_of_unknown_speed_is_tried_with_a_few_calls() -> None:
@@ -153,12 +152,8 @@ CALLS = st.builds(
 )
 
 
-def places(m: MemberFacts) -> int:
-    return m.max_running if m.tokens_per_s else min(m.max_running, NUM_PROBES)
-
-
 def has_room(m: MemberFacts, asked: CallFacts) -> bool:
-    return m.version >= asked.least_version and m.num_running < places(m)
+    return m.version >= asked.least_version and m.num_running < m.places
 
 
 def plainly(members: Members, asked: CallFacts, age_s: float) -> set[str | None]:
@@ -174,14 +169,11 @@ def plainly(members: Members, asked: CallFacts, age_s: float) -> set[str | None]
         return m.tokens_per_s or typical
 
     def ends_s(m: MemberFacts) -> float:
-        turn_s = 0.0 if m.num_running < places(m) else asked.mean_tokens_left / (max(1, m.num_running) * speed(m))
+        turn_s = 0.0 if m.num_running < m.places else asked.mean_tokens_left / (max(1, m.num_running) * speed(m))
         return max(ready_s(m), turn_s) + asked.tokens_left / speed(m)
 
-    def limit_s(m: MemberFacts) -> float:
-        return float(np.max(asked.limit_s(np.array([float(m.version)]))))
-
     def firsts(names: Iterable[str]) -> set[str | None]:
-        ranked = {n: (ends_s(members[n]), members[n].num_running / places(members[n])) for n in names}
+        ranked = {n: (ends_s(members[n]), members[n].num_running / members[n].places) for n in names}
         return {n for n, key in ranked.items() if key == min(ranked.values())}
 
     known = sorted(m.tokens_per_s for m in members.values() if m.tokens_per_s)
@@ -189,7 +181,7 @@ def plainly(members: Members, asked: CallFacts, age_s: float) -> set[str | None]
     free = {n: m for n, m in members.items() if has_room(m, asked)}
     if not free:
         return {None}
-    if in_time := [n for n, m in free.items() if ends_s(m) <= limit_s(m)]:
+    if in_time := [n for n, m in free.items() if ends_s(m) <= asked.limit_s(m.version)]:
         return firsts(in_time)
     best_s = min(map(ends_s, free.values()))
     is_sooner = any(ends_s(m) < best_s for m in members.values() if m.max_running > 0)
@@ -209,10 +201,10 @@ def test_of_any_crowd_the_rule_chooses_as_by_looking_at_each_member(
     crowd, facts = Crowd(), dict[str, MemberFacts | None]()
     for name, each in [*before.items(), *changes]:
         crowd.put(name, each)
-        crowd.has_room(0), crowd.columns(), crowd.drain_s(1.0)
+        crowd.typical(), crowd.drain_s(1.0)
         facts[name] = each
     members = {name: each for name, each in facts.items() if each is not None}
-    assert choose(crowd, asked, News(version=NEWEST, age_s=age_s)) in plainly(members, asked, age_s)
+    assert choose(crowd, asked, newest=NEWEST, age_s=age_s) in plainly(members, asked, age_s)
     assert crowd.has_room(asked.least_version) == any(has_room(m, asked) for m in members.values())
     speed = sum(m.max_running * m.tokens_per_s for m in members.values() if m.tokens_per_s)
     assert crowd.drain_s(100.0) == pytest.approx(100.0 / speed if speed else math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollover.swarm.coordinator.status.pages.prometheus import exposition
 from rollover.swarm.coordinator.status.snapshot import swarm_status
 from tests.swarm.kit import LENGTH, ModelWorker, head, request
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join
+from tests.swarm.test_coordinator import beat, coordinator, decoded, join, with_a_member
 
 
 def test_a_workers_longest_calls_are_its_assignments() -> None:
@@ -37,8 +37,7 @@ def test_of_a_large_swarm_few_assignments_are_shown() -> None:
 
 
 def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.received(worker.lease, beat(number=1, num_held=90, is_full=True), 1.0)
     (seen,) = swarm_status(hub, "ws://x").workers
     assert (seen.state, seen.num_held) == ("full", 90) and "pauses until they are journaled" in seen.note
@@ -48,8 +47,7 @@ def test_a_worker_that_is_full_says_what_it_waits_for() -> None:
 
 
 def test_what_new_weights_took_is_told_by_worker() -> None:
-    hub, worker = coordinator(), ModelWorker("a")
-    join(hub, worker)
+    hub, worker = with_a_member()
     hub.published(head(1), 0.0)
     serving = worker.change(head(1))
     took = type(serving)(version=1, manifest=serving.manifest, prepare_s=4.1, pause_s=0.3, wire_bytes=81_264)

@@ -286,7 +286,7 @@ class Assignments:
         return self._choose(replace(facts, waited_s=self.now_s - call.waits_since_s))
 
     def _choose(self, call: rule.CallFacts) -> str | None:
-        return rule.choose(self._crowd, call, rule.News(version=self.newest, age_s=self._pace.since_s(self.now_s)))
+        return rule.choose(self._crowd, call, newest=self.newest, age_s=self._pace.since_s(self.now_s))
 
     def _facts(self, least_version: int, num_decoded: int, limit: int, deadline: Deadline | None) -> rule.CallFacts:
         typical = self.remaining.expected(0, limit)

@@ -210,11 +210,6 @@ class Coordinator:
         self._assignments.now_s = now_s
         return self._assignments.move()
 
-    @property
-    def next_expiry_s(self) -> float | None:
-        """Return the time at which ``expire`` should be called next; ``None`` while there is no lease."""
-        return min((m.heard_s + self._ttl_s for m in self._leases.values()), default=None)
-
     def _ended(self, member: SwarmMember, reason: str) -> list[Effect]:
         """Take the lease of a member away."""
         self._leases.pop(member.lease, None)

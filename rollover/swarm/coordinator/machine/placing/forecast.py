@@ -14,11 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median_low
 
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-
 WINDOW = 2000
 """Lengths that are remembered: the policy changes, and so do they."""
 NUM_INTERVALS = 8
@@ -75,9 +70,9 @@ class Deadline:
     per_version_s: float = 0.0
     """Seconds that each older version takes off; 0 for a group that has started, since its version is fixed."""
 
-    def under(self, versions: Floats) -> Floats:
-        """Return the seconds left to members that serve ``versions``."""
-        return np.maximum(0.0, self.left_s - (self.start_version - versions) * self.per_version_s)
+    def under(self, version: int) -> float:
+        """Return the seconds left to a member that serves ``version``."""
+        return max(0.0, self.left_s - (self.start_version - version) * self.per_version_s)
 
 
 class Pace:

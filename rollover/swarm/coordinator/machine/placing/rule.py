@@ -19,30 +19,26 @@ the call has shown: one token over the time without any.
 *Setting aside.* A member at which a call fails gets none for a second, then one at a time until it decodes a token;
 each further failure doubles the pause, up to a minute.
 
-Invariants: no call is refused by all members; slow members work as long as that holds up no other call; equal members
-get equally many calls; waiting at most doubles the time that a call takes; a call that is moved gains a factor of two,
-so none goes to and fro; a member that fails every call exhausts the attempts of none.
-``benchmarks/swarm_dispatch.py`` measures the gain.
+Invariants: no call is refused by all members; equal members get equally many calls; waiting at most doubles the time
+that a call takes; a call that is moved gains a factor of two, so none goes to and fro; a member that fails every call
+exhausts the attempts of none. ``benchmarks/swarm_dispatch.py`` measures the gain.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rollover.swarm.coordinator.machine.placing.forecast import Deadline, Floats
+from rollover.swarm.coordinator.machine.placing.forecast import Deadline
 
 NUM_PROBES = 4
 """Calls that a member gets before its speed is known."""
 MARGIN_S = 5.0
 """Seconds that a move must save beside the factor of two: another member has to read the response so far."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_ABSENT = (-1.0, 0.0, 0.0, 0.0, math.inf)
-"""The column of a member that may get no calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +57,11 @@ class MemberFacts:
     prepare_s: float | None = None
     """Time that it took to fetch weights, the last time."""
 
+    @property
+    def places(self) -> int:
+        """Return the number of calls that it gets at most."""
+        return self.max_running if self.tokens_per_s else min(self.max_running, NUM_PROBES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFacts:
@@ -72,33 +73,17 @@ class CallFacts:
     least_version: int
     """Members that serve an older version do not get it."""
     tokens_left: float
-    """Tokens that it is expected to decode."""
     mean_tokens_left: float
     """Tokens that a running call has left on average."""
     horizon_s: float = 0.0
-    """Time in which all members together would be done with the work that is due no later; infinite if no step waits
-    for the response."""
+    """Time in which all members would be done with the work that is due no later; infinite if no step waits for it."""
     deadline: Deadline | None = None
     """Time at which a training step waits for the response, if that is known."""
     waited_s: float = 0.0
-    """Time for which it has been kept waiting."""
 
-    def limit_s(self, versions: Floats) -> Floats | float:
-        """Return the time within which members that serve ``versions`` should finish it."""
-        if self.deadline is None:
-            return self.horizon_s
-        return np.maximum(self.horizon_s, self.deadline.under(versions))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """The newest publication of weights.
-
-    Example: ``News(version=8, age_s=2.5)``
-    """
-
-    version: int
-    age_s: float
+    def limit_s(self, version: int) -> float:
+        """Return the time within which a member that serves ``version`` should finish it."""
+        return self.horizon_s if self.deadline is None else max(self.horizon_s, self.deadline.under(version))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,101 +114,114 @@ class Move:
     call_id: str
     member: str
     tokens_per_s: float
-    """Tokens that its member decodes of it per second, at most."""
     left_s: float
 
 
-class Crowd:
-    """The facts about all members in columns, so that a call is compared with a thousand of them at once.
+_Key = tuple[float, str]
+"""Minus the speed of a member, 0 if it is not known, and its name."""
 
-    Example: ``crowd.put("laptop", facts)`` whenever one of them has changed, and ``crowd.put("laptop", None)`` if it
-    may get no more calls.
+
+class Crowd:
+    """The facts about all members, which are kept in the order of their speed: a decision looks at few of them.
+
+    Example: ``crowd.put("laptop", facts)`` whenever one of them has changed.
     """
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self._index: dict[str, int] = {}
-        self._table: Floats = np.zeros((len(_ABSENT), 0))
-        self._newest_with_room: float | None = None
+        self.facts: dict[str, MemberFacts] = {}
+        self.by_speed: tuple[list[_Key], list[_Key]] = [], []
+        self.free: tuple[list[_Key], list[_Key]] = [], []
+        """The members of known speed, the fastest first, and the others: all of them, and those with room."""
+        self._num_free: Counter[int] = Counter()
+        """Number of members with room by version."""
         self._typical: float | None = None
         self._tokens_per_s: float | None = None
 
     def put(self, name: str, facts: MemberFacts | None) -> None:
         """Record the facts about a member; ``None`` if it may get no calls."""
-        if (place := self._index.get(name)) is None:
-            if facts is None:
-                return
-            place = self._index[name] = len(self.names)
-            self.names.append(name)
-            self._table = np.column_stack([self._table, _ABSENT])
-        column = _ABSENT
+        before = self.facts.pop(name, None)
+        is_as_fast = before is not None and facts is not None and before.tokens_per_s == facts.tokens_per_s
+        for each, change, step in ((before, _remove, -1), (facts, insort, 1)):
+            if each is None:
+                continue
+            key, is_unknown = (-(each.tokens_per_s or 0.0), name), not each.tokens_per_s
+            if not is_as_fast:
+                change(self.by_speed[is_unknown], key)
+            if each.num_running < each.places:
+                change(self.free[is_unknown], key)
+                self._num_free[each.version] += step
+                if not self._num_free[each.version]:
+                    del self._num_free[each.version]
         if facts is not None:
-            speed = facts.tokens_per_s or 0.0
-            places = facts.max_running if speed else min(facts.max_running, NUM_PROBES)
-            prepare_s = math.inf if facts.prepare_s is None else facts.prepare_s
-            column = float(facts.version), float(facts.num_running), float(places), speed, prepare_s
-        _, _, places_before, speed_before, _ = self._table[:, place].tolist()
-        self._table[:, place] = column
-        self._newest_with_room = None
-        if (column[2], column[3]) != (places_before, speed_before):
+            self.facts[name] = facts
+        if not is_as_fast or before is None or facts is None or before.places != facts.places:
             self._typical = self._tokens_per_s = None
 
     def has_room(self, least_version: int) -> bool:
         """Return whether a member that serves ``least_version`` or newer has room for a call."""
-        if self._newest_with_room is None:
-            versions, running, places, _, _ = self._table
-            self._newest_with_room = float(np.max(versions[running < places], initial=-1.0))
-        return self._newest_with_room >= least_version
+        return any(version >= least_version for version in self._num_free)
 
     def drain_s(self, num_tokens: float) -> float:
-        """Return the time in which all members together would decode ``num_tokens``; infinite while no speed is
-        known."""
+        """Return the time in which all members would decode ``num_tokens``; infinite while no speed is known."""
         if self._tokens_per_s is None:
-            _, _, places, speeds, _ = self._table
-            self._tokens_per_s = float(places @ speeds)
+            self._tokens_per_s = math.fsum((f.tokens_per_s or 0.0) * f.places for f in self.facts.values())
         return num_tokens / self._tokens_per_s if self._tokens_per_s else math.inf
 
-    def columns(self) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Return versions, numbers of calls, places, speeds, and times to fetch weights. A speed that is not known is
-        taken to be the median of the others."""
-        versions, running, places, speeds, prepare_s = self._table
+    def typical(self) -> float:
+        """Return the speed that is assumed where it is not known: the median of the others."""
         if self._typical is None:
-            known = np.sort(speeds[speeds > 0])
-            self._typical = float(known[len(known) // 2]) if len(known) else 1.0
-        return versions, running, places, np.where(speeds > 0, speeds, self._typical), prepare_s
-
-    def with_room(self) -> list[tuple[float, int, str, int]]:
-        """Return speed, version, name and room of the members that have room and a known speed, the fastest first."""
-        versions, running, places, speeds, _ = self._table
-        (found,) = np.nonzero((running < places) & (speeds > 0))
-        rows = [(float(speeds[i]), int(versions[i]), self.names[i], int(places[i] - running[i])) for i in found]
-        return sorted(rows, key=lambda row: (-row[0], row[2]))
+            known = self.by_speed[0]
+            self._typical = -known[(len(known) - 1) // 2][0] if known else 1.0
+        return self._typical
 
 
-def choose(crowd: Crowd, call: CallFacts, news: News) -> str | None:
-    """Return the member that gets a call; ``None`` if the call should wait, or no member may have it."""
+def _remove(keys: list[_Key], key: _Key) -> None:
+    del keys[bisect_left(keys, key)]
+
+
+def choose(crowd: Crowd, call: CallFacts, *, newest: int, age_s: float) -> str | None:
+    """Return the member that gets a call, ``age_s`` after version ``newest`` was published; ``None`` if the call should
+    wait, or no member may have it."""
     if not crowd.has_room(call.least_version):
         return None
-    versions, running, places, speeds, prepare_s = crowd.columns()
-    fits = versions >= call.least_version
-    free = fits & (running < places)
-    decodes_s = call.tokens_left / speeds
-    in_time = free & (decodes_s <= call.limit_s(versions))
-    place = _first(in_time if in_time.any() else free, decodes_s, running / np.maximum(places, 1.0))
-    if in_time[place] or call.waited_s >= decodes_s[place]:
-        return crowd.names[place]
-    # A member is waited for only for about as long as it took to fetch the last weights.
-    is_fetching = (versions < news.version) & (news.age_s <= 2 * prepare_s + 1) & np.isfinite(prepare_s)
-    fetched_s = np.where(fits, 0.0, np.where(is_fetching, np.maximum(0.0, prepare_s - news.age_s), math.inf))
-    turn_s = np.where(running < places, 0.0, call.mean_tokens_left / (np.maximum(running, 1.0) * speeds))
-    ends_s = np.where(places > 0, np.maximum(fetched_s, turn_s) + decodes_s, math.inf)
-    return crowd.names[place] if decodes_s[place] <= ends_s.min() else None
+    typical, longest_s = crowd.typical(), call.limit_s(newest)
+    best = late = (math.inf, math.inf, "")
+    for keys in crowd.free:
+        for minus_speed, name in keys:
+            facts = crowd.facts[name]
+            if facts.version < call.least_version:
+                continue
+            decodes_s = call.tokens_left / (-minus_speed or typical)
+            if decodes_s > best[0] or (decodes_s > longest_s and decodes_s > late[0]):
+                break
+            found = decodes_s, facts.num_running / facts.places, name
+            late = min(late, found)
+            if decodes_s <= call.limit_s(facts.version):
+                best = min(best, found)
+    if best[2] or call.waited_s >= late[0]:
+        return best[2] or late[2]
+    for keys in crowd.by_speed:
+        for minus_speed, name in keys:
+            speed = -minus_speed or typical
+            if call.tokens_left / speed >= late[0]:
+                break
+            if _ends_s(crowd.facts[name], call, speed, newest, age_s) < late[0]:
+                return None
+    return late[2]
 
 
-def _first(among: NDArray[np.bool_], ends_s: Floats, loads: Floats) -> int:
-    """Return the place of the member that finishes first; of several, the place of the one with the least load."""
-    ends_s = np.where(among, ends_s, math.inf)
-    return int(np.where(ends_s == ends_s.min(), loads, math.inf).argmin())
+def _ends_s(member: MemberFacts, call: CallFacts, speed: float, newest: int, age_s: float) -> float:
+    """Return the time until a member has finished the call; weights that are long overdue are not waited for."""
+    begins_s = 0.0
+    if member.version < call.least_version:
+        if member.version >= newest or member.prepare_s is None or age_s > 2 * member.prepare_s + 1:
+            return math.inf
+        begins_s = max(0.0, member.prepare_s - age_s)
+    if member.num_running >= member.places:
+        if not member.places:
+            return math.inf
+        begins_s = max(begins_s, call.mean_tokens_left / (max(1, member.num_running) * speed))
+    return begins_s + call.tokens_left / speed
 
 
 def moves(
@@ -235,7 +233,7 @@ def moves(
         expected: returns the tokens that a call has left, given those that it has and may have.
         max_silent_s: time without a token after which that limits the speed of a call.
     """
-    free = crowd.with_room()
+    free = [(-minus_speed, crowd.facts[name], name) for minus_speed, name in crowd.free[0]]
     if not free:
         return
     slow = []
@@ -245,14 +243,14 @@ def moves(
             speed = min(speed, 1 / call.silent_s)
         if 2 * speed < free[0][0]:  # of thousands of calls few are
             slow.append((expected(call.num_decoded, call.limit) / speed, call.call_id, speed, call))
-    rooms = {name: room for _, _, name, room in free}
+    rooms = {name: facts.places - facts.num_running for _, facts, name in free}
     for left_s, call_id, speed, call in sorted(slow, key=lambda found: (-found[0], found[1])):
         if not any(rooms.values()):
             return
         better = (
             (tokens_per_s, name)
-            for tokens_per_s, version, name, _ in free
-            if name != call.member and rooms[name] and version >= call.least_version
+            for tokens_per_s, facts, name in free
+            if name != call.member and rooms[name] and facts.version >= call.least_version
         )
         tokens_per_s, name = next(better, (0.0, ""))
         if tokens_per_s and left_s > 2 * left_s * speed / tokens_per_s + MARGIN_S:
@@ -261,8 +259,7 @@ def moves(
 
 
 def pause_s(num_failures: int) -> float:
-    """Return the time for which a member is set aside, given how many calls failed at it before, one trial after the
-    other."""
+    """Return the time for which a member is set aside, given the number of trials that failed before."""
     return min(_FIRST_PAUSE_S * 2.0 ** min(num_failures, 16), _LONGEST_PAUSE_S)
 
 

@@ -1,4 +1,8 @@
-"""Combines the results of the ranks for a batch: losses add up, and metrics merge as between micro-batches."""
+"""Combines the results of the ranks for a batch: losses add up, and metrics merge as between micro-batches.
+
+The drift compares tokens that were sampled with the weights at the start of the step and a cache of the same weights:
+there, engine and trainer computed the same number, and differ only by rounding.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.algorithms.metrics import LossMetrics
 from rollover.trainer.world import World
+from rollover.types import Drift, Trajectory
 
 
 def gathered_losses(world: World, losses: Sequence[Tensor], metrics: LossMetrics) -> tuple[float, LossMetrics]:
@@ -66,3 +73,27 @@ def _of_flat(values_K: Tensor, like: LossMetrics) -> tuple[Tensor, LossMetrics]:
 def _fields(metrics: LossMetrics) -> list[Tensor]:
     sums = [*metrics.token_sums_L.values(), metrics.sample_sums_2, metrics.maxima_3]
     return [*sums, metrics.log_weight_sums_2, metrics.untrained_C]
+
+
+def measured_drift(
+    trajectories: Sequence[Trajectory], distance_T: NDArray[np.float64], *, step: int
+) -> dict[str, Drift]:
+    """Return the drift of each engine that has such tokens.
+
+    Args:
+        distance_T: of each token, in the order of ``trajectories``; NaN where the trainer has not computed it under the
+            weights at the start of the step.
+    """
+    by_engine: dict[str, list[NDArray[np.float64]]] = {}
+    start = 0
+    for segment in (s for t in trajectories for s in t.segments):
+        end = start + len(segment.token_ids)
+        if segment.policy_version == segment.kv_version == step:
+            by_engine.setdefault(segment.engine, []).append(distance_T[start:end])
+        start = end
+    drift = {}
+    for engine, parts in sorted(by_engine.items()):
+        distances = np.concatenate(parts)
+        if num_tokens := np.count_nonzero(~np.isnan(distances)):
+            drift[engine] = Drift(int(num_tokens), float(np.nanmean(distances)))
+    return drift

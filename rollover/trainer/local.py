@@ -33,8 +33,7 @@ from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.context import open_context
-from rollover.trainer.drift import measured_drift
-from rollover.trainer.gathering import gathered_losses, gathered_tokens, of_nothing
+from rollover.trainer.gathering import gathered_losses, gathered_tokens, measured_drift, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs, vocab_size
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split

@@ -4,31 +4,37 @@ or, on a node of a cluster, by its host there.
 It communicates with the process of the run over the socket ``DESCRIPTOR``: a task, then commands, each with one answer.
 All ranks are given the same commands in the same order. Any failure is reported in an answer, and the process ends: the
 other ranks cannot continue without it, and the process that leads them ends them too. Large values go through files.
+The ranks meet through a file on one machine, and over the network on several.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from fcntl import ioctl
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from rollover import errors
 from rollover.errors import RolloverError, is_full, refusal, system_error
 from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
-from rollover.trainer.meeting import meet
-from rollover.trainer.messages import LOGITS, Done, Failed, RankTask
+from rollover.trainer.messages import LOGITS, Done, Failed, NetworkMeeting, RankTask
 from rollover.trainer.rank_process import PROGRESS
 from rollover.trainer.sending import RankSender, specs_of
 from rollover.trainer.setup import SFTSetup, TrainingSetup
@@ -204,3 +210,52 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a network interface."""
+
+
+def meet(task: RankTask) -> Any:
+    """Return the mesh of all ranks. Blocks until they have joined, for ``task.timeout_s`` at most."""
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=task.timeout_s)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if task.meeting is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one machine
+        where = (task.folder / "meeting").as_uri()
+        dist.init_process_group(backend, init_method=where, rank=task.rank, world_size=task.size, timeout=timeout)
+    else:
+        if (interface := interface_of(task.meeting.own)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # and none whose name only begins so
+        store = _store(task.meeting, task.size, timeout)
+        dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.size, timeout=timeout)
+    return init_device_mesh(device.type, (task.size,))
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; ``None`` if there is none. Without it gloo uses the
+    address of the machine's name, and NCCL the first interface that it finds; other machines often cannot reach them.
+
+    Example: "lo" has 127.0.0.1.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                found = ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
+
+
+def _store(meeting: NetworkMeeting, size: int, timeout: timedelta) -> dist.TCPStore:
+    if meeting.descriptor is None:
+        return dist.TCPStore(meeting.host, meeting.port, size, is_master=False, timeout=timeout)
+    return dist.TCPStore(
+        meeting.host, meeting.port, size, is_master=True, timeout=timeout, master_listen_fd=meeting.descriptor
+    )

@@ -11,6 +11,7 @@ from rollover.errors import ModelError
 from rollover.trainer.checkpoint import CheckpointManifest, check_identity, read_manifest, verify_files
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.policy import check_kind
+from rollover.types import is_moderate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class TrainingSetup:
                 f"temperature must be above 0 for training, got {self.temperature}: greedy decoding gives its tokens no"
                 " probabilities to learn from"
             )
+        if not is_moderate(self.temperature):
+            raise ValueError(f"temperature must be between 1e-30 and 1e30, got {self.temperature:g}")
 
     def identity(self) -> dict[str, Any]:
         """Return the settings under which a checkpoint can be resumed, by their keys."""

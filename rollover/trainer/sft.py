@@ -23,18 +23,20 @@ from rollover.trainer.checks import check_suits
 from rollover.trainer.config import SFTConfig
 from rollover.trainer.context import open_context
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
-from rollover.trainer.leading import RankLauncher, RankLost
+from rollover.trainer.leading import ForRanks, FromRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.logprobs import response_logprobs
+from rollover.trainer.messages import RankTask
 from rollover.trainer.minibatch import rows_of_rank
 from rollover.trainer.models import pick_device
 from rollover.trainer.optimizer import apply_gradients, build_optimizer, learning_rate
 from rollover.trainer.packing import TrainingSample
 from rollover.trainer.policy import FullPolicy
 from rollover.trainer.setup import SFTSetup
+from rollover.trainer.shares import write_index
+from rollover.trainer.staging import Staging
 from rollover.trainer.world import ALONE, World
 
 if TYPE_CHECKING:
-    from rollover.trainer.sft_ranks import SFTRanks
     from rollover.trainer.sharded import ShardedPolicy
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -162,8 +164,6 @@ def run_sft(
             if launcher is None:
                 trainer = SFTTrainer(setup, folder)
             else:
-                from rollover.trainer.sft_ranks import SFTRanks
-
                 trainer = SFTRanks(setup, folder, launcher, timeout_s=timeout_s, fallback=output.parent)
             with closing(trainer):
                 return _warmed_up(trainer, iter(examples), config, output, on_progress)
@@ -217,3 +217,56 @@ def _take(source: Iterator[Example], config: SFTConfig, step: int) -> list[Train
             "lower sft.num_steps or sft.batch_size, or give more examples"
         )
     return [TrainingSample(prompt_ids=tuple(p), response_ids=tuple(r)) for p, r in examples]
+
+
+_BATCH_BYTES = 2**28
+
+
+class SFTRanks:
+    """Leads the ranks of a warm-up on several devices, with the interface of ``SFTTrainer``. A warm-up that loses a
+    rank begins again: it has no checkpoints.
+
+    Args:
+        launcher: starts them.
+        timeout_s: ranks that do nothing for so long are given up.
+        fallback: a folder for passing examples on when shared memory is too small for them.
+
+    Example: ``SFTRanks(SFTSetup(config=SFTConfig(num_devices=2)), folder, launcher, ...).step(0, samples)``
+    """
+
+    def __init__(
+        self, setup: SFTSetup, folder: Path, launcher: RankLauncher, *, timeout_s: float, fallback: Path
+    ) -> None:
+        self._staging = Staging(_BATCH_BYTES, fallback=fallback)
+        try:
+            task = RankTask(
+                rank=0,
+                size=len(launcher.devices),
+                device=launcher.devices[0],
+                num_threads=launcher.num_threads,
+                folder=self._staging.meeting(),
+                timeout_s=collective_timeout_s(timeout_s),
+                setup=setup,
+                model=folder,
+                resume_from=None,
+            )
+            self._ranks = launcher.launch(task)
+        except BaseException:
+            self._staging.close()
+            raise
+
+    def step(self, step: int, samples: Sequence[TrainingSample]) -> tuple[float, float]:
+        """Implement ``SFTTrainer.step``."""
+        batch = ForRanks((step, list(samples)))
+        loss, grad_norm = self._ranks.ask(f"step {step} of the warm-up", "step", batch=batch)[0]
+        return loss, grad_norm
+
+    def save(self, folder: Path) -> None:
+        """Let each rank write its part of the model."""
+        self._ranks.ask("writing the model", "save", folder=FromRanks(folder))
+        write_index(folder)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._ranks.end()
+        self._staging.close()

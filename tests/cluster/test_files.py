@@ -23,7 +23,7 @@ from rollover.cluster.ranks import beside_each_other, described_ranks, needed_on
 from rollover.errors import ConfigError, ResourceError
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.leading import RankLost
-from rollover.trainer.meeting import interface_of
+from rollover.trainer.rank import interface_of
 from rollover.trainer.rank_process import listening
 
 HERE = Path("/models")  # no test looks there

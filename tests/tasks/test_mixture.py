@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.tasks.mixture import MixtureSource
+from rollover.tasks.open import MixtureSource
 from rollover.types import Prompt
 
 

@@ -9,7 +9,7 @@ import pytest
 from rollover.environments.reasoning_gym import GymDataset, freeze, thaw
 from rollover.environments.rewards.extraction import extract_answer
 from rollover.errors import DataError
-from rollover.tasks.worked import worked_solution
+from rollover.tasks.sources.reasoning_gym import worked_solution
 
 LINE = re.compile(r"(-?\d+) ([-+*%]) (-?\d+) = (-?\d+)")
 CASES = [

@@ -270,6 +270,8 @@ def test_impossible_settings_are_refused(folder: Path) -> None:
         make_trainer(folder, mini_batches=5).step(make_batch())
     with pytest.raises(ValueError, match="temperature must be above 0 for training, got 0"):
         make_trainer(folder, temperature=0)
+    with pytest.raises(ValueError, match=r"temperature must be between 1e-30 and 1e30, got 1e-300"):
+        make_trainer(folder, temperature=1e-300)
     with pytest.raises(ConfigError, match=r"trainer\.device 'warp' cannot be used"):
         make_trainer(folder, device="warp")
     with pytest.raises(ModelError, match="does not exist"):

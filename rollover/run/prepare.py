@@ -21,9 +21,8 @@ from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
-from rollover.tasks.examples import examples
 from rollover.tasks.open import eval_sources, held_out_texts, reply_end, train_source
-from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.prompt_source import PromptSource, examples
 
 NUM_TOKENIZER_TEXTS = 2000
 """Number of prompts, with their solutions, on which a tokenizer from scratch is trained."""

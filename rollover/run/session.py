@@ -38,9 +38,8 @@ from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
-from rollover.tasks.open import eval_sources, held_out_texts, response_ends, train_source
+from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
-from rollover.tasks.resume_check import same_datasets
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:

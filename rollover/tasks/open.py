@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
 from math import gcd, lcm
@@ -15,6 +15,7 @@ from rollover.errors import DataError
 from rollover.hf.tokenizer import Tokenizer, stop_token_ids
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import NO_SOURCE, TasksConfig
+from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.sources.base import SourceSettings
@@ -186,3 +187,43 @@ def _use_of_reply(columns: ColumnMap) -> str:
     if columns.answer == columns.prompt:
         return "the assistant's last turn is the reference answer and what sft teaches, and not in the prompt"
     return "the assistant's last turn is what sft teaches, and not in the prompt"
+
+
+def same_datasets(config: TasksConfig, recorded: Mapping[str, Fingerprint] | None) -> dict[str, Fingerprint]:
+    """Return the fingerprints of all datasets of a run, which must be those ``recorded`` when it began (``None`` if it
+    begins now, or began before they were recorded).
+
+    A cursor is a number of prompts drawn, so with other rows it would mean something else, and nothing would show it.
+    The time at which a file was written decides nothing, and generated items are not compared.
+
+    Raises:
+        DataError: a dataset is missing, or is not the recorded one.
+    """
+    fingerprints: dict[str, Callable[[], Fingerprint | None]]
+    roles = (("train", config.train), ("eval", config.eval))
+    datasets = {f"{role}/{source.name}": source for role, sources in roles for source in sources}
+    fingerprints = {name: source.fingerprint for name, source in datasets.items()}
+    if config.chat_template_file is not None:
+        fingerprints["chat_template"] = DataFile(Path(config.chat_template_file)).fingerprint
+    now = {name: _same(take, (recorded or {}).get(name), name) for name, take in fingerprints.items()}
+    return {name: found for name, found in now.items() if found is not None}
+
+
+def _same(take: Callable[[], Fingerprint | None], before: Fingerprint | None, name: str) -> Fingerprint | None:
+    mend = f"restore the original dataset, give its new path on --resume, or start a new run ({name})"
+    try:
+        now = take()
+    except DataError as error:
+        if before is None:
+            raise
+        raise DataError(f"a dataset of this run is missing: {str(error).partition(';')[0]}; {mend}") from None
+    if before is None or now is None or (before["size"], before["sha256"]) == (now["size"], now["sha256"]):
+        return before or now
+    change = f"{before['size']} {before['unit']} then, {now['size']} now"
+    if before["size"] == now["size"]:
+        change = f"{now['size']} {now['unit']} as before, with other content"
+    written = f", written {now['written']}" if "written" in now else ""
+    raise DataError(
+        f"{now['path']} has changed since the run began ({change}{written}), so its rows are no longer those that the"
+        f" run has counted; {mend}"
+    )

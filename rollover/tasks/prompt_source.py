@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from typing import Protocol
+from itertools import count
+from typing import Any, Protocol
 
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
@@ -169,3 +170,32 @@ class EndlessSource(_DatasetSource):
             if self._admits(prompt := self._read(row, epoch=0), row):
                 return prompt
         raise self._nothing_left(f"each of {_NUM_LANES} items in a row")
+
+
+def examples(
+    source: PromptSource, tokenizer: Any, *, end: int, bare_answers: float = 0.0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (prompt ids, response ids) without end. Responses end with the token ``end``; a share ``bare_answers`` of
+    them, spread evenly over the examples, are cut down to their last line.
+
+    Raises:
+        DataError: a response thinks although its prompt has closed the thought.
+    """
+    for index in count():
+        prompt = source.prompt(index)
+        text = source.solution(prompt)
+        if _spread(index) < bare_answers:
+            text = text.rsplit("\n", 1)[-1]
+        if "<think>" in text and prompt.text.rstrip().endswith("</think>"):
+            raise DataError(
+                f"prompt {prompt.prompt_id} ends with a closed thought, and its response thinks; set"
+                " chat_template_kwargs so that the template lets the model think, or leave the thoughts out"
+            )
+        response = tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        yield prompt.token_ids, (*response, end)
+
+
+def _spread(index: int) -> float:
+    """Return point ``index`` of a sequence that fills [0, 1) evenly at every length (Weyl, golden ratio), out of step
+    with any mixture."""
+    return index * 0.6180339887498949 % 1.0

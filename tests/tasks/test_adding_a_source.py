@@ -60,7 +60,7 @@ from rollover.settings import toml
 from rollover.settings.schema import build
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.open import check_source, train_source
-from rollover.tasks.resume_check import same_datasets
+from rollover.tasks.open import same_datasets
 from tests.environments.words import char_tokenizer
 
 assert Path(rollover.__file__).is_relative_to(os.getcwd())

@@ -15,9 +15,8 @@ from rollover.environments.rewards.base import RewardSample
 from rollover.environments.scoring import score_once
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.examples import examples
 from rollover.tasks.open import check_source, eval_sources, train_source
-from rollover.tasks.prompt_source import PromptSource
+from rollover.tasks.prompt_source import PromptSource, examples
 from rollover.tasks.sources import JsonlConfig, SourceConfig
 from tests.environments.words import CHAT, char_tokenizer, ids
 

@@ -11,8 +11,8 @@ import pytest
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.examples import examples
 from rollover.tasks.open import train_source
+from rollover.tasks.prompt_source import examples
 from rollover.tasks.sources import JsonlConfig, ReasoningGymConfig, SourceConfig
 
 

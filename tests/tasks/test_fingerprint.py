@@ -14,7 +14,7 @@ from rollover.errors import DataError
 from rollover.tasks import fingerprint
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.fingerprint import DataFile, Fingerprint
-from rollover.tasks.resume_check import same_datasets
+from rollover.tasks.open import same_datasets
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig, SourceConfig
 
 EXACT = ExactConfig(workers=0)

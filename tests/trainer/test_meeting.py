@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollover.trainer import meeting
+from rollover.trainer import rank
 from rollover.trainer.messages import NetworkMeeting
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -20,9 +20,9 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.setenv(name, "")
         del os.environ[name]
-    monkeypatch.setattr(meeting.dist, "init_process_group", lambda backend, **where: None)
-    monkeypatch.setattr(meeting, "init_device_mesh", lambda kind, shape: None)
-    monkeypatch.setattr(meeting, "_store", lambda where, size, timeout: None)
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda backend, **where: None)
+    monkeypatch.setattr(rank, "init_device_mesh", lambda kind, shape: None)
+    monkeypatch.setattr(rank, "_store", lambda where, size, timeout: None)
 
 
 def task(own: str) -> Any:
@@ -31,16 +31,16 @@ def task(own: str) -> Any:
 
 
 def test_ranks_use_the_interface_of_the_address_that_reaches_them() -> None:
-    meeting.meet(task("127.0.0.1"))
+    rank.meet(task("127.0.0.1"))
     assert [os.environ[name] for name in NAMES] == ["lo", "=lo"]
 
 
 def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    meeting.meet(task("127.0.0.1"))
+    rank.meet(task("127.0.0.1"))
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
 def test_without_an_interface_of_that_address_the_libraries_choose() -> None:
-    meeting.meet(task("203.0.113.7"))
+    rank.meet(task("203.0.113.7"))
     assert not {*NAMES} & {*os.environ}

@@ -1,12 +1,10 @@
-"""Runs whose trainer is on a cluster: they learn what a run of one machine learns, also when the process of the run is
-killed; and what cannot work is said before anything is begun."""
+"""Runs whose trainer is on a cluster learn what a run of one machine learns, and what cannot work is refused at once.
+
+A run whose process is killed is in ``test_whole.py``.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from safetensors.torch import load_file
 
 from rollover import cli
 from rollover.trainer import ranks
-from rollover.trainer.checkpoint import latest_checkpoint, read_manifest
+from rollover.trainer.checkpoint import read_manifest
 from tests import runs
-from tests.cluster.conftest import ROOT, cluster_has, until
+from tests.cluster.conftest import cluster_has, until
 from tests.trainer import forked_ranks
 
 ARGV = (
@@ -40,38 +38,22 @@ def sampled(run: str) -> list[Any]:
     return [(t.sample_id, t.token_ids, t.reward) for batch in runs.batches(Path(run)) for t in batch.trajectories]
 
 
-def test_a_run_on_a_cluster_equals_one_machine_also_after_a_kill(
+def test_a_run_on_a_cluster_equals_one_machine_also_when_it_is_resumed(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = ("train", "run.toml", "--run-dir", "killed", "--steps", "500", *ARGV, *on(cluster))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with Path("driver.log").open("wb") as log:
-        driver = subprocess.Popen([sys.executable, "-m", "rollover", *argv], env=environment, stdout=log, stderr=log)
-        try:
-            until(
-                lambda: driver.poll() is not None or latest_checkpoint(Path("killed/checkpoints")) is not None,
-                "the first checkpoint",
-            )
-        finally:
-            driver.send_signal(signal.SIGKILL)
-            driver.wait()
-    assert driver.returncode == -signal.SIGKILL, Path("driver.log").read_text()
-    done = latest_checkpoint(Path("killed/checkpoints"))
-    assert done is not None and read_manifest(done).num_ranks == 2
-    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the killed run had is given back")
-
-    last = read_manifest(done).version + 2
-    assert cli.main(["train", "--resume", "killed", "--steps", str(last)]) == 0, capsys.readouterr().err
+    argv = ("train", "run.toml", *ARGV)
+    assert cli.main([*argv, "--run-dir", "there", "--steps", "1", *on(cluster)]) == 0, capsys.readouterr().err
+    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the run had is given back")
+    assert cli.main(["train", "--resume", "there", "--steps", "3"]) == 0, capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_start", forked_ranks.start)
-        assert cli.main(["train", "run.toml", "--run-dir", "here", "--steps", str(last), *ARGV]) == 0
-    assert last >= 3 and sampled("killed") == sampled("here")
-    ours, theirs = weights("killed", last), weights("here", last)
+        assert cli.main([*argv, "--run-dir", "here", "--steps", "3"]) == 0
+    assert sampled("there") == sampled("here")
+    ours, theirs = weights("there", 3), weights("here", 3)
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
-    assert read_manifest(Path(f"killed/checkpoints/step_{last}")).num_ranks == 2
-    runs.ledger(Path("killed"))
-    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the run had is given back")
+    assert read_manifest(Path("there/checkpoints/step_3")).num_ranks == 2
+    runs.ledger(Path("there"))
 
 
 def test_a_dry_run_says_what_the_cluster_is_asked_for(

@@ -31,6 +31,8 @@ from tests.weights.kit import FakeWeights
 SEED = 3
 NAMES = tuple(STRATEGIES)
 """The strategies that production runs."""
+ON_FULL = ("sync", "oversample", "april", "bounded_async")
+"""One for each thing that can happen to running samples when the batch is full: wait, discard, park, keep."""
 
 
 class Prompts:

@@ -30,6 +30,7 @@ from rollover.types import FinishReason, Prompt, SampleId, Trajectory, WasteCaus
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,
+    ON_FULL,
     LockstepEngine,
     ParityScorer,
     Prompts,
@@ -310,7 +311,7 @@ class DeadFor(FakeEngine):
             yield chunk
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_FULL)
 def test_one_poisoned_sample_fails_alone(name: str) -> None:
     """Alone in two senses: others go on, and it fails even when nobody else runs."""
 
@@ -325,7 +326,7 @@ def test_one_poisoned_sample_fails_alone(name: str) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_FULL)
 def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: str) -> None:
     async def work() -> None:
         engine = make_engine(DeadFor)
@@ -338,7 +339,7 @@ def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: st
     run(work())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_FULL)
 def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
     async def work() -> None:
         rig = make_rig(name, engine=make_engine(DeadFor))
@@ -541,7 +542,7 @@ def test_a_cancelled_next_batch_can_be_stopped_and_gone_on_with() -> None:
     law()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_FULL)
 def test_stop_leaves_no_task_behind(name: str) -> None:
     async def work() -> None:
         rig = make_rig(name, scorer=ParityScorer(5.0))
@@ -707,7 +708,7 @@ class SilentEngine(FakeEngine):
         return
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_FULL)
 def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
     async def work() -> None:
         rig = make_rig(name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7))

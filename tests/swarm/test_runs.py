@@ -170,7 +170,6 @@ def assert_weights_are_accounted(run: Path, members: set[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "late", "steps"),
     [
-        pytest.param(("a",), (), 3, id="one worker"),
         pytest.param(("a", "b", "c"), (), 30, id="three workers"),
         pytest.param(("a",), ("b",), 40, id="one that joins late"),
     ],

@@ -187,8 +187,11 @@ def test_a_fleet_publishes_the_sums_and_saves_the_adapters(
         pass
 
 
-def test_a_fleet_publishes_adapters_alone(folders: dict[bool, Path], tmp_path: Path) -> None:
+def test_a_fleet_publishes_adapters_alone(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank gathers more than they are, and merged they are the weights that it publishes otherwise."""
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     one = {"learning_rate": 1e-2, "micro_batch_tokens": BUDGET}
     with fleet(folders[True], tmp_path / "alone", lora=replace(LORA, publish="adapter"), **one) as trainer:
         trainer.step(batches()[0])

@@ -81,10 +81,10 @@ DATASETS = [
     ('{"prompt": "a=", "answer": "a"}\n\n[1]\n', "data.jsonl, line 3: expected a JSON object, got list"),
     ('{"prompt": "a=", "answer": "a"}\n{"answer": "a"}\n', "data.jsonl, line 2: column 'prompt' is missing; the columns are answer;"),
     ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; fix the row or change reward.function"),
-    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, input, messages exists; the columns are text, answer; set prompt_column"),
+    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, problem, query, instruction, input, messages exists; the columns are text, answer; set prompt_column"),
     ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' are both candidates; set prompt_column"),
     ('{"prompt": 3, "answer": "a"}\n', "data.jsonl, line 1: a prompt is text or a list of messages"),
-    ('{"prompt": "", "answer": "a"}\n', "data.jsonl, line 1: the prompt is empty"),
+    ('{"prompt": "", "answer": "a"}\n', "data.jsonl, line 1: the prompt is blank"),
     ("\x00\x01PAR1", "data.jsonl, line 1: not valid JSON"),
 ]  # fmt: skip
 

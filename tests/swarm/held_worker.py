@@ -23,9 +23,8 @@ from rollover.swarm.wire.messages import (
     Serving,
     Welcome,
 )
-from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
-from rollover.swarm.worker.served import ServedHeads
 from rollover.types import FinishReason
 from tests.swarm.kit import LENGTH, plain, response
 

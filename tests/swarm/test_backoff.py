@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from rollover.swarm.worker.backoff import BackOff
+from rollover.swarm.worker.waiting import BackOff
 
 
 class Fixed(Random):

@@ -20,10 +20,10 @@ from rollover.swarm.wire.messages import (
     unpack_ids,
     unpack_logprobs,
 )
-from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import StreamEnding
 from rollover.types import FinishReason
-from tests.swarm.worker_kit import assign
+from tests.swarm.worker_kit import assign, head
 
 LIMIT = 300
 
@@ -316,3 +316,35 @@ def test_what_is_acknowledged_is_not_sent_any_more() -> None:
     message = held.next_message()
     assert isinstance(message, Decoded)
     assert (message.offset, unpack_ids(message.token_ids)) == (4, (4, 5))
+
+
+# -- versions that a hello names ---------------------------------------------------------------------------------------
+
+
+def test_tokens_that_come_out_of_the_engine_after_an_update_have_their_version_named() -> None:
+    held = HeldCalls(1000)
+    served = ServedHeads(held)
+    for version in (7, 8):
+        served.add(head(version))
+    assert served.needed() == (head(8),)
+    stream = held.open(assign("a"))
+    held.decoded(stream, chunk((5,), 7))
+    assert served.needed() == (head(7), head(8))
+
+
+def test_a_later_epoch_that_goes_back_names_no_version_that_it_has_not_made() -> None:
+    served = ServedHeads(HeldCalls(1000))
+    for each in (head(7), head(8), head(6, epoch=2), head(7, epoch=2)):
+        served.add(each)
+    assert served.needed() == (head(7, epoch=2),)
+    assert head(8) not in served.needed()
+
+
+def test_no_more_are_kept_than_a_coordinator_remembers() -> None:
+    held = HeldCalls(1000)
+    served = ServedHeads(held)
+    stream = held.open(assign("a"))
+    held.decoded(stream, chunk((5,), 0))
+    for version in range(100):
+        served.add(head(version))
+    assert len(served.needed()) == 64

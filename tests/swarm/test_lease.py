@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollover.swarm.worker.lease import LeaseWatch
+from rollover.swarm.worker.session import LeaseWatch
 
 
 def test_a_lease_counts_from_when_the_answered_message_was_sent() -> None:

@@ -45,8 +45,8 @@ from rollover.swarm.wire.messages import (
     unpack_logprobs,
 )
 from rollover.swarm.wire.token import WorkerToken
-from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.config import WorkerConfig
+from rollover.swarm.worker.waiting import BackOff
 from rollover.swarm.worker.worker import SwarmWorker
 from rollover.weights.sources import MemoryWeights
 from tests.engine.fake import FakeEngine, opened, token_at

@@ -28,16 +28,89 @@ from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.privacy import redacted_text
-from rollover.swarm.wire.messages import Adopt, Assign, CallFailed
-from rollover.swarm.worker.changes import Changes
-from rollover.swarm.worker.health import EngineHealth
+from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, unpack_ids
 from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
-from rollover.swarm.worker.open_call import OpenCall
-from rollover.types import FinishReason
+from rollover.swarm.worker.waiting import Changes
+from rollover.types import FinishReason, SamplingParams
 
 _MAX_REASON = 1000
 """Characters of an engine's error that are sent."""
+_MIN_FAILURES = 5
+"""Failures in a row before an engine is called broken."""
+
+
+class EngineHealth:
+    """Counts failures in a row, over all calls of an engine.
+
+    Args:
+        broken_after_s: seconds of failures without a token in between after which an engine is broken.
+
+    Example: five calls that fail within a second are a bad moment; seven within two minutes, and no token, are the end.
+    """
+
+    def __init__(self, broken_after_s: float) -> None:
+        self._broken_after_s = broken_after_s
+        self._failing_since_s: float | None = None
+        self._num_failures = 0
+        self.broken: str | None = None
+        """The reason why the engine is permanently broken, if it is."""
+
+    def decoded(self) -> None:
+        """Take note of a token."""
+        self._failing_since_s, self._num_failures = None, 0
+
+    def failed(self, reason: str, now_s: float) -> None:
+        """Take note of a failure."""
+        self._num_failures += 1
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        failing_s = now_s - self._failing_since_s
+        if self._num_failures >= _MIN_FAILURES and failing_s >= self._broken_after_s:
+            self.broken = (
+                f"the engine has failed {self._num_failures} calls in {failing_s:.0f} s and given no token: {reason}"
+            )
+
+
+class OpenCall:
+    """A call that is decoded, or waits to be.
+
+    Example: ``OpenCall(stream)`` of a held stream; ``request_id`` is ``None`` until the engine has it.
+    """
+
+    def __init__(self, stream: HeldStream) -> None:
+        self.stream = stream
+        self.task: asyncio.Task[None] | None = None
+        self.request_id: str | None = None
+        """Id of the engine's current generation call for it."""
+        self.begun_s = 0.0
+        """Time at which the engine received that call."""
+        self.is_aborted = False
+        self.is_interrupted = False
+        """The engine was asked to stop it, for a while."""
+
+    def request(self) -> GenerateRequest:
+        """Return the generation call that continues after the decoded tokens. Raises ``ValueError`` and
+        ``ProtocolError`` for an assignment that makes none."""
+        assign = self.stream.assign
+        params = SamplingParams(
+            max_new_tokens=assign.max_new_tokens,
+            temperature=assign.temperature,
+            top_p=assign.top_p,
+            top_k=assign.top_k,
+            stop_token_ids=assign.stop_token_ids,
+            stop_strings=assign.stop_strings,
+        )
+        return GenerateRequest(
+            request_id=assign.call_id,
+            sample_key=assign.sample_key,
+            prompt_key=assign.prompt_key,
+            prompt_ids=unpack_ids(assign.prompt_ids),
+            response_ids=self.stream.response_ids,
+            params=params,
+            seed=assign.seed,
+            least_version=assign.least_version,
+        )
 
 
 class WorkerCalls:

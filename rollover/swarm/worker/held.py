@@ -18,10 +18,12 @@ from itertools import islice
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
     MAX_HELD_CALLS,
+    MAX_SERVED,
     Adopt,
     Assign,
     CallFailed,
     Decoded,
+    Head,
     HeldCall,
     ProtocolError,
 )
@@ -170,3 +172,29 @@ class HeldCalls:
         self.num_tokens += change
         limit = self._max_tokens * (_ROOM_AGAIN if self._is_full else 1.0)
         self._is_full = self.num_tokens >= max(1.0, limit)
+
+
+class ServedHeads:
+    """The part of a ``Hello`` about the versions that held tokens may claim.
+
+    Example: a worker that serves version 9 and holds tokens of version 7 names 7, 8 and 9.
+    """
+
+    def __init__(self, held: HeldCalls) -> None:
+        self._held = held
+        self._heads: list[Head] = []
+
+    def add(self, head: Head) -> None:
+        """Take note of weights that are served now. Tokens of those before may still come out of the engine, unless
+        this is an older version, of a later epoch."""
+        goes_back = any(head.version <= before.version for before in self._heads)
+        self._heads = [*(self.needed() if goes_back else self._heads), head][-MAX_SERVED:]
+
+    def clear(self) -> None:
+        self._heads = []
+
+    def needed(self) -> tuple[Head, ...]:
+        """Return those from which held tokens may come, and the newest, oldest first."""
+        oldest = self._held.oldest_version
+        newest = self._heads[-1:]
+        return tuple(h for h in self._heads if h in newest or (oldest is not None and h.version >= oldest))

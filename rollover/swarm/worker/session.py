@@ -41,14 +41,47 @@ from rollover.swarm.wire.messages import (
     Release,
 )
 from rollover.swarm.worker.calls import WorkerCalls
-from rollover.swarm.worker.changes import Changes
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected
 from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineHost
-from rollover.swarm.worker.lease import LeaseWatch
+from rollover.swarm.worker.waiting import Changes
 
 _LAST_WORDS_S = 2.0
 """Seconds within which what came before the end of a connection is read."""
+
+
+class LeaseWatch:
+    """A lease of ``ttl_s``, begun by a ``Hello`` that was sent at ``sent_s`` and answered.
+
+    Example: with ``ttl_s=15`` and heartbeats sent at 5 and 10, of which the first was answered, it ends at 20.
+    """
+
+    def __init__(self, ttl_s: float, sent_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._answered_s = sent_s
+        self._unanswered: dict[int, float] = {}
+        """Time at which each heartbeat after the last answered one was sent, by number."""
+
+    @property
+    def interval_s(self) -> float:
+        """Return the seconds between two heartbeats."""
+        return self._ttl_s / 3
+
+    @property
+    def ends_s(self) -> float:
+        return self._answered_s + self._ttl_s
+
+    def sent(self, number: int, now_s: float) -> None:
+        """Take note of a heartbeat."""
+        self._unanswered[number] = now_s
+
+    def answered(self, number: int) -> bool:
+        """Take note of an answer. Return whether it says something new: not one that came twice or late."""
+        if number not in self._unanswered:
+            return False
+        self._answered_s = self._unanswered[number]
+        self._unanswered = {n: sent_s for n, sent_s in self._unanswered.items() if n > number}
+        return True
 
 
 class WorkerSession:

@@ -28,9 +28,8 @@ from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import Head, NotServing, Welcome
-from rollover.swarm.worker.backoff import BackOff
-from rollover.swarm.worker.changes import Changes
 from rollover.swarm.worker.host import EngineBroken, EngineHost
+from rollover.swarm.worker.waiting import BackOff, Changes
 
 _MAX_REASON = 1000
 MAX_REFUSED = 3

@@ -29,23 +29,24 @@ from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Head, Hello, NotServing, Serving, Welcome
 from rollover.swarm.wire.token import WorkerToken
-from rollover.swarm.worker.backoff import BackOff
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import (
     CoordinatorConnection,
     Disconnected,
+    OlderEpoch,
     Refused,
     RunEnded,
+    Since,
+    greet,
     open_connection,
+    since,
 )
-from rollover.swarm.worker.greeting import OlderEpoch, Since, greet, since
-from rollover.swarm.worker.held import HeldCalls
+from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.host import EngineBroken, EngineHost, OpenEngine
-from rollover.swarm.worker.lease import LeaseWatch
-from rollover.swarm.worker.served import ServedHeads
-from rollover.swarm.worker.session import WorkerSession
+from rollover.swarm.worker.session import LeaseWatch, WorkerSession
 from rollover.swarm.worker.updates import HeadFollower
+from rollover.swarm.worker.waiting import BackOff
 
 OpenFetcher = Callable[[str], WeightFetcher]
 """Makes what fetches the publications of the run of that id."""

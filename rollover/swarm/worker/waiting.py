@@ -1,9 +1,30 @@
-"""The time between two attempts: it doubles up to a limit, and is drawn at random so that many do not come at once."""
+"""Waiting until a condition holds, and waiting before the next attempt."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+
+
+class Changes:
+    """Wakes all who wait, each of whom looks for itself whether what it waits for is there.
+
+    Example: ``await changes.until(lambda: not held.is_full)`` returns once ``changes.notify()`` has been called and the
+    condition holds.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._event.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

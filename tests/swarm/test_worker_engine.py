@@ -17,7 +17,7 @@ from rollover.swarm.worker.held import HeldCalls
 from rollover.swarm.worker.host import EngineBroken, EngineHost
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
-from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens
+from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens, with_worker
 
 
 class Forgetful(FakeEngine):
@@ -126,27 +126,23 @@ class Stuck(FakeEngine):
 
 
 @pytest.mark.parametrize("where", ["pause", "load"])
-def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(tmp_path: Path, where: str) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path, update_timeout_s=0.05)
-        bench.make_engine = lambda: Stuck(where)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a", limit=6))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(3)
-            await link.send(head(1))
-            failed = await link.first(NotServing)
-            assert failed == NotServing(version=1, reason="the engine did not load weights version 1 within 0.05 s")
-            assert bench.engine.events[-1] == ("resume", 0)
-            await bench.engine.tick(3)
-            assert await link.ended("a") == "length"
-            assert bench.coordinator.response("a") == tokens(7, 0, 6)
-            assert set(bench.coordinator.versions["a"].values()) == {0}
-            bench.engine.goes_on.set()  # type: ignore[attr-defined]
-            await serving_after(bench, link, 1)
-
-    run(main())
+@with_worker(update_timeout_s=0.05)
+async def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(bench: Bench, where: str) -> None:
+    bench.make_engine = lambda: Stuck(where)
+    link = await bench.member(head(0))
+    await link.send(assign("a", limit=6))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(3)
+    await link.send(head(1))
+    failed = await link.first(NotServing)
+    assert failed == NotServing(version=1, reason="the engine did not load weights version 1 within 0.05 s")
+    assert bench.engine.events[-1] == ("resume", 0)
+    await bench.engine.tick(3)
+    assert await link.ended("a") == "length"
+    assert bench.coordinator.response("a") == tokens(7, 0, 6)
+    assert set(bench.coordinator.versions["a"].values()) == {0}
+    bench.engine.goes_on.set()  # type: ignore[attr-defined]
+    await serving_after(bench, link, 1)
 
 
 class Frozen(FakeEngine):
@@ -156,41 +152,30 @@ class Frozen(FakeEngine):
         raise EngineError("the device is lost")
 
 
-def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = lambda: Frozen(length_of)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(head(1))
-            error = await bench.failure()
-            assert isinstance(error, EngineBroken)
-            assert str(error) == "the engine was paused for new weights and cannot be resumed: the device is lost"
-            assert [message.version for message in link.all(Serving)] == [0]
-
-    run(main())
+@with_worker(make_engine=lambda: Frozen(length_of))
+async def test_an_engine_that_does_not_go_on_after_a_pause_ends_the_worker(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(head(1))
+    error = await bench.failure()
+    assert isinstance(error, EngineBroken)
+    assert str(error) == "the engine was paused for new weights and cannot be resumed: the device is lost"
+    assert [message.version for message in link.all(Serving)] == [0]
 
 
-def test_a_full_disk_is_named_and_the_old_version_goes_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            bench.fetcher.failures = [OSError(errno.ENOSPC, "No space left on device", "/cache/blobs/9c1e")]
-            await link.send(assign("a", limit=4))
-            await bench.until(lambda: bench.engine.requests)
-            await link.send(head(1))
-            failed = await link.first(NotServing)
-            assert failed.reason == (
-                "/cache/blobs/9c1e: no space left on device; make room, or choose a place on another disk"
-            )
-            assert f"version 1 is not served: {failed.reason}" in bench.lines
-            await bench.engine.tick(4)
-            assert await link.ended("a") == "length"
-            assert set(bench.coordinator.versions["a"].values()) == {0}
-            await serving_after(bench, link, 1)  # somebody has made room
-
-    run(main())
+@with_worker()
+async def test_a_full_disk_is_named_and_the_old_version_goes_on(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    bench.fetcher.failures = [OSError(errno.ENOSPC, "No space left on device", "/cache/blobs/9c1e")]
+    await link.send(assign("a", limit=4))
+    await bench.until(lambda: bench.engine.requests)
+    await link.send(head(1))
+    failed = await link.first(NotServing)
+    assert failed.reason == ("/cache/blobs/9c1e: no space left on device; make room, or choose a place on another disk")
+    assert f"version 1 is not served: {failed.reason}" in bench.lines
+    await bench.engine.tick(4)
+    assert await link.ended("a") == "length"
+    assert set(bench.coordinator.versions["a"].values()) == {0}
+    await serving_after(bench, link, 1)  # somebody has made room
 
 
 def test_a_disk_without_room_for_a_model_folder_leaves_servers_with_the_old_one(
@@ -260,38 +245,28 @@ class Away(FakeEngine):
             raise EngineError(self.why)
 
 
-def test_a_worker_whose_servers_are_all_down_is_no_member_until_one_is_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Away
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            bench.engine.is_up.clear()  # type: ignore[attr-defined]
-            await bench.clock.move(31.0)
-            await link.until(lambda: link.is_closed)
-            assert not link.all(Heartbeat)
-            await bench.clock.move(100.0)
-            assert len(bench.coordinator.authorizations) == 1, "it does not come back without an engine"
-            bench.engine.is_up.set()  # type: ignore[attr-defined]
-            await bench.member_again(head(0))
-
-    run(main())
+@with_worker(make_engine=Away)
+async def test_a_worker_whose_servers_are_all_down_is_no_member_until_one_is_back(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    bench.engine.is_up.clear()  # type: ignore[attr-defined]
+    await bench.clock.move(31.0)
+    await link.until(lambda: link.is_closed)
+    assert not link.all(Heartbeat)
+    await bench.clock.move(100.0)
+    assert len(bench.coordinator.authorizations) == 1, "it does not come back without an engine"
+    bench.engine.is_up.set()  # type: ignore[attr-defined]
+    await bench.member_again(head(0))
 
 
-def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_them(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Away
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]
-            await bench.clock.move(11.0)
-            error = await bench.failure()
-            assert isinstance(error, EngineBroken)
-            assert str(error) == f"the engine no longer answers: {bench.engine.why}"  # type: ignore[attr-defined]
-            assert link.all(Leaving) == [Leaving(reason=str(error))]
-
-    run(main())
+@with_worker(make_engine=Away)
+async def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_them(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]
+    await bench.clock.move(11.0)
+    error = await bench.failure()
+    assert isinstance(error, EngineBroken)
+    assert str(error) == f"the engine no longer answers: {bench.engine.why}"  # type: ignore[attr-defined]
+    assert link.all(Leaving) == [Leaving(reason=str(error))]
 
 
 def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:

@@ -36,50 +36,42 @@ from rollover.swarm.worker.updates import MAX_REFUSED
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
-from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, run, tokens
+from tests.swarm.worker_kit import Bench, acked, assign, head, length_of, run, tokens, with_worker
 
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-def test_of_a_storm_of_heads_the_one_in_hand_and_the_newest_are_taken(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            bench.fetcher.gate.clear()
-            for version in range(1, 40):
-                await link.send(head(version))
-            await link.send(head(3))  # late
-            await link.send(assign("a", limit=1))
-            await bench.until(lambda: bench.engine.requests)  # it serves while it fetches
-            await bench.engine.tick()
-            assert await link.ended("a") == "length"
-            bench.fetcher.gate.set()
-            await link.serving(39)
-            fetched = [asked[0].version for asked in bench.fetcher.asked]
-            assert fetched[0] == 0 and fetched[-1] == 39 and len(fetched) <= 3
-            loads = [event for event in bench.engine.events if event[0] == "load"]
-            assert loads == [("load", version) for version in fetched[1:]]
-
-    run(main())
+@with_worker()
+async def test_of_a_storm_of_heads_the_one_in_hand_and_the_newest_are_taken(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    bench.fetcher.gate.clear()
+    for version in range(1, 40):
+        await link.send(head(version))
+    await link.send(head(3))  # late
+    await link.send(assign("a", limit=1))
+    await bench.until(lambda: bench.engine.requests)  # it serves while it fetches
+    await bench.engine.tick()
+    assert await link.ended("a") == "length"
+    bench.fetcher.gate.set()
+    await link.serving(39)
+    fetched = [asked[0].version for asked in bench.fetcher.asked]
+    assert fetched[0] == 0 and fetched[-1] == 39 and len(fetched) <= 3
+    loads = [event for event in bench.engine.events if event[0] == "load"]
+    assert loads == [("load", version) for version in fetched[1:]]
 
 
-def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            bench.fetcher.failures = [EngineError("blob 9c1e has content other than its name says")] * 2
-            await link.send(head(1))
-            failed = await link.first(NotServing)
-            assert failed == NotServing(version=1, reason="blob 9c1e has content other than its name says")
-            assert bench.engine.version == 0
-            while not [s for s in link.all(Serving) if s.version == 1]:
-                await bench.clock.move(0.5)
-                await asyncio.sleep(0)
-            assert len(link.all(NotServing)) == 2
-
-    run(main())
+@with_worker()
+async def test_a_fetch_that_fails_changes_nothing_and_is_tried_again(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    bench.fetcher.failures = [EngineError("blob 9c1e has content other than its name says")] * 2
+    await link.send(head(1))
+    failed = await link.first(NotServing)
+    assert failed == NotServing(version=1, reason="blob 9c1e has content other than its name says")
+    assert bench.engine.version == 0
+    while not [s for s in link.all(Serving) if s.version == 1]:
+        await bench.clock.move(0.5)
+        await asyncio.sleep(0)
+    assert len(link.all(NotServing)) == 2
 
 
 class Stubborn(FakeEngine):
@@ -94,40 +86,31 @@ class Stubborn(FakeEngine):
         await super().load(version, source)
 
 
-def test_a_load_that_fails_leaves_the_old_weights_serving(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = lambda: Stubborn(length_of)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            bench.engine.refusals = 1  # type: ignore[attr-defined]
-            await link.send(assign("a", limit=2))
-            await bench.until(lambda: bench.engine.requests)
-            await link.send(head(1))
-            assert (await link.first(NotServing)).reason == "weights do not fit: too wide"
-            assert bench.engine.events == [("pause", 0), ("resume", 0)]
-            await bench.engine.tick(2)
-            assert await link.ended("a") == "length"
-            assert set(bench.coordinator.versions["a"].values()) == {0}
-            await link.send(head(2))  # tried at once
-            await link.serving(2)
-
-    run(main())
+@with_worker(make_engine=lambda: Stubborn(length_of))
+async def test_a_load_that_fails_leaves_the_old_weights_serving(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    bench.engine.refusals = 1  # type: ignore[attr-defined]
+    await link.send(assign("a", limit=2))
+    await bench.until(lambda: bench.engine.requests)
+    await link.send(head(1))
+    assert (await link.first(NotServing)).reason == "weights do not fit: too wide"
+    assert bench.engine.events == [("pause", 0), ("resume", 0)]
+    await bench.engine.tick(2)
+    assert await link.ended("a") == "length"
+    assert set(bench.coordinator.versions["a"].values()) == {0}
+    await link.send(head(2))  # tried at once
+    await link.serving(2)
 
 
-def test_one_version_of_two_manifests_is_reported_and_not_taken(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(3))
-            for _ in range(3):
-                await link.send(Head(version=3, manifest="f" * 64))
-            await link.send(head(4))
-            await link.serving(4)
-            (failed,) = link.all(NotServing)
-            assert failed.reason == f"version 3 is said to be {'f' * 64}, but was {head(3).manifest} before"
-
-    run(main())
+@with_worker()
+async def test_one_version_of_two_manifests_is_reported_and_not_taken(bench: Bench) -> None:
+    link = await bench.member(head(3))
+    for _ in range(3):
+        await link.send(Head(version=3, manifest="f" * 64))
+    await link.send(head(4))
+    await link.serving(4)
+    (failed,) = link.all(NotServing)
+    assert failed.reason == f"version 3 is said to be {'f' * 64}, but was {head(3).manifest} before"
 
 
 class Recomputing(FakeEngine):
@@ -142,180 +125,150 @@ class Recomputing(FakeEngine):
         await super().load(version, source)
 
 
-def test_an_engine_that_loses_its_calls_at_an_update_still_makes_one_call(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Recomputing
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a", done=tokens(7, 0, 2), limit=12))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(4)
-            await link.send(head(1))
-            await link.serving(1)
-            await bench.until(lambda: len(bench.engine.requests) == 2)
-            assert bench.engine.requests[1].response_ids == tokens(7, 0, 6)
-            await bench.engine.tick(6)
-            assert await link.ended("a") == "length"
-            assert bench.coordinator.response("a") == tokens(7, 2, 6) + tokens(7, 6, 12, 1)
-            assert [m.finish_reason for m in link.all(Decoded)].count(None) == len(link.all(Decoded)) - 1
-
-    run(main())
+@with_worker(make_engine=Recomputing)
+async def test_an_engine_that_loses_its_calls_at_an_update_still_makes_one_call(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a", done=tokens(7, 0, 2), limit=12))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(4)
+    await link.send(head(1))
+    await link.serving(1)
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    assert bench.engine.requests[1].response_ids == tokens(7, 0, 6)
+    await bench.engine.tick(6)
+    assert await link.ended("a") == "length"
+    assert bench.coordinator.response("a") == tokens(7, 2, 6) + tokens(7, 6, 12, 1)
+    assert [m.finish_reason for m in link.all(Decoded)].count(None) == len(link.all(Decoded)) - 1
 
 
-def test_a_version_is_announced_before_a_token_of_it_is_sent(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = lambda: FakeEngine(length_of, auto=True, max_context_tokens=10**6)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            for name in "abcdef":
-                await link.send(assign(name, limit=10**5))
-            for version in range(1, 6):
-                await link.send(head(version))
-                await link.serving(version)
-                await link.until(lambda: any(isinstance(m, Decoded) for m in link.seen[-3:]))
-            confirmed = -1
-            for message in link.seen:
-                if isinstance(message, Serving):
-                    confirmed = message.version
-                elif isinstance(message, Decoded):
-                    assert message.version <= confirmed
-            assert confirmed == 5
-
-    run(main())
+@with_worker(make_engine=lambda: FakeEngine(length_of, auto=True, max_context_tokens=10**6))
+async def test_a_version_is_announced_before_a_token_of_it_is_sent(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    for name in "abcdef":
+        await link.send(assign(name, limit=10**5))
+    for version in range(1, 6):
+        await link.send(head(version))
+        await link.serving(version)
+        await link.until(lambda: any(isinstance(m, Decoded) for m in link.seen[-3:]))
+    confirmed = -1
+    for message in link.seen:
+        if isinstance(message, Serving):
+            confirmed = message.version
+        elif isinstance(message, Decoded):
+            assert message.version <= confirmed
+    assert confirmed == 5
 
 
 # -- room -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path, max_held_tokens=16)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await link.send(assign("b"))
-            await bench.until(lambda: len(bench.engine.requests) == 2)
-            await bench.engine.tick(30)
-            await bench.until(lambda: not bench.engine.stats().num_running)
-            decoded = [len(bench.coordinator.response(name)) for name in "ab"]
-            assert sum(decoded) == 16
-            await link.send(assign("c"))
-            await link.send(acked("a", decoded[0]))  # which is half: there is room again
-            await bench.until(lambda: len(bench.engine.requests) == 5)
-            for _ in range(200):
-                await bench.engine.tick(1)
-                for name in "abc":
-                    await link.send(acked(name, len(bench.coordinator.response(name))))
-                if len(bench.coordinator.endings) == 3:
-                    break
-            assert {name: await link.ended(name) for name in "abc"} == dict.fromkeys("abc", "length")
-            assert all(bench.coordinator.response(name) == tokens(7, 0, 40) for name in "abc")
-
-    run(main())
+@with_worker(max_held_tokens=16)
+async def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a"))
+    await link.send(assign("b"))
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    await bench.engine.tick(30)
+    await bench.until(lambda: not bench.engine.stats().num_running)
+    decoded = [len(bench.coordinator.response(name)) for name in "ab"]
+    assert sum(decoded) == 16
+    await link.send(assign("c"))
+    await link.send(acked("a", decoded[0]))  # which is half: there is room again
+    await bench.until(lambda: len(bench.engine.requests) == 5)
+    for _ in range(200):
+        await bench.engine.tick(1)
+        for name in "abc":
+            await link.send(acked(name, len(bench.coordinator.response(name))))
+        if len(bench.coordinator.endings) == 3:
+            break
+    assert {name: await link.ended(name) for name in "abc"} == dict.fromkeys("abc", "length")
+    assert all(bench.coordinator.response(name) == tokens(7, 0, 40) for name in "abc")
 
 
 # -- leases ---------------------------------------------------------------------------------------------------------
 
 
-def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(20)
-            for _ in range(3):
-                num = len(link.all(Heartbeat))
-                await bench.clock.move(10.0)
-                await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
-            beats = link.all(Heartbeat)
-            assert [(b.number, b.num_running, b.tokens_per_s, b.num_held) for b in beats] == [
-                (1, 1, 2.0, 20),
-                (2, 1, 0.0, 20),
-                (3, 1, 0.0, 20),
-            ]
-            assert not link.is_closed
-
-    run(main())
+@with_worker()
+async def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    await link.send(assign("a"))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(20)
+    for _ in range(3):
+        num = len(link.all(Heartbeat))
+        await bench.clock.move(10.0)
+        await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
+    beats = link.all(Heartbeat)
+    assert [(b.number, b.num_running, b.tokens_per_s, b.num_held) for b in beats] == [
+        (1, 1, 2.0, 20),
+        (2, 1, 0.0, 20),
+        (3, 1, 0.0, 20),
+    ]
+    assert not link.is_closed
 
 
-def test_a_heartbeat_says_how_many_calls_shared_its_tokens_over_the_time(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            await bench.clock.move(1.0)
-            for name, limit in (("a", 4), ("b", 9)):
-                await link.send(assign(name, limit=limit))
-            await bench.until(lambda: len(bench.engine.requests) == 2)
-            await bench.clock.move(3.0)
-            await bench.engine.tick(4)
-            assert await link.ended("a") == "length"
-            await bench.clock.move(2.0)
-            await bench.engine.tick(5)
-            assert await link.ended("b") == "length"
-            for _ in range(2):
-                num = len(link.all(Heartbeat))
-                await bench.clock.move(10.0)
-                await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
-            busy, idle = link.all(Heartbeat)[:2]
-            assert (busy.num_running, busy.mean_running) == (0, pytest.approx((3.0 + 3.0 + 2.0) / 10.0))
-            assert busy.tokens_per_s == pytest.approx(13 / 10.0)
-            assert (idle.mean_running, idle.tokens_per_s) == (0.0, 0.0)
-
-    run(main())
+@with_worker()
+async def test_a_heartbeat_says_how_many_calls_shared_its_tokens_over_the_time(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    await bench.clock.move(1.0)
+    for name, limit in (("a", 4), ("b", 9)):
+        await link.send(assign(name, limit=limit))
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    await bench.clock.move(3.0)
+    await bench.engine.tick(4)
+    assert await link.ended("a") == "length"
+    await bench.clock.move(2.0)
+    await bench.engine.tick(5)
+    assert await link.ended("b") == "length"
+    for _ in range(2):
+        num = len(link.all(Heartbeat))
+        await bench.clock.move(10.0)
+        await link.until(lambda num=num: len(link.all(Heartbeat)) > num)  # type: ignore[misc]
+    busy, idle = link.all(Heartbeat)[:2]
+    assert (busy.num_running, busy.mean_running) == (0, pytest.approx((3.0 + 3.0 + 2.0) / 10.0))
+    assert busy.tokens_per_s == pytest.approx(13 / 10.0)
+    assert (idle.mean_running, idle.tokens_per_s) == (0.0, 0.0)
 
 
-def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            link.beats = False
-            await bench.clock.move(29.0)
-            await link.first(Heartbeat)
-            assert not link.is_closed
-            await bench.clock.move(2.0)
-            await link.until(lambda: link.is_closed)
-            assert any("has not answered for the length of a lease" in line for line in bench.lines)
-            await bench.member_again(head(0))
-
-    run(main())
+@with_worker()
+async def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    link.beats = False
+    await bench.clock.move(29.0)
+    await link.first(Heartbeat)
+    assert not link.is_closed
+    await bench.clock.move(2.0)
+    await link.until(lambda: link.is_closed)
+    assert any("has not answered for the length of a lease" in line for line in bench.lines)
+    await bench.member_again(head(0))
 
 
-def test_a_worker_that_was_stopped_for_longer_than_its_lease_hands_over_only_what_is_still_wanted(
-    tmp_path: Path,
+@with_worker()
+async def test_a_worker_that_was_stopped_for_longer_than_its_lease_hands_over_only_what_is_still_wanted(
+    bench: Bench,
 ) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            for name in "ab":
-                await link.send(assign(name))
-            await bench.until(lambda: len(bench.engine.requests) == 2)
-            await bench.engine.tick(3)
-            await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 3)
-            link.beats = False  # its coordinator has given the lease up meanwhile
-            bench.clock.jump(300.0)
-            await bench.clock.move(0.0)
-            await link.until(lambda: link.is_closed)
-            await bench.engine.tick(5)
-            back = await bench.again()
-            assert {(call.call_id, call.end) for call in back.hello.held} == {("a", 8), ("b", 8)}
-            await back.welcome(head(0))
-            await back.serving(0)
-            await back.send(Release(call_ids=("a",)))  # done elsewhere
-            await back.adopt(back.hello.held[1], offset=3)
-            await bench.until(lambda: bench.engine.stats().num_running == 1)
-            await bench.engine.tick(40)
-            assert await back.ended("b") == "length"
-            assert {message.call_id for message in back.all(Decoded)} == {"b"}
-            assert len(bench.coordinator.response("a")) == 3 and bench.coordinator.num_repeated == 0
-
-    run(main())
+    link = await bench.member(head(0), ttl_s=30.0)
+    for name in "ab":
+        await link.send(assign(name))
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    await bench.engine.tick(3)
+    await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 3)
+    link.beats = False  # its coordinator has given the lease up meanwhile
+    bench.clock.jump(300.0)
+    await bench.clock.move(0.0)
+    await link.until(lambda: link.is_closed)
+    await bench.engine.tick(5)
+    back = await bench.again()
+    assert {(call.call_id, call.end) for call in back.hello.held} == {("a", 8), ("b", 8)}
+    await back.welcome(head(0))
+    await back.serving(0)
+    await back.send(Release(call_ids=("a",)))  # done elsewhere
+    await back.adopt(back.hello.held[1], offset=3)
+    await bench.until(lambda: bench.engine.stats().num_running == 1)
+    await bench.engine.tick(40)
+    assert await back.ended("b") == "length"
+    assert {message.call_id for message in back.all(Decoded)} == {"b"}
+    assert len(bench.coordinator.response("a")) == 3 and bench.coordinator.num_repeated == 0
 
 
 class Hanging(FakeEngine):
@@ -331,22 +284,17 @@ class Hanging(FakeEngine):
         await super().abort(request_ids)
 
 
-def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Hanging
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            bench.engine.goes_on.clear()  # type: ignore[attr-defined]
-            await bench.clock.move(31.0)
-            await link.until(lambda: link.is_closed)
-            assert link.all(Heartbeat) == []
-            await bench.clock.move(100.0)
-            assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
-            bench.engine.goes_on.set()  # type: ignore[attr-defined]
-            await bench.member_again(head(0))
-
-    run(main())
+@with_worker(make_engine=Hanging)
+async def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    bench.engine.goes_on.clear()  # type: ignore[attr-defined]
+    await bench.clock.move(31.0)
+    await link.until(lambda: link.is_closed)
+    assert link.all(Heartbeat) == []
+    await bench.clock.move(100.0)
+    assert bench.coordinator.lease == 1 and len(bench.coordinator.authorizations) == 1
+    bench.engine.goes_on.set()  # type: ignore[attr-defined]
+    await bench.member_again(head(0))
 
 
 class SlowToStop(Hanging):
@@ -357,82 +305,65 @@ class SlowToStop(Hanging):
             await super().abort(request_ids)
 
 
-def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = SlowToStop
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(5)
-            await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
-            bench.engine.goes_on.clear()  # type: ignore[attr-defined]
-            await link.send(Abort(call_ids=("a",)))
-            await link.send(assign("c", limit=1))
-            await bench.until(lambda: len(bench.engine.requests) == 2)  # the abort is with the engine
-            await link.cut()
-            link = await bench.again()
-            await link.welcome(head(0))
-            (held,) = [call for call in link.hello.held if call.call_id == "a"]
-            await link.adopt(held, as_id="b", offset=5)
-            await link.send(assign("d", limit=1))
-            await bench.until(lambda: len(bench.engine.requests) == 3)
-            bench.engine.goes_on.set()  # type: ignore[attr-defined]
-            await bench.until(lambda: len(bench.engine.requests) == 4)
-            assert bench.engine.requests[-1].response_ids == tokens(7, 0, 5)
-            await bench.engine.tick(35)
-            assert await link.ended("b") == "length"
-            assert bench.coordinator.response("b") == tokens(7, 0, 40)
-            assert "a" not in bench.coordinator.endings
-
-    run(main())
+@with_worker(make_engine=SlowToStop)
+async def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a"))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(5)
+    await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
+    bench.engine.goes_on.clear()  # type: ignore[attr-defined]
+    await link.send(Abort(call_ids=("a",)))
+    await link.send(assign("c", limit=1))
+    await bench.until(lambda: len(bench.engine.requests) == 2)  # the abort is with the engine
+    await link.cut()
+    link = await bench.again()
+    await link.welcome(head(0))
+    (held,) = [call for call in link.hello.held if call.call_id == "a"]
+    await link.adopt(held, as_id="b", offset=5)
+    await link.send(assign("d", limit=1))
+    await bench.until(lambda: len(bench.engine.requests) == 3)
+    bench.engine.goes_on.set()  # type: ignore[attr-defined]
+    await bench.until(lambda: len(bench.engine.requests) == 4)
+    assert bench.engine.requests[-1].response_ids == tokens(7, 0, 5)
+    await bench.engine.tick(35)
+    assert await link.ended("b") == "length"
+    assert bench.coordinator.response("b") == tokens(7, 0, 40)
+    assert "a" not in bench.coordinator.endings
 
 
 # -- what a coordinator may say ---------------------------------------------------------------------------------------
 
 
-def test_a_final_goodbye_ends_the_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(Goodbye(reason="'laptop' is no longer trusted", is_final=True))
-            error = await bench.failure()
-            assert isinstance(error, Refused)
-            assert str(error).endswith("refuses this worker: 'laptop' is no longer trusted")
-
-    run(main())
+@with_worker()
+async def test_a_final_goodbye_ends_the_worker(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(Goodbye(reason="'laptop' is no longer trusted", is_final=True))
+    error = await bench.failure()
+    assert isinstance(error, Refused)
+    assert str(error).endswith("refuses this worker: 'laptop' is no longer trusted")
 
 
-def test_a_worker_that_is_away_for_too_long_gives_up(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path, away_timeout_s=60.0)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=30.0)
-            await bench.clock.move(100.0)  # heartbeats are answered: it is not away
-            assert not link.is_closed
-            bench.coordinator.refuse(503, "down for repair")
-            await link.cut()
-            error = await bench.failure()
-            assert isinstance(error, Refused) and "HTTP 503" in str(error)
-            assert 160.0 <= bench.clock.now_s() <= 165.0
-            assert str(error).endswith("if the run goes on, start this worker again with the same command")
-
-    run(main())
+@with_worker(away_timeout_s=60.0)
+async def test_a_worker_that_is_away_for_too_long_gives_up(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=30.0)
+    await bench.clock.move(100.0)  # heartbeats are answered: it is not away
+    assert not link.is_closed
+    bench.coordinator.refuse(503, "down for repair")
+    await link.cut()
+    error = await bench.failure()
+    assert isinstance(error, Refused) and "HTTP 503" in str(error)
+    assert 160.0 <= bench.clock.now_s() <= 165.0
+    assert str(error).endswith("if the run goes on, start this worker again with the same command")
 
 
-def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(Goodbye(reason="fenced: not heard from for 15 s", is_final=False))
-            back = await bench.member_again(head(0))
-            assert back.lease == link.lease + 1
-            assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
-
-    run(main())
+@with_worker()
+async def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(Goodbye(reason="fenced: not heard from for 15 s", is_final=False))
+    back = await bench.member_again(head(0))
+    assert back.lease == link.lease + 1
+    assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
 
 
 def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
@@ -514,65 +445,53 @@ def test_a_refusal_that_time_does_not_mend_ends_the_worker(
     run(main())
 
 
-def test_weights_that_are_not_for_this_worker_end_it_after_a_few_tries(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(5)
-            bench.fetcher.failures = [PublicationRefused("the manifest is not signed by the publisher")] * MAX_REFUSED
-            await link.send(head(1))
-            error = await bench.failure()
-            assert isinstance(error, PublicationRefused)
-            assert [asked.version for asked, _, _ in bench.fetcher.asked] == [0] + [1] * MAX_REFUSED
-            await link.until(lambda: link.is_closed)
-            assert link.all(Leaving) == [Leaving(reason=str(error))]
-            assert bench.coordinator.endings == {"a": "abort"}
-            assert bench.coordinator.response("a") == tokens(7, 0, 5), "what it has decoded is handed over"
-
-    run(main())
+@with_worker()
+async def test_weights_that_are_not_for_this_worker_end_it_after_a_few_tries(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a"))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(5)
+    bench.fetcher.failures = [PublicationRefused("the manifest is not signed by the publisher")] * MAX_REFUSED
+    await link.send(head(1))
+    error = await bench.failure()
+    assert isinstance(error, PublicationRefused)
+    assert [asked.version for asked, _, _ in bench.fetcher.asked] == [0] + [1] * MAX_REFUSED
+    await link.until(lambda: link.is_closed)
+    assert link.all(Leaving) == [Leaving(reason=str(error))]
+    assert bench.coordinator.endings == {"a": "abort"}
+    assert bench.coordinator.response("a") == tokens(7, 0, 5), "what it has decoded is handed over"
 
 
-def test_a_relay_that_is_damaged_for_a_moment_ends_no_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            damaged = [PublicationRefused("the manifest cannot be read")] * (MAX_REFUSED - 1)
-            bench.fetcher.failures = [*damaged, EngineError("the relay is away"), *damaged]
-            await link.send(head(1))
-            serving = asyncio.create_task(link.serving(1))
-            while not serving.done():
-                await bench.clock.move(1.0)
-                await asyncio.wait((serving,), timeout=0.01)
-            assert len(link.all(NotServing)) == 2 * len(damaged) + 1 and not bench.fetcher.failures
-
-    run(main())
+@with_worker()
+async def test_a_relay_that_is_damaged_for_a_moment_ends_no_worker(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    damaged = [PublicationRefused("the manifest cannot be read")] * (MAX_REFUSED - 1)
+    bench.fetcher.failures = [*damaged, EngineError("the relay is away"), *damaged]
+    await link.send(head(1))
+    serving = asyncio.create_task(link.serving(1))
+    while not serving.done():
+        await bench.clock.move(1.0)
+        await asyncio.wait((serving,), timeout=0.01)
+    assert len(link.all(NotServing)) == 2 * len(damaged) + 1 and not bench.fetcher.failures
 
 
-def test_a_run_that_stays_in_an_older_epoch_is_left(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            await (await bench.member(head(5), epoch=3)).cut()
-            num_welcomed = 0
+@with_worker()
+async def test_a_run_that_stays_in_an_older_epoch_is_left(bench: Bench) -> None:
+    await (await bench.member(head(5), epoch=3)).cut()
+    num_welcomed = 0
 
-            async def old(socket: ServerConnection) -> None:
-                nonlocal num_welcomed
-                num_welcomed += 1
-                await socket.recv()
-                welcome: dict[str, Any] = {"protocol": PROTOCOL, "member": "laptop", "lease": 1, "ttl_s": 15.0}
-                await socket.send(encode(1, Welcome(**welcome, run_id="sums", run_epoch=2, head=head(9))))
-                await socket.wait_closed()
+    async def old(socket: ServerConnection) -> None:
+        nonlocal num_welcomed
+        num_welcomed += 1
+        await socket.recv()
+        welcome: dict[str, Any] = {"protocol": PROTOCOL, "member": "laptop", "lease": 1, "ttl_s": 15.0}
+        await socket.send(encode(1, Welcome(**welcome, run_id="sums", run_epoch=2, head=head(9))))
+        await socket.wait_closed()
 
-            bench.coordinator.raw = old
-            error = await bench.failure()
-            assert isinstance(error, Refused) and num_welcomed == 10
-            assert "an old coordinator must still be running; if the run was set back" in str(error)
-
-    run(main())
+    bench.coordinator.raw = old
+    error = await bench.failure()
+    assert isinstance(error, Refused) and num_welcomed == 10
+    assert "an old coordinator must still be running; if the run was set back" in str(error)
 
 
 def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
@@ -588,20 +507,16 @@ def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 404])
-def test_a_member_comes_back_through_what_may_heal(tmp_path: Path, status: int) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            bench.coordinator.refuse(status)
-            await link.cut()
-            while len(bench.coordinator.authorizations) < 4:
-                await bench.clock.move(1.0)
-            bench.coordinator.refuse_with = None
-            await bench.member_again(head(0))
-            assert sum(f"HTTP {status}" in line for line in bench.lines) == 1
-
-    run(main())
+@with_worker()
+async def test_a_member_comes_back_through_what_may_heal(bench: Bench, status: int) -> None:
+    link = await bench.member(head(0))
+    bench.coordinator.refuse(status)
+    await link.cut()
+    while len(bench.coordinator.authorizations) < 4:
+        await bench.clock.move(1.0)
+    bench.coordinator.refuse_with = None
+    await bench.member_again(head(0))
+    assert sum(f"HTTP {status}" in line for line in bench.lines) == 1
 
 
 def test_a_coordinator_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
@@ -643,22 +558,18 @@ def other_lease() -> bytes:
     ],
     ids=["text", "empty", "kind", "cut", "zstd", "deep", "large", "lease", "ack", "welcome"],
 )
-def test_what_the_protocol_does_not_allow_ends_the_connection_with_one_message(
-    tmp_path: Path, frame: str | bytes, message: str
+@with_worker()
+async def test_what_the_protocol_does_not_allow_ends_the_connection_with_one_message(
+    bench: Bench, frame: str | bytes, message: str
 ) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await link.socket.send(frame)
-            await link.until(lambda: link.is_closed)
-            await bench.until(lambda: any(message in line for line in bench.lines))
-            back = await bench.again()
-            assert [call.call_id for call in back.hello.held] == ["a"]
-
-    run(main())
+    link = await bench.member(head(0))
+    await link.send(assign("a"))
+    await bench.until(lambda: bench.engine.requests)
+    await link.socket.send(frame)
+    await link.until(lambda: link.is_closed)
+    await bench.until(lambda: any(message in line for line in bench.lines))
+    back = await bench.again()
+    assert [call.call_id for call in back.hello.held] == ["a"]
 
 
 @pytest.mark.parametrize("first", ["silence", "head", "protocol", "ttl"])
@@ -758,23 +669,19 @@ def test_an_engine_that_cannot_be_opened_ends_the_worker(tmp_path: Path) -> None
     run(main())
 
 
-def test_a_failed_call_is_the_calls_own_matter(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(3)
-            bench.engine.fail(EngineError("out of memory"))
-            assert await link.ended("a") == "failed: out of memory"
-            assert bench.coordinator.response("a") == tokens(7, 0, 3)
-            await link.send(assign("b", limit=1))
-            await bench.until(lambda: len(bench.engine.requests) == 2)
-            await bench.engine.tick()
-            assert await link.ended("b") == "length"
-
-    run(main())
+@with_worker()
+async def test_a_failed_call_is_the_calls_own_matter(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a"))
+    await bench.until(lambda: bench.engine.requests)
+    await bench.engine.tick(3)
+    bench.engine.fail(EngineError("out of memory"))
+    assert await link.ended("a") == "failed: out of memory"
+    assert bench.coordinator.response("a") == tokens(7, 0, 3)
+    await link.send(assign("b", limit=1))
+    await bench.until(lambda: len(bench.engine.requests) == 2)
+    await bench.engine.tick()
+    assert await link.ended("b") == "length"
 
 
 class Hasty(FakeEngine):
@@ -791,21 +698,16 @@ class Hasty(FakeEngine):
         )
 
 
-def test_a_stop_at_a_token_that_is_no_stop_token_is_a_failure(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = lambda: Hasty(length_of)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a", stop_token_ids=(2,)))
-            said = await link.ended("a")
-            assert said.startswith("failed: ") and "stopped at token 7, but its stop tokens are [2]" in said
-            await link.send(assign("b", stop_token_ids=(2, 7)))
-            assert await link.ended("b") == "stop"
-            await link.send(assign("c", stop_token_ids=(2,), stop_strings=("end",)))
-            assert await link.ended("c") == "stop"
-
-    run(main())
+@with_worker(make_engine=lambda: Hasty(length_of))
+async def test_a_stop_at_a_token_that_is_no_stop_token_is_a_failure(bench: Bench) -> None:
+    link = await bench.member(head(0))
+    await link.send(assign("a", stop_token_ids=(2,)))
+    said = await link.ended("a")
+    assert said.startswith("failed: ") and "stopped at token 7, but its stop tokens are [2]" in said
+    await link.send(assign("b", stop_token_ids=(2, 7)))
+    assert await link.ended("b") == "stop"
+    await link.send(assign("c", stop_token_ids=(2,), stop_strings=("end",)))
+    assert await link.ended("c") == "stop"
 
 
 class Broken(FakeEngine):
@@ -817,22 +719,17 @@ class Broken(FakeEngine):
         yield
 
 
-def test_an_engine_whose_calls_all_fail_for_long_ends_the_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = lambda: Broken(length_of)
-        async with bench.joined():
-            link = await bench.member(head(0), ttl_s=600.0)
-            for number in range(8):
-                call: Assign = assign(f"c{number}")
-                await link.send(call)
-                assert "illegal memory access" in await link.ended(f"c{number}")
-                await bench.clock.move(20.0)
-            error = await bench.failure()
-            assert isinstance(error, EngineBroken)
-            assert "has failed 8 calls in 140 s and given no token" in str(error)
-            await link.until(lambda: link.is_closed)
-            assert link.all(Leaving) == [Leaving(reason=str(error))]
-            assert link.all(Ready)
-
-    run(main())
+@with_worker(make_engine=lambda: Broken(length_of))
+async def test_an_engine_whose_calls_all_fail_for_long_ends_the_worker(bench: Bench) -> None:
+    link = await bench.member(head(0), ttl_s=600.0)
+    for number in range(8):
+        call: Assign = assign(f"c{number}")
+        await link.send(call)
+        assert "illegal memory access" in await link.ended(f"c{number}")
+        await bench.clock.move(20.0)
+    error = await bench.failure()
+    assert isinstance(error, EngineBroken)
+    assert "has failed 8 calls in 140 s and given no token" in str(error)
+    await link.until(lambda: link.is_closed)
+    assert link.all(Leaving) == [Leaving(reason=str(error))]
+    assert link.all(Ready)

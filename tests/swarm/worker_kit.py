@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import heapq
+import inspect
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -404,6 +405,30 @@ class Bench:
         error = self.running.exception()
         assert error is not None
         return error
+
+
+def with_worker(
+    make_engine: Callable[[], Any] | None = None, **config: Any
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Make a test of a coroutine that takes a bench whose worker joins, and the test's parameters."""
+
+    def decorate(law: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        def test(tmp_path: Path, **given: Any) -> None:
+            async def main() -> None:
+                bench = Bench(tmp_path, **config)
+                bench.make_engine = make_engine or bench.make_engine
+                async with bench.joined():
+                    await law(bench, **given)
+
+            run(main())
+
+        _, *others = inspect.signature(law).parameters.values()
+        tmp_path = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([tmp_path, *others])  # type: ignore[attr-defined]
+        test.__name__, test.__module__ = law.__name__, law.__module__
+        return test
+
+    return decorate
 
 
 def acked(call_id: str, offset: int) -> Ack:

@@ -132,7 +132,7 @@ def test_a_worker_fetches_what_stays_once_and_has_the_sum_to_the_bit(tmp_path: P
     assert all(p.wire_bytes < 1.1 * adapter_bytes for p in published[1:])
 
 
-def test_what_has_hardly_changed_is_sent_as_a_delta_of_the_sums(tmp_path: Path) -> None:
+async def test_what_has_hardly_changed_is_sent_as_a_delta_of_the_sums(tmp_path: Path) -> None:
     """Adapters are dense, however little they move; in bfloat16 few of the sums do."""
     publisher = open_publisher(tmp_path)
     moved = adapters(2)[UP]
@@ -142,16 +142,13 @@ def test_what_has_hardly_changed_is_sent_as_a_delta_of_the_sums(tmp_path: Path) 
     assert [first.kind, second.kind, third.kind] == ["full", "adapter", "delta"]
     assert third.wire_bytes < second.wire_bytes / 4
 
-    async def main() -> None:
-        with serving(publisher.blobs.root) as server:
-            async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-                await fetch(fetcher, second.head, server)
-                found = tensors(await fetch(fetcher, third.head, server))
-            async with open_fetcher(publisher, tmp_path / "late") as late:
-                assert_same(tensors(await fetch(late, third.head, server)), found)
-        assert torch.allclose(found[UP].float(), expected(2)[UP].float(), atol=2e-3)
-
-    asyncio.run(main())
+    with serving(publisher.blobs.root) as server:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            await fetch(fetcher, second.head, server)
+            found = tensors(await fetch(fetcher, third.head, server))
+        async with open_fetcher(publisher, tmp_path / "late") as late:
+            assert_same(tensors(await fetch(late, third.head, server)), found)
+    assert torch.allclose(found[UP].float(), expected(2)[UP].float(), atol=2e-3)
 
 
 def test_engines_that_take_tensors_are_given_the_same_sum_up_to_rounding() -> None:
@@ -169,7 +166,7 @@ def test_a_publisher_started_again_names_the_same_blobs(tmp_path: Path) -> None:
     assert published.kind == "adapter"
 
 
-def test_adapters_and_whole_weights_may_follow_each_other(tmp_path: Path) -> None:
+async def test_adapters_and_whole_weights_may_follow_each_other(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path)
     heads = [
         publisher.publish(source(0, initial_weights())).head,
@@ -178,28 +175,22 @@ def test_adapters_and_whole_weights_may_follow_each_other(tmp_path: Path) -> Non
         *(p.head for p in publish(publisher, 3)),
     ]
 
-    async def main() -> None:
-        with serving(publisher.blobs.root) as server:
-            async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-                for version, head in enumerate(heads):
-                    want = expected(version) if version % 2 else served(initial_weights())
-                    assert_same(tensors(await fetch(fetcher, head, server)), want)
-
-    asyncio.run(main())
+    with serving(publisher.blobs.root) as server:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            for version, head in enumerate(heads):
+                want = expected(version) if version % 2 else served(initial_weights())
+                assert_same(tensors(await fetch(fetcher, head, server)), want)
 
 
-def test_a_flipped_bit_in_an_adapter_costs_one_blob(tmp_path: Path) -> None:
+async def test_a_flipped_bit_in_an_adapter_costs_one_blob(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path)
     *_, published = publish(publisher, 0, 1)
     last = manifest_of(publisher, published.head).blobs[-1].digest
 
-    async def main() -> None:
-        with serving(publisher.blobs.root, answers({last}, flipped, times=1)) as server:
-            async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-                assert_same(tensors(await fetch(fetcher, published.head, server)), expected(1))
-                assert sum(digest == last for digest, _ in server.asked) >= 2
-
-    asyncio.run(main())
+    with serving(publisher.blobs.root, answers({last}, flipped, times=1)) as server:
+        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
+            assert_same(tensors(await fetch(fetcher, published.head, server)), expected(1))
+            assert sum(digest == last for digest, _ in server.asked) >= 2
 
 
 @pytest.mark.parametrize(

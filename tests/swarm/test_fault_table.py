@@ -46,44 +46,38 @@ async def until_step(stage: Stage, step: int) -> None:
     await stage.until(f"step {step}", lambda: stage.steps_done() > step)
 
 
-def test_a_worker_that_is_stopped_for_longer_than_its_lease_wakes_up_fenced_and_joins_again(
+async def test_a_worker_that_is_stopped_for_longer_than_its_lease_wakes_up_fenced_and_joins_again(
     experiment_folder: Path,
 ) -> None:
-    async def scene() -> None:
-        # The phone alone needs longer for so many steps than the laptop is away.
-        async with stage_in(experiment_folder, steps=40).open() as stage:
-            await until_step(stage, 1)
-            await stage.until("a call of the laptop", lambda: any(w.num_calls for w in stage.status().workers))
-            stage.spawn(stage.pause("laptop", 2 * LEASE_S))
-            paused_s, steps = time.monotonic(), stage.steps_done()
-            away = "the end of the laptop's lease"
-            await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["laptop"] == "away")
-            assert time.monotonic() - paused_s > LEASE_S / 2
-            await stage.until("a step without the laptop", lambda: stage.steps_done() > steps)
-            back = "the laptop's return"
-            await stage.until(
-                back, lambda: any(at_s > paused_s for at_s, who in stage.proxy.record.welcomes if who == "laptop")
-            )
-            await finish(stage, 40)
-
-    asyncio.run(scene())
+    # The phone alone needs longer for so many steps than the laptop is away.
+    async with stage_in(experiment_folder, steps=40).open() as stage:
+        await until_step(stage, 1)
+        await stage.until("a call of the laptop", lambda: any(w.num_calls for w in stage.status().workers))
+        stage.spawn(stage.pause("laptop", 2 * LEASE_S))
+        paused_s, steps = time.monotonic(), stage.steps_done()
+        away = "the end of the laptop's lease"
+        await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["laptop"] == "away")
+        assert time.monotonic() - paused_s > LEASE_S / 2
+        await stage.until("a step without the laptop", lambda: stage.steps_done() > steps)
+        back = "the laptop's return"
+        await stage.until(
+            back, lambda: any(at_s > paused_s for at_s, who in stage.proxy.record.welcomes if who == "laptop")
+        )
+        await finish(stage, 40)
 
 
-def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_doubles_nothing(
+async def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_doubles_nothing(
     experiment_folder: Path,
 ) -> None:
-    async def scene() -> None:
-        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
-        async with stage_in(experiment_folder, speeds=slow).open() as stage:
-            await until_step(stage, 1)
-            await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
-            hellos = len(stage.proxy.record.hellos)
-            await stage.kill("coordinator", 0.5)
-            await finish(stage)
-            again = {member for _, member in stage.proxy.record.hellos[hellos:]}
-            assert again == set(TWO)
-
-    asyncio.run(scene())
+    slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
+    async with stage_in(experiment_folder, speeds=slow).open() as stage:
+        await until_step(stage, 1)
+        await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
+        hellos = len(stage.proxy.record.hellos)
+        await stage.kill("coordinator", 0.5)
+        await finish(stage)
+        again = {member for _, member in stage.proxy.record.hellos[hellos:]}
+        assert again == set(TWO)
 
 
 def test_a_coordinator_and_a_member_that_are_killed_are_back_in_service_in_time(experiment_folder: Path) -> None:
@@ -108,87 +102,73 @@ def test_a_coordinator_and_a_member_that_are_killed_are_back_in_service_in_time(
     asyncio.run(scene())
 
 
-def test_one_straggler_in_a_group_that_never_gives_a_token_keeps_no_step_waiting_for_ever(
+async def test_one_straggler_in_a_group_that_never_gives_a_token_keeps_no_step_waiting_for_ever(
     experiment_folder: Path,
 ) -> None:
     """It passes its checks and sends its heartbeats. Each group is due at some step, so without anybody who takes over
     what the straggler has, the batch would wait for its sample for ever."""
 
-    async def scene() -> None:
-        stage = stage_in(experiment_folder)
-        stage.halt("laptop")
-        async with stage.open():
-            await finish(stage)
-            assert stage.status().counters["moved_calls"] > 0
-            trained = [t for batch in runs.batches(stage.run) for t in batch.trajectories]
-            assert {segment.engine for t in trained for segment in t.segments if segment.token_ids} == {"phone"}
-
-    asyncio.run(scene())
+    stage = stage_in(experiment_folder)
+    stage.halt("laptop")
+    async with stage.open():
+        await finish(stage)
+        assert stage.status().counters["moved_calls"] > 0
+        trained = [t for batch in runs.batches(stage.run) for t in batch.trajectories]
+        assert {segment.engine for t in trained for segment in t.segments if segment.token_ids} == {"phone"}
 
 
-def test_a_clock_that_is_set_while_a_run_goes_on_ends_no_lease_and_spoils_no_measurement(
+async def test_a_clock_that_is_set_while_a_run_goes_on_ends_no_lease_and_spoils_no_measurement(
     experiment_folder: Path,
 ) -> None:
     steps = 40
 
-    async def scene() -> None:
-        # The lease is long enough for the slowest machine, and far shorter than what the clocks are set by.
-        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
-        argv = ("--engine.lease_s", "60")
-        async with stage_in(experiment_folder, *argv, steps=steps, speeds=slow, has_own_clock=True).open() as stage:
-            log = stage.run / "swarm" / "weights.jsonl"
+    # The lease is long enough for the slowest machine, and far shorter than what the clocks are set by.
+    slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
+    argv = ("--engine.lease_s", "60")
+    async with stage_in(experiment_folder, *argv, steps=steps, speeds=slow, has_own_clock=True).open() as stage:
+        log = stage.run / "swarm" / "weights.jsonl"
 
-            def read() -> list[dict[str, Any]]:
-                return list(map(json.loads, log.read_text().split("\n")[:-1])) if log.exists() else []
+        def read() -> list[dict[str, Any]]:
+            return list(map(json.loads, log.read_text().split("\n")[:-1])) if log.exists() else []
 
-            await until_step(stage, 0)
-            for ahead_s in (3600.0, -7200.0, 86400.0):
-                set_clocks(experiment_folder, ahead_s)
-                true_s = time.time()
-                said = f"a publication {ahead_s:g} s off"
-                await stage.until(
-                    said, lambda at_s=true_s + ahead_s: any(abs(p["time_s"] - at_s) < 900 for p in read())
-                )
-            await finish(stage, steps)
-            assert stage.status().counters["expired_leases"] == 0
-            assert Counter(who for _, who in stage.proxy.record.welcomes) == {name: 1 for name in TWO}
-            changes = [record for record in read() if record["record"] == "change"]
-            assert changes and all(0 <= c["after_s"] < DEADLINE_S and 0 <= c["prepare_s"] < DEADLINE_S for c in changes)
-
-    asyncio.run(scene())
+        await until_step(stage, 0)
+        for ahead_s in (3600.0, -7200.0, 86400.0):
+            set_clocks(experiment_folder, ahead_s)
+            true_s = time.time()
+            said = f"a publication {ahead_s:g} s off"
+            await stage.until(said, lambda at_s=true_s + ahead_s: any(abs(p["time_s"] - at_s) < 900 for p in read()))
+        await finish(stage, steps)
+        assert stage.status().counters["expired_leases"] == 0
+        assert Counter(who for _, who in stage.proxy.record.welcomes) == {name: 1 for name in TWO}
+        changes = [record for record in read() if record["record"] == "change"]
+        assert changes and all(0 <= c["after_s"] < DEADLINE_S and 0 <= c["prepare_s"] < DEADLINE_S for c in changes)
 
 
-def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder: Path) -> None:
-    async def scene() -> None:
-        async with stage_in(experiment_folder, steps=24).open() as stage:
-            await until_step(stage, 0)
-            second = Forked(experiment_folder, "second", ("train", "--resume", str(stage.run)))
-            try:
-                await stage.until("the end of the second", lambda: second.exit_code is not None)
-            finally:
-                second.kill()
-            assert second.exit_code == 2
-            assert "in use by" in second.last_words() or "another process" in second.last_words()
-            await finish(stage, 24)
-
-    asyncio.run(scene())
+async def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder: Path) -> None:
+    async with stage_in(experiment_folder, steps=24).open() as stage:
+        await until_step(stage, 0)
+        second = Forked(experiment_folder, "second", ("train", "--resume", str(stage.run)))
+        try:
+            await stage.until("the end of the second", lambda: second.exit_code is not None)
+        finally:
+            second.kill()
+        assert second.exit_code == 2
+        assert "in use by" in second.last_words() or "another process" in second.last_words()
+        await finish(stage, 24)
 
 
-def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_folder: Path) -> None:
-    async def scene() -> None:
-        async with stage_in(experiment_folder, steps=24).open() as stage:
-            await stage.until("the phone", lambda: any(who == "phone" for _, who, _ in stage.proxy.record.servings))
-            stage.proxy.starved.add("phone")
-            log = experiment_folder / "phone.log"
-            await stage.until("what the phone says of it", lambda: "no source has blob" in log.read_text())
-            await finish(stage, 24)
-            phone = next(w for w in stage.status().workers if w.name == "phone")
-            assert phone.lag is not None and phone.lag > BOUND
-            ages = [row["rollout/starvation_age"] for row in runs.rows(stage.run)]
-            assert 1 <= max(ages) <= BOUND, "what the phone has begun is waited for, and is reported while it is"
-            assert stage.status().metrics["rollout/starvation_age"] == ages[-1]
-
-    asyncio.run(scene())
+async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_folder: Path) -> None:
+    async with stage_in(experiment_folder, steps=24).open() as stage:
+        await stage.until("the phone", lambda: any(who == "phone" for _, who, _ in stage.proxy.record.servings))
+        stage.proxy.starved.add("phone")
+        log = experiment_folder / "phone.log"
+        await stage.until("what the phone says of it", lambda: "no source has blob" in log.read_text())
+        await finish(stage, 24)
+        phone = next(w for w in stage.status().workers if w.name == "phone")
+        assert phone.lag is not None and phone.lag > BOUND
+        ages = [row["rollout/starvation_age"] for row in runs.rows(stage.run)]
+        assert 1 <= max(ages) <= BOUND, "what the phone has begun is waited for, and is reported while it is"
+        assert stage.status().metrics["rollout/starvation_age"] == ages[-1]
 
 
 @needs_mounts

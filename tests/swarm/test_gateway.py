@@ -155,75 +155,60 @@ def tokens(chunks: list[Chunk]) -> tuple[int, ...]:
     return tuple(t for chunk in chunks for t in chunk.token_ids)
 
 
-def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+async def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        call = asyncio.create_task(collect(engine, "g0.0"))
+        await wire.hear()
+        for _ in range(4):
+            await wire.decode("g0.0#0.", LENGTH // 4)
+        chunks = await call
+        assert tokens(chunks) == response("g0.0.")
+        assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
+        assert engine.stats().decoded_tokens == LENGTH and engine.placement.room() == 4
+
+
+async def test_a_cut_connection_costs_no_token(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine:
+        worker = ModelWorker("a")
+        async with joined(engine, worker) as wire:
             call = asyncio.create_task(collect(engine, "g0.0"))
             await wire.hear()
-            for _ in range(4):
-                await wire.decode("g0.0#0.", LENGTH // 4)
-            chunks = await call
-            assert tokens(chunks) == response("g0.0.")
-            assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
-            assert engine.stats().decoded_tokens == LENGTH and engine.placement.room() == 4
-
-    run(law)
-
-
-def test_a_cut_connection_costs_no_token(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            worker = ModelWorker("a")
-            async with joined(engine, worker) as wire:
-                call = asyncio.create_task(collect(engine, "g0.0"))
-                await wire.hear()
-                await wire.decode("g0.0#0.", 10)
-            worker.decode("g0.0#0.", 20)
-            worker.send("g0.0#0.")  # nobody hears it
-            async with joined(engine, worker) as wire:
-                await wire.hear()
-                await wire.decode("g0.0#0.", LENGTH)
-                assert tokens(await call) == response("g0.0.")
-
-    run(law)
-
-
-def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-            call = asyncio.create_task(collect(engine, "g0.0"))
+            await wire.decode("g0.0#0.", 10)
+        worker.decode("g0.0#0.", 20)
+        worker.send("g0.0#0.")  # nobody hears it
+        async with joined(engine, worker) as wire:
             await wire.hear()
-            wire.worker.decode("g0.0#0.", 7)
-            abort = asyncio.create_task(engine.abort(["g0.0#0."]))
-            await wire.hear()
-            await wire.decode("g0.0#0.", 0)
-            await abort
-            chunks = await call
-            assert tokens(chunks) == response("g0.0.", 0, 7) and chunks[-1].finish_reason is FinishReason.ABORT
-
-    run(law)
+            await wire.decode("g0.0#0.", LENGTH)
+            assert tokens(await call) == response("g0.0.")
 
 
-def test_a_worker_that_does_not_answer_an_abort_is_cut_off(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path, abort_timeout_s=0.2) as engine, joined(engine, ModelWorker("a")) as wire:
-            call = asyncio.create_task(collect(engine, "g0.0"))
-            await wire.hear()
-            await engine.abort(["g0.0#0."])
-            assert [(c.token_ids, c.finish_reason) for c in await call] == [((), FinishReason.ABORT)]
+async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        call = asyncio.create_task(collect(engine, "g0.0"))
+        await wire.hear()
+        wire.worker.decode("g0.0#0.", 7)
+        abort = asyncio.create_task(engine.abort(["g0.0#0."]))
+        await wire.hear()
+        await wire.decode("g0.0#0.", 0)
+        await abort
+        chunks = await call
+        assert tokens(chunks) == response("g0.0.", 0, 7) and chunks[-1].finish_reason is FinishReason.ABORT
 
-    run(law)
+
+async def test_a_worker_that_does_not_answer_an_abort_is_cut_off(tmp_path: Path) -> None:
+    async with swarm(tmp_path, abort_timeout_s=0.2) as engine, joined(engine, ModelWorker("a")) as wire:
+        call = asyncio.create_task(collect(engine, "g0.0"))
+        await wire.hear()
+        await engine.abort(["g0.0#0."])
+        assert [(c.token_ids, c.finish_reason) for c in await call] == [((), FinishReason.ABORT)]
 
 
-def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path, lease_s=1.0) as engine, joined(engine, ModelWorker("a")) as wire:
-            call = asyncio.create_task(collect(engine, "g0.0"))
-            await wire.hear()
-            with pytest.raises(EngineError, match=r"a has not been heard from for 1 s"):
-                await call
-
-    run(law)
+async def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
+    async with swarm(tmp_path, lease_s=1.0) as engine, joined(engine, ModelWorker("a")) as wire:
+        call = asyncio.create_task(collect(engine, "g0.0"))
+        await wire.hear()
+        with pytest.raises(EngineError, match=r"a has not been heard from for 1 s"):
+            await call
 
 
 @pytest.mark.parametrize(
@@ -235,46 +220,37 @@ def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
         ({"subprotocols": None}, 426, "offers none"),
     ],
 )
-def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], status: int, says: str) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            with pytest.raises(websockets.InvalidStatus) as refused:
-                async with dial(engine, "a", **changes):
-                    pass
-            assert refused.value.response.status_code == status
-            assert says in (refused.value.response.body or b"").decode()
-            assert engine.coordinator.counters.turned_away[{401: "token", 426: "protocol"}[status]] == 1
-
-    run(law)
-
-
-def test_a_path_where_no_worker_joins_is_told_from_a_refused_token(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            assert engine.gateway is not None
-            address = CoordinatorAddress.parse(f"{engine.gateway.url}/foo")
-            with pytest.raises(Refused) as caught:
-                async with open_connection(address, TOKEN, None, timeout_s=10.0):
-                    pass
-            said = str(caught.value)
-            assert "accepts no workers at the path /foo/v1/session (HTTP 404): workers join this run at" in said
-            assert "token" not in said
-
-    run(law)
-
-
-def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            async with dial(engine, "b") as socket:
-                with pytest.raises(websockets.ConnectionClosed):
-                    await socket.send(bytes(MAX_FRAME_BYTES + 1))
-                    told = await socket.recv()
-                    assert not told, "the connection ended with a message"
-            async with joined(engine, ModelWorker("b")):
+async def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, Any], status: int, says: str) -> None:
+    async with swarm(tmp_path) as engine:
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            async with dial(engine, "a", **changes):
                 pass
+        assert refused.value.response.status_code == status
+        assert says in (refused.value.response.body or b"").decode()
+        assert engine.coordinator.counters.turned_away[{401: "token", 426: "protocol"}[status]] == 1
 
-    run(law)
+
+async def test_a_path_where_no_worker_joins_is_told_from_a_refused_token(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine:
+        assert engine.gateway is not None
+        address = CoordinatorAddress.parse(f"{engine.gateway.url}/foo")
+        with pytest.raises(Refused) as caught:
+            async with open_connection(address, TOKEN, None, timeout_s=10.0):
+                pass
+        said = str(caught.value)
+        assert "accepts no workers at the path /foo/v1/session (HTTP 404): workers join this run at" in said
+        assert "token" not in said
+
+
+async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine:
+        async with dial(engine, "b") as socket:
+            with pytest.raises(websockets.ConnectionClosed):
+                await socket.send(bytes(MAX_FRAME_BYTES + 1))
+                told = await socket.recv()
+                assert not told, "the connection ended with a message"
+        async with joined(engine, ModelWorker("b")):
+            pass
 
 
 @pytest.mark.parametrize("has_joined", [False, True])
@@ -302,164 +278,143 @@ def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_path: Pa
         ),
     ],
 )
-def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(
+async def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(
     tmp_path: Path, frame: bytes | str, says: str, has_joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            async with joined(engine, ModelWorker("b")) if has_joined else dial(engine, "b") as opened:
-                socket = opened.socket if has_joined else opened
-                await socket.send(frame)
-                told = []
-                with pytest.raises(websockets.ConnectionClosed):
-                    while True:
-                        told.append(decode_down(await socket.recv()).message)
-                (goodbye,) = told
-                assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
-                assert goodbye.reason.startswith("this worker violates the protocol: ")
-                assert says in goodbye.reason
-                assert engine.coordinator.counters.turned_away["frame"] == 1
-                assert sum("b broke the protocol and was disconnected" in line for line in caplog.messages) == 1
-            async with joined(engine, ModelWorker("b")):
-                pass
-
-    run(law)
+    async with swarm(tmp_path) as engine:
+        async with joined(engine, ModelWorker("b")) if has_joined else dial(engine, "b") as opened:
+            socket = opened.socket if has_joined else opened
+            await socket.send(frame)
+            told = []
+            with pytest.raises(websockets.ConnectionClosed):
+                while True:
+                    told.append(decode_down(await socket.recv()).message)
+            (goodbye,) = told
+            assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
+            assert goodbye.reason.startswith("this worker violates the protocol: ")
+            assert says in goodbye.reason
+            assert engine.coordinator.counters.turned_away["frame"] == 1
+            assert sum("b broke the protocol and was disconnected" in line for line in caplog.messages) == 1
+        async with joined(engine, ModelWorker("b")):
+            pass
 
 
-def test_a_flood_of_frames_arrives_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-            member = engine.coordinator.members["a"]
-            numbers: list[int] = []
-            received = engine.shell.received
+async def test_a_flood_of_frames_arrives_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        member = engine.coordinator.members["a"]
+        numbers: list[int] = []
+        received = engine.shell.received
 
-            def watch(lease: int, message: FromWorker) -> None:
-                received(lease, message)
-                if isinstance(message, Heartbeat):
-                    numbers.append(message.number)
+        def watch(lease: int, message: FromWorker) -> None:
+            received(lease, message)
+            if isinstance(message, Heartbeat):
+                numbers.append(message.number)
 
-            monkeypatch.setattr(engine.shell, "received", watch)
-            for number in range(1, 1001):
-                await wire.say(structs.replace(IDLE, number=number))
-            await until(lambda: member.last_heartbeat == 1000)
-            assert numbers == [*range(1, 1001)]
-
-    run(law)
+        monkeypatch.setattr(engine.shell, "received", watch)
+        for number in range(1, 1001):
+            await wire.say(structs.replace(IDLE, number=number))
+        await until(lambda: member.last_heartbeat == 1000)
+        assert numbers == [*range(1, 1001)]
 
 
-def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
+async def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def law() -> None:
-        first, second = ModelWorker("a"), ModelWorker("b")
-        async with swarm(tmp_path) as engine, joined(engine, first), joined(engine, second):
-            leases: list[int] = []
-            protocols = {
-                connection.request.headers["Authorization"]: connection
-                for connection in engine.gateway._server.server_state.connections
-            }
+    first, second = ModelWorker("a"), ModelWorker("b")
+    async with swarm(tmp_path) as engine, joined(engine, first), joined(engine, second):
+        leases: list[int] = []
+        protocols = {
+            connection.request.headers["Authorization"]: connection
+            for connection in engine.gateway._server.server_state.connections
+        }
 
-            def watch(lease: int, message: FromWorker) -> None:
-                if isinstance(message, Heartbeat):
-                    leases.append(lease)
+        def watch(lease: int, message: FromWorker) -> None:
+            if isinstance(message, Heartbeat):
+                leases.append(lease)
 
-            monkeypatch.setattr(engine.shell, "received", watch)
-            for number in range(1, 41):  # all of them wait when the first is handed out
-                for worker in (first, second):
-                    protocol = protocols[f"Bearer {worker.name}"]
-                    frame = encode(worker.lease, structs.replace(IDLE, number=number))
-                    protocol.queue.put_nowait({"type": "websocket.receive", "bytes": frame})
-            await until(lambda: len(leases) == 80)
-            assert abs(leases[:40].count(first.lease) - 20) <= gateway_module._FRAMES_PER_TURN
-
-    run(law)
+        monkeypatch.setattr(engine.shell, "received", watch)
+        for number in range(1, 41):  # all of them wait when the first is handed out
+            for worker in (first, second):
+                protocol = protocols[f"Bearer {worker.name}"]
+                frame = encode(worker.lease, structs.replace(IDLE, number=number))
+                protocol.queue.put_nowait({"type": "websocket.receive", "bytes": frame})
+        await until(lambda: len(leases) == 80)
+        assert abs(leases[:40].count(first.lease) - 20) <= gateway_module._FRAMES_PER_TURN
 
 
-def test_what_is_sent_comes_in_order_and_before_the_end(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-            lease = wire.worker.lease
-            for number in range(1, 51):
-                engine.shell.connections.send(lease, Beat(number=number, head=head(0)))
-            got = [decode_down(await wire.socket.recv()).message for _ in range(50)]
-            assert [beat.number for beat in got if isinstance(beat, Beat)] == [*range(1, 51)]
-            engine.shell.connections.send(lease, Beat(number=51, head=head(0)))
-            engine.shell.connections.close(lease)
-            last = decode_down(await wire.socket.recv()).message
-            assert isinstance(last, Beat) and last.number == 51, "what was sent before the end comes"
-            with pytest.raises(websockets.ConnectionClosed):
-                await wire.socket.recv()
-
-    run(law)
+async def test_what_is_sent_comes_in_order_and_before_the_end(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        lease = wire.worker.lease
+        for number in range(1, 51):
+            engine.shell.connections.send(lease, Beat(number=number, head=head(0)))
+        got = [decode_down(await wire.socket.recv()).message for _ in range(50)]
+        assert [beat.number for beat in got if isinstance(beat, Beat)] == [*range(1, 51)]
+        engine.shell.connections.send(lease, Beat(number=51, head=head(0)))
+        engine.shell.connections.close(lease)
+        last = decode_down(await wire.socket.recv()).message
+        assert isinstance(last, Beat) and last.number == 51, "what was sent before the end comes"
+        with pytest.raises(websockets.ConnectionClosed):
+            await wire.socket.recv()
 
 
-def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, httpx.AsyncClient(trust_env=False) as http:
-            assert engine.gateway is not None
-            base = engine.gateway.url.replace("ws:", "http:") + "/v1/blobs/"
-            member = {"Authorization": "Bearer a"}
-            whole = await http.get(base + DIGEST, headers=member)
-            assert whole.content == CONTENT
-            part = await http.get(base + DIGEST, headers={**member, "Range": "bytes=100-199"})
-            assert part.status_code == 206 and part.content == CONTENT[100:200]
-            assert (await http.get(base + DIGEST)).status_code == 401
-            for name in ("0" * 64, "..%2f" + DIGEST, DIGEST.upper()):
-                assert (await http.get(base + name, headers=member)).status_code == 404
-
-    run(law)
+async def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine, httpx.AsyncClient(trust_env=False) as http:
+        assert engine.gateway is not None
+        base = engine.gateway.url.replace("ws:", "http:") + "/v1/blobs/"
+        member = {"Authorization": "Bearer a"}
+        whole = await http.get(base + DIGEST, headers=member)
+        assert whole.content == CONTENT
+        part = await http.get(base + DIGEST, headers={**member, "Range": "bytes=100-199"})
+        assert part.status_code == 206 and part.content == CONTENT[100:200]
+        assert (await http.get(base + DIGEST)).status_code == 401
+        for name in ("0" * 64, "..%2f" + DIGEST, DIGEST.upper()):
+            assert (await http.get(base + name, headers=member)).status_code == 404
 
 
-def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_path: Path) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-            told: list[str] = []
-            engine.placement.on_distrust(told.append)
+async def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        told: list[str] = []
+        engine.placement.on_distrust(told.append)
+        call = asyncio.create_task(collect(engine, "g0.0"))
+        await wire.hear()
+        await wire.decode("g0.0#0.", 10)
+        engine.coordinator.published(head(1), 0.0)  # it is told of a version, and claims it before it has it
+        wire.worker.decode("g0.0#0.", 10)
+        for piece in wire.worker.send("g0.0#0."):
+            await wire.say(structs.replace(piece, version=1, kv_version=1))
+        bye = await wire.hear()
+        while not isinstance(bye, Goodbye):
+            bye = await wire.hear()
+        assert bye.is_final
+        assert "it sent tokens of version 1, which it has not confirmed to serve" in bye.reason
+        with pytest.raises(EngineError, match="a is no longer trusted"):
+            await call
+        assert told == ["a"] and engine.stats().decoded_tokens == 10, "it hands on none of them"
+        async with dial(engine, "a") as socket:
+            await socket.send(encode(0, wire.worker.hello()))
+            again = decode_down(await socket.recv()).message
+            assert isinstance(again, Goodbye) and again.is_final
+
+
+async def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(tmp_path: Path) -> None:
+    valid = {"a"}
+    async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
+        told: list[str] = []
+        engine.placement.on_distrust(told.append)
+        async with joined(engine, ModelWorker("a")) as wire:
             call = asyncio.create_task(collect(engine, "g0.0"))
             await wire.hear()
-            await wire.decode("g0.0#0.", 10)
-            engine.coordinator.published(head(1), 0.0)  # it is told of a version, and claims it before it has it
-            wire.worker.decode("g0.0#0.", 10)
-            for piece in wire.worker.send("g0.0#0."):
-                await wire.say(structs.replace(piece, version=1, kv_version=1))
+            before_s = asyncio.get_running_loop().time()
+            valid.clear()
             bye = await wire.hear()
-            while not isinstance(bye, Goodbye):
-                bye = await wire.hear()
-            assert bye.is_final
-            assert "it sent tokens of version 1, which it has not confirmed to serve" in bye.reason
-            with pytest.raises(EngineError, match="a is no longer trusted"):
+            assert asyncio.get_running_loop().time() - before_s < within(5.0)
+            assert isinstance(bye, Goodbye) and bye.is_final and bye.reason == "the token of 'a' was revoked"
+            with pytest.raises(EngineError, match="was revoked"):
                 await call
-            assert told == ["a"] and engine.stats().decoded_tokens == 10, "it hands on none of them"
-            async with dial(engine, "a") as socket:
-                await socket.send(encode(0, wire.worker.hello()))
-                again = decode_down(await socket.recv()).message
-                assert isinstance(again, Goodbye) and again.is_final
-
-    run(law)
-
-
-def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(tmp_path: Path) -> None:
-    async def law() -> None:
-        valid = {"a"}
-        async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
-            told: list[str] = []
-            engine.placement.on_distrust(told.append)
-            async with joined(engine, ModelWorker("a")) as wire:
-                call = asyncio.create_task(collect(engine, "g0.0"))
-                await wire.hear()
-                before_s = asyncio.get_running_loop().time()
-                valid.clear()
-                bye = await wire.hear()
-                assert asyncio.get_running_loop().time() - before_s < within(5.0)
-                assert isinstance(bye, Goodbye) and bye.is_final and bye.reason == "the token of 'a' was revoked"
-                with pytest.raises(EngineError, match="was revoked"):
-                    await call
-            assert not told
-            valid.add("a")  # a new token
-            async with joined(engine, ModelWorker("a")):
-                pass
-
-    run(law)
+        assert not told
+        valid.add("a")  # a new token
+        async with joined(engine, ModelWorker("a")):
+            pass
 
 
 def test_the_valid_tokens_are_read_once_each_time_however_many_members_there_are() -> None:
@@ -495,17 +450,14 @@ class Silent:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_only_the_end_of_the_run_lets_workers_go_for_good(tmp_path: Path, is_over: bool) -> None:
-    async def law() -> None:
-        async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-            if is_over:
-                engine.placement.run_ended()
-            closing = asyncio.create_task(engine.close())
-            bye = await wire.hear()
-            assert isinstance(bye, Goodbye) and (bye.is_final, bye.has_ended) == (is_over, is_over)
-            await closing
-
-    run(law)
+async def test_only_the_end_of_the_run_lets_workers_go_for_good(tmp_path: Path, is_over: bool) -> None:
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
+        if is_over:
+            engine.placement.run_ended()
+        closing = asyncio.create_task(engine.close())
+        bye = await wire.hear()
+        assert isinstance(bye, Goodbye) and (bye.is_final, bye.has_ended) == (is_over, is_over)
+        await closing
 
 
 def test_an_address_in_use_is_named(tmp_path: Path) -> None:
@@ -572,18 +524,15 @@ def send_and_read_later(client: socket.socket) -> bytes:
     return received
 
 
-def test_a_worker_that_is_busy_sending_when_the_run_ends_reads_that_it_has_ended(tmp_path: Path) -> None:
+async def test_a_worker_that_is_busy_sending_when_the_run_ends_reads_that_it_has_ended(tmp_path: Path) -> None:
     """Its connection is not closed under it: whatever it sends after that would be answered with a reset."""
 
-    async def law() -> None:
-        async with swarm(tmp_path) as engine:
-            client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
-            await until(lambda: "a" in engine.coordinator.members)
-            engine.placement.run_ended()
-            received, _ = await asyncio.gather(asyncio.to_thread(send_and_read_later, client), engine.close())
-            assert b"the run has ended" in received
-
-    run(law)
+    async with swarm(tmp_path) as engine:
+        client = await asyncio.to_thread(greeting, int(engine.url.rpartition(":")[2]))
+        await until(lambda: "a" in engine.coordinator.members)
+        engine.placement.run_ended()
+        received, _ = await asyncio.gather(asyncio.to_thread(send_and_read_later, client), engine.close())
+        assert b"the run has ended" in received
 
 
 def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -602,18 +551,15 @@ def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog:
     assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 
-def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(
+async def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_module, "_FAREWELL_S", 0.1)
 
-    async def law() -> None:
-        certificate, key = make_certificate(tmp_path, "127.0.0.1")
-        async with swarm(tmp_path, tls_certificate=certificate, tls_key=key) as engine:
-            client = await asyncio.to_thread(close_and_stay, int(engine.url.rpartition(":")[2]))
-            try:
-                await engine.close()
-            finally:
-                client.close()
-
-    run(law)
+    certificate, key = make_certificate(tmp_path, "127.0.0.1")
+    async with swarm(tmp_path, tls_certificate=certificate, tls_key=key) as engine:
+        client = await asyncio.to_thread(close_and_stay, int(engine.url.rpartition(":")[2]))
+        try:
+            await engine.close()
+        finally:
+            client.close()

@@ -223,15 +223,12 @@ def test_the_state_is_answered_as_it_was_written_last(tmp_path: Path) -> None:
     assert missing.status_code == 404
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    async def main() -> None:
-        board = a_board(tmp_path)
-        async with listener(board) as first:
-            port = int(first.url.rstrip("/").rpartition(":")[2])
-            with pytest.raises(ConfigError, match=rf"cannot listen on engine\.admin = '127\.0\.0\.1:{port}': .*port 0"):
-                AdminListener(("127.0.0.1", port), board).bind()
-
-    asyncio.run(main())
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    board = a_board(tmp_path)
+    async with listener(board) as first:
+        port = int(first.url.rstrip("/").rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"cannot listen on engine\.admin = '127\.0\.0\.1:{port}': .*port 0"):
+            AdminListener(("127.0.0.1", port), board).bind()
 
 
 def test_the_page_writes_numbers_as_people_do() -> None:

@@ -284,7 +284,9 @@ async def trainer(folder: Path, certificate: tuple[str, str]) -> AsyncIterator[G
         await gateway.close()
 
 
-def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(tmp_path: Path, blobs: list[BlobRef]) -> None:
+async def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(
+    tmp_path: Path, blobs: list[BlobRef]
+) -> None:
     """A trainer whose certificate the relay does not trust gets no token."""
     folder = tmp_path / "relay"
     folder.mkdir()
@@ -295,23 +297,20 @@ def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(tmp_path: 
     trusted = ssl.create_default_context(cafile=folder / "relay.pem")
     mine = {"Authorization": "Bearer rw1.a"}
 
-    async def law() -> None:
-        async with trainer(tmp_path / "home", trainers) as gateway:
-            with relay(folder, gateway.url.replace("wss", "https")) as between:
-                async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
-                    url = f"{between.url}/{blobs[0].digest}"
-                    assert (await http.get(url)).status_code == 401
-                    found = await http.get(url, headers=mine)
-                    assert (found.status_code, found.content) == (200, CONTENTS[0]), between.said()
-                settings: dict[str, Any] = {"ssl": trusted, "subprotocols": [SUBPROTOCOL], "proxy": None}
-                address = f"wss://127.0.0.1:{between.port}/v1/session"
-                async with websockets.connect(address, additional_headers=mine, **settings) as socket:
-                    await socket.send(encode(0, Hello(protocols=(PROTOCOL,), software="test")))
-                    assert decode_down(await socket.recv()).message == Goodbye(reason="hello a", is_final=False)
-        async with trainer(tmp_path / "home", impostors) as gateway:
-            with relay(folder, gateway.url.replace("wss", "https")) as between:
-                async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
-                    answer = await http.get(f"{between.url}/{blobs[1].digest}", headers=mine)
-                assert answer.status_code == 502 and "certificate verify" in between.said()
-
-    run(law)
+    async with trainer(tmp_path / "home", trainers) as gateway:
+        with relay(folder, gateway.url.replace("wss", "https")) as between:
+            async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
+                url = f"{between.url}/{blobs[0].digest}"
+                assert (await http.get(url)).status_code == 401
+                found = await http.get(url, headers=mine)
+                assert (found.status_code, found.content) == (200, CONTENTS[0]), between.said()
+            settings: dict[str, Any] = {"ssl": trusted, "subprotocols": [SUBPROTOCOL], "proxy": None}
+            address = f"wss://127.0.0.1:{between.port}/v1/session"
+            async with websockets.connect(address, additional_headers=mine, **settings) as socket:
+                await socket.send(encode(0, Hello(protocols=(PROTOCOL,), software="test")))
+                assert decode_down(await socket.recv()).message == Goodbye(reason="hello a", is_final=False)
+    async with trainer(tmp_path / "home", impostors) as gateway:
+        with relay(folder, gateway.url.replace("wss", "https")) as between:
+            async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
+                answer = await http.get(f"{between.url}/{blobs[1].digest}", headers=mine)
+            assert answer.status_code == 502 and "certificate verify" in between.said()

@@ -79,30 +79,27 @@ async def said(worker: asyncio.subprocess.Process, text: str) -> str:
     return lines
 
 
-def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path: Path) -> None:
-    async def main() -> None:
-        model = saved(tiny_model(), tmp_path / "model")
-        root = tmp_path / "swarm"
-        alone = [token for token, _ in flat(await expected(model, **SETTINGS))]
-        async with asyncio.timeout(within(100)), swarm(root, model) as engine:
-            token = make_token(root)
-            async with process(engine, tmp_path, token) as worker:
-                text = await said(worker, "serving version 0")
-                assert re.search(r"^laptop: connected to ws://\S+ as 'laptop': run sums, epoch 1", text, re.M)
-                assert [t for t, _ in flat(await collected(engine, **SETTINGS))] == alone
-                worker.kill()
-            async with process(engine, tmp_path, token) as worker:
-                await said(worker, "serving version 0")
-                chunks = await collected(engine, **{**SETTINGS, "call": 1})
-                assert [t for t, _ in flat(chunks)] == alone
-                worker.send_signal(signal.SIGTERM)
-                text = await said(worker, "left the swarm")
-                assert "handing over; press Ctrl-C again to stop immediately" in text
-                assert await worker.wait() == 0
-                assert token.secret not in text
-            assert engine.coordinator.members["laptop"].last_error == "laptop has left: stopped by its user"
-
-    asyncio.run(main())
+async def test_a_worker_process_serves_is_killed_comes_back_and_leaves(tmp_path: Path) -> None:
+    model = saved(tiny_model(), tmp_path / "model")
+    root = tmp_path / "swarm"
+    alone = [token for token, _ in flat(await expected(model, **SETTINGS))]
+    async with asyncio.timeout(within(100)), swarm(root, model) as engine:
+        token = make_token(root)
+        async with process(engine, tmp_path, token) as worker:
+            text = await said(worker, "serving version 0")
+            assert re.search(r"^laptop: connected to ws://\S+ as 'laptop': run sums, epoch 1", text, re.M)
+            assert [t for t, _ in flat(await collected(engine, **SETTINGS))] == alone
+            worker.kill()
+        async with process(engine, tmp_path, token) as worker:
+            await said(worker, "serving version 0")
+            chunks = await collected(engine, **{**SETTINGS, "call": 1})
+            assert [t for t, _ in flat(chunks)] == alone
+            worker.send_signal(signal.SIGTERM)
+            text = await said(worker, "left the swarm")
+            assert "handing over; press Ctrl-C again to stop immediately" in text
+            assert await worker.wait() == 0
+            assert token.secret not in text
+        assert engine.coordinator.members["laptop"].last_error == "laptop has left: stopped by its user"
 
 
 # -- TLS ------------------------------------------------------------------------------------------------------------
@@ -138,41 +135,35 @@ async def greeted(connection: CoordinatorConnection) -> object:
     return await connection.receive()
 
 
-def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tmp_path: Path) -> None:
-    async def main() -> None:
-        model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        certificate, key = make_certificate(tmp_path)
-        async with (
-            asyncio.timeout(within(30)),
-            swarm(root, model, tls_certificate=str(certificate), tls_key=str(key)) as engine,
-        ):
-            assert engine.gateway is not None
-            address, token = CoordinatorAddress.parse(engine.gateway.url), make_token(root)
-            assert address.is_encrypted
-            async with open_connection(address, token, tls_context(certificate), timeout_s=10.0) as connection:
-                assert isinstance(await greeted(connection), Welcome)
-            with pytest.raises(Refused, match=r"not signed by an authority that this worker trusts .*--ca-file"):
-                async with open_connection(address, token, tls_context(None), timeout_s=10.0):
-                    pass
-            plain = CoordinatorAddress.parse(f"ws://{address.netloc}")
-            with pytest.raises(Refused, match=rf"speaks TLS: join wss://{address.netloc}$"):
-                async with open_connection(plain, token, None, timeout_s=10.0):
-                    pass
-
-    asyncio.run(main())
+async def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tmp_path: Path) -> None:
+    model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
+    certificate, key = make_certificate(tmp_path)
+    async with (
+        asyncio.timeout(within(30)),
+        swarm(root, model, tls_certificate=str(certificate), tls_key=str(key)) as engine,
+    ):
+        assert engine.gateway is not None
+        address, token = CoordinatorAddress.parse(engine.gateway.url), make_token(root)
+        assert address.is_encrypted
+        async with open_connection(address, token, tls_context(certificate), timeout_s=10.0) as connection:
+            assert isinstance(await greeted(connection), Welcome)
+        with pytest.raises(Refused, match=r"not signed by an authority that this worker trusts .*--ca-file"):
+            async with open_connection(address, token, tls_context(None), timeout_s=10.0):
+                pass
+        plain = CoordinatorAddress.parse(f"ws://{address.netloc}")
+        with pytest.raises(Refused, match=rf"speaks TLS: join wss://{address.netloc}$"):
+            async with open_connection(plain, token, None, timeout_s=10.0):
+                pass
 
 
-def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
-    async def main() -> None:
-        model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
-        async with asyncio.timeout(within(30)), swarm(root, model) as engine:
-            assert engine.gateway is not None
-            address = CoordinatorAddress.parse(engine.gateway.url.replace("ws://", "wss://"))
-            with pytest.raises(Refused, match=r"it does not speak TLS there .*with ws://"):
-                async with open_connection(address, make_token(root), tls_context(None), timeout_s=10.0):
-                    pass
-
-    asyncio.run(main())
+async def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+    model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
+    async with asyncio.timeout(within(30)), swarm(root, model) as engine:
+        assert engine.gateway is not None
+        address = CoordinatorAddress.parse(engine.gateway.url.replace("ws://", "wss://"))
+        with pytest.raises(Refused, match=r"it does not speak TLS there .*with ws://"):
+            async with open_connection(address, make_token(root), tls_context(None), timeout_s=10.0):
+                pass
 
 
 # -- what a user may get wrong ----------------------------------------------------------------------------------------

@@ -44,56 +44,50 @@ class Forgetful(FakeEngine):
         return "the engine"
 
 
-def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
+async def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Forgetful
-        monkeypatch.setattr(Forgetful, "lies", 1)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(3)
-            first = bench.engine
-            await link.send(head(1))
-            failed = await link.first(NotServing)
-            reason = "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it; the first is 'w'"
-            assert failed == NotServing(version=1, reason=reason)
-            assert await link.ended("a") == f"failed: {reason}"
-            assert ("resume", 1) in first.events, "nothing is left standing"
-            await link.send(assign("b", limit=4))  # while there is no engine to trust
-            await serving_after(bench, link, 1)
-            assert bench.engine is not first and first.stats().num_running == 0
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(4)
-            assert await link.ended("b") == "length"
-            assert set(bench.coordinator.versions["a"].values()) == {0}
-            assert set(bench.coordinator.versions["b"].values()) == {1}
-            assert [request.sample_key for request in first.requests] == ["a."]
-
-    run(main())
+    bench = Bench(tmp_path)
+    bench.make_engine = Forgetful
+    monkeypatch.setattr(Forgetful, "lies", 1)
+    async with bench.joined():
+        link = await bench.member(head(0))
+        await link.send(assign("a"))
+        await bench.until(lambda: bench.engine.requests)
+        await bench.engine.tick(3)
+        first = bench.engine
+        await link.send(head(1))
+        failed = await link.first(NotServing)
+        reason = "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it; the first is 'w'"
+        assert failed == NotServing(version=1, reason=reason)
+        assert await link.ended("a") == f"failed: {reason}"
+        assert ("resume", 1) in first.events, "nothing is left standing"
+        await link.send(assign("b", limit=4))  # while there is no engine to trust
+        await serving_after(bench, link, 1)
+        assert bench.engine is not first and first.stats().num_running == 0
+        await bench.until(lambda: bench.engine.requests)
+        await bench.engine.tick(4)
+        assert await link.ended("b") == "length"
+        assert set(bench.coordinator.versions["a"].values()) == {0}
+        assert set(bench.coordinator.versions["b"].values()) == {1}
+        assert [request.sample_key for request in first.requests] == ["a."]
 
 
-def test_an_engine_that_has_other_weights_again_when_it_is_opened_anew_ends_the_worker(
+async def test_an_engine_that_has_other_weights_again_when_it_is_opened_anew_ends_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.make_engine = Forgetful
-        monkeypatch.setattr(Forgetful, "lies", 2)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(head(1))
-            error = await bench.failure()
-            assert isinstance(error, EngineBroken)
-            assert "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it" in str(error)
-            await link.until(lambda: link.is_closed)
-            assert link.all(Leaving) == [Leaving(reason=str(error))]
-            assert [message.version for message in link.all(Serving)] == [0]
-
-    run(main())
+    bench = Bench(tmp_path)
+    bench.make_engine = Forgetful
+    monkeypatch.setattr(Forgetful, "lies", 2)
+    async with bench.joined():
+        link = await bench.member(head(0))
+        await link.send(head(1))
+        error = await bench.failure()
+        assert isinstance(error, EngineBroken)
+        assert "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it" in str(error)
+        await link.until(lambda: link.is_closed)
+        assert link.all(Leaving) == [Leaving(reason=str(error))]
+        assert [message.version for message in link.all(Serving)] == [0]
 
 
 async def serving_after(bench: Bench, link: Link, version: int) -> None:
@@ -205,29 +199,26 @@ def test_a_disk_without_room_for_a_model_folder_leaves_servers_with_the_old_one(
     run(main())
 
 
-def test_the_folder_on_which_servers_are_started_is_not_among_those_that_come_and_go(tmp_path: Path) -> None:
+async def test_the_folder_on_which_servers_are_started_is_not_among_those_that_come_and_go(tmp_path: Path) -> None:
     from rollover.engine.servers.vllm.config import VLLMConfig
 
-    async def main() -> None:
-        bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",), weights_dir=str(tmp_path / "shared")))
-        folders: list[Path | None] = []
+    bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",), weights_dir=str(tmp_path / "shared")))
+    folders: list[Path | None] = []
 
-        class Reader(FakeEngine):
-            async def load(self, version: int, source: WeightSource) -> None:
-                folders.append(source.folder)
-                await super().load(version, source)
+    class Reader(FakeEngine):
+        async def load(self, version: int, source: WeightSource) -> None:
+            folders.append(source.folder)
+            await super().load(version, source)
 
-        bench.make_engine = lambda: Reader(length_of)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            for version in (1, 2, 3):
-                await link.send(head(version))
-                await link.serving(version)
-            root = tmp_path / "shared" / "worker-laptop"
-            assert bench.opened_on == root / "opened" / "v0"
-            assert folders == [root / f"v{version}" for version in (1, 2, 3)]
-
-    run(main())
+    bench.make_engine = lambda: Reader(length_of)
+    async with bench.joined():
+        link = await bench.member(head(0))
+        for version in (1, 2, 3):
+            await link.send(head(version))
+            await link.serving(version)
+        root = tmp_path / "shared" / "worker-laptop"
+        assert bench.opened_on == root / "opened" / "v0"
+        assert folders == [root / f"v{version}" for version in (1, 2, 3)]
 
 
 class Away(FakeEngine):
@@ -269,7 +260,7 @@ async def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_t
     assert link.all(Leaving) == [Leaving(reason=str(error))]
 
 
-def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
+async def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
     from rollover.engine.servers.vllm.config import VLLMConfig
 
     class Starting(Away):
@@ -283,27 +274,24 @@ def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp
 
     bench = Bench(tmp_path, engine=VLLMConfig(launch=True, launch_timeout_s=400.0))
 
-    async def main() -> None:
-        engine = Starting()
-        host = EngineHost(
-            bench.config,
-            WorkerCalls(HeldCalls(10), bench.clock, spawn=asyncio.create_task, notify=lambda: None),
-            bench.clock,
-            open_on=bench.open_on,
-            name="laptop",
-            work=tmp_path,
-            announce=lambda fetched, pause_s: None,
-        )
-        host.engine = engine
-        probing = asyncio.create_task(host.probe())
-        await bench.until(lambda: engine.num_asked)
-        await bench.clock.move(360.0)
+    engine = Starting()
+    host = EngineHost(
+        bench.config,
+        WorkerCalls(HeldCalls(10), bench.clock, spawn=asyncio.create_task, notify=lambda: None),
+        bench.clock,
+        open_on=bench.open_on,
+        name="laptop",
+        work=tmp_path,
+        announce=lambda fetched, pause_s: None,
+    )
+    host.engine = engine
+    probing = asyncio.create_task(host.probe())
+    await bench.until(lambda: engine.num_asked)
+    await bench.clock.move(360.0)
+    await probing
+    engine.num_asked = -1  # from now on it takes too long
+    probing = asyncio.create_task(host.probe())
+    await bench.until(lambda: engine.num_asked == 0)
+    await bench.clock.move(480.0)
+    with pytest.raises(EngineBroken, match="no engine has been up for 120 s"):
         await probing
-        engine.num_asked = -1  # from now on it takes too long
-        probing = asyncio.create_task(host.probe())
-        await bench.until(lambda: engine.num_asked == 0)
-        await bench.clock.move(480.0)
-        with pytest.raises(EngineBroken, match="no engine has been up for 120 s"):
-            await probing
-
-    run(main())

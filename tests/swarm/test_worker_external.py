@@ -54,31 +54,28 @@ async def worker_of(engine: SwarmEngine, folder: Path, url: str) -> AsyncIterato
         await worker.communicate()
 
 
-def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
-    async def main() -> None:
-        models = [saved(tiny_model(seed=seed), tmp_path / f"v{seed}") for seed in range(2)]
-        server = ScriptedVLLM(tick_s=0.001)
-        async with (
-            asyncio.timeout(within(100)),
-            swarm(tmp_path / "swarm", models[0], max_context_tokens=512) as engine,
-            serve(server) as port,
-            worker_of(engine, tmp_path, f"http://127.0.0.1:{port}") as worker,
-        ):
-            await said(worker, "serving version 0")
-            chunks = await collected(engine, name="s", seed=SEED, max_new_tokens=12)
-            assert [t for t, _ in flat(chunks)] == response_of(server)
-            await engine.pause()
-            await engine.load(1, weights(1, models[1]))
-            await engine.resume()
-            await said(worker, "serving version 1")
-            assert Path(server.weights).parent == tmp_path / "shared" / "worker-laptop"
-            assert server.version == "rollover:worker-laptop:1"
-            chunks = await collected(engine, name="t", seed=SEED, max_new_tokens=12)
-            assert [t for t, _ in flat(chunks)] == response_of(server)
-            assert {chunk.policy_version for chunk in chunks} == {1}
-            worker.send_signal(signal.SIGTERM)
-            await said(worker, "left the swarm")
-            assert await worker.wait() == 0
-            assert server.version == "rollover:worker-laptop:1:free"
-
-    asyncio.run(main())
+async def test_a_worker_over_a_server_needs_neither_torch_nor_safetensors(tmp_path: Path) -> None:
+    models = [saved(tiny_model(seed=seed), tmp_path / f"v{seed}") for seed in range(2)]
+    server = ScriptedVLLM(tick_s=0.001)
+    async with (
+        asyncio.timeout(within(100)),
+        swarm(tmp_path / "swarm", models[0], max_context_tokens=512) as engine,
+        serve(server) as port,
+        worker_of(engine, tmp_path, f"http://127.0.0.1:{port}") as worker,
+    ):
+        await said(worker, "serving version 0")
+        chunks = await collected(engine, name="s", seed=SEED, max_new_tokens=12)
+        assert [t for t, _ in flat(chunks)] == response_of(server)
+        await engine.pause()
+        await engine.load(1, weights(1, models[1]))
+        await engine.resume()
+        await said(worker, "serving version 1")
+        assert Path(server.weights).parent == tmp_path / "shared" / "worker-laptop"
+        assert server.version == "rollover:worker-laptop:1"
+        chunks = await collected(engine, name="t", seed=SEED, max_new_tokens=12)
+        assert [t for t, _ in flat(chunks)] == response_of(server)
+        assert {chunk.policy_version for chunk in chunks} == {1}
+        worker.send_signal(signal.SIGTERM)
+        await said(worker, "left the swarm")
+        assert await worker.wait() == 0
+        assert server.version == "rollover:worker-laptop:1:free"

@@ -366,17 +366,14 @@ async def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(bench: B
     assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
 
 
-def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined():
-            link = await bench.member(head(0))
-            await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
-            assert bench.running is not None
-            await bench.running
-        assert bench.lines[-1] == "left the swarm: the run has ended"
-
-    run(main())
+async def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.joined():
+        link = await bench.member(head(0))
+        await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
+        assert bench.running is not None
+        await bench.running
+    assert bench.lines[-1] == "left the swarm: the run has ended"
 
 
 def test_why_a_connection_ended_is_read_though_sending_noticed_its_end_first(
@@ -430,19 +427,16 @@ def test_why_a_connection_ended_is_read_though_sending_noticed_its_end_first(
         (404, "", "accepts no workers at the path /v1/session (HTTP 404); are the address and its path right?"),
     ],
 )
-def test_a_refusal_that_time_does_not_mend_ends_the_worker(
+async def test_a_refusal_that_time_does_not_mend_ends_the_worker(
     tmp_path: Path, status: int, text: str, message: str
 ) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.coordinator.refuse(status, text)
-        async with bench.joined():
-            error = await bench.failure()
-            assert isinstance(error, Refused)
-            assert message in str(error)
-            assert "rw1." not in str(error)
-
-    run(main())
+    bench = Bench(tmp_path)
+    bench.coordinator.refuse(status, text)
+    async with bench.joined():
+        error = await bench.failure()
+        assert isinstance(error, Refused)
+        assert message in str(error)
+        assert "rw1." not in str(error)
 
 
 @with_worker()
@@ -494,16 +488,13 @@ async def test_a_run_that_stays_in_an_older_epoch_is_left(bench: Bench) -> None:
     assert "an old coordinator must still be running; if the run was set back" in str(error)
 
 
-def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        bench.coordinator.subprotocol = None
-        async with bench.joined():
-            error = await bench.failure()
-            assert isinstance(error, Refused)
-            assert "speaks another protocol, but this worker speaks rollover.swarm.v2" in str(error)
-
-    run(main())
+async def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.coordinator.subprotocol = None
+    async with bench.joined():
+        error = await bench.failure()
+        assert isinstance(error, Refused)
+        assert "speaks another protocol, but this worker speaks rollover.swarm.v2" in str(error)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 404])
@@ -519,20 +510,17 @@ async def test_a_member_comes_back_through_what_may_heal(bench: Bench, status: i
     assert sum(f"HTTP {status}" in line for line in bench.lines) == 1
 
 
-def test_a_coordinator_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.coordinator.listening():
-            pass
-        worker = bench.worker()
-        running = asyncio.create_task(worker.run())
-        await bench.until(lambda: any("cannot be reached" in line for line in bench.lines))
-        async with bench.coordinator.listening():
-            await bench.member_again(head(0))
-            worker.stop("done")
-            await running
-
-    run(main())
+async def test_a_coordinator_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.coordinator.listening():
+        pass
+    worker = bench.worker()
+    running = asyncio.create_task(worker.run())
+    await bench.until(lambda: any("cannot be reached" in line for line in bench.lines))
+    async with bench.coordinator.listening():
+        await bench.member_again(head(0))
+        worker.stop("done")
+        await running
 
 
 def other_lease() -> bytes:
@@ -573,100 +561,88 @@ async def test_what_the_protocol_does_not_allow_ends_the_connection_with_one_mes
 
 
 @pytest.mark.parametrize("first", ["silence", "head", "protocol", "ttl"])
-def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_path: Path, first: str) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path, connect_timeout_s=0.2)
+async def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_path: Path, first: str) -> None:
+    bench = Bench(tmp_path, connect_timeout_s=0.2)
 
-        async def talk(socket: ServerConnection) -> None:
-            await socket.recv()
-            welcome = {"member": "x", "lease": 1, "run_id": "", "run_epoch": 0, "head": head(0)}
-            if first == "head":
-                await socket.send(encode(0, head(0)))
-            elif first == "protocol":
-                await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL + 1, "ttl_s": 1.0})))
-            elif first == "ttl":
-                await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL, "ttl_s": float("nan")})))
-            await socket.wait_closed()
+    async def talk(socket: ServerConnection) -> None:
+        await socket.recv()
+        welcome = {"member": "x", "lease": 1, "run_id": "", "run_epoch": 0, "head": head(0)}
+        if first == "head":
+            await socket.send(encode(0, head(0)))
+        elif first == "protocol":
+            await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL + 1, "ttl_s": 1.0})))
+        elif first == "ttl":
+            await socket.send(encode(1, Welcome(**{**welcome, "protocol": PROTOCOL, "ttl_s": float("nan")})))
+        await socket.wait_closed()
 
-        bench.coordinator.raw = talk
-        said = {
-            "silence": "did not answer a Hello within 0.2 s",
-            "head": "answered a Hello with a Head, not with a Welcome",
-            "ttl": "gave a lease of nan s, which is not a valid time",
-        }
-        async with bench.joined():
-            if first == "protocol":
-                error = await bench.failure()
-                assert isinstance(error, Refused)
-                assert "chose version 3 of the protocol, but this worker speaks 2" in str(error)
-            else:
-                await bench.until(lambda: any(said[first] in line for line in bench.lines))
-
-    run(main())
+    bench.coordinator.raw = talk
+    said = {
+        "silence": "did not answer a Hello within 0.2 s",
+        "head": "answered a Hello with a Head, not with a Welcome",
+        "ttl": "gave a lease of nan s, which is not a valid time",
+    }
+    async with bench.joined():
+        if first == "protocol":
+            error = await bench.failure()
+            assert isinstance(error, Refused)
+            assert "chose version 3 of the protocol, but this worker speaks 2" in str(error)
+        else:
+            await bench.until(lambda: any(said[first] in line for line in bench.lines))
 
 
 # -- the worker's own end ---------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined() as worker:
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await link.send(assign("b", least_version=5))
-            await bench.until(lambda: bench.engine.requests)
-            await bench.engine.tick(5)
-            worker.stop("stopped by its user")
-            assert bench.running is not None
-            await bench.running
-            await link.until(lambda: link.is_closed)
-            assert link.seen[-1] == Leaving(reason="stopped by its user")
-            assert bench.coordinator.endings == {"a": "abort", "b": "abort"}
-            assert bench.coordinator.response("a") == tokens(7, 0, 5)
-            assert bench.lines[-1] == "left the swarm"
-            with pytest.raises(EngineError, match="closed"):
-                await anext(bench.engine.generate(bench.engine.requests[0]))
-            assert bench.fetcher.is_closed
-
-    run(main())
+async def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.joined() as worker:
+        link = await bench.member(head(0))
+        await link.send(assign("a"))
+        await link.send(assign("b", least_version=5))
+        await bench.until(lambda: bench.engine.requests)
+        await bench.engine.tick(5)
+        worker.stop("stopped by its user")
+        assert bench.running is not None
+        await bench.running
+        await link.until(lambda: link.is_closed)
+        assert link.seen[-1] == Leaving(reason="stopped by its user")
+        assert bench.coordinator.endings == {"a": "abort", "b": "abort"}
+        assert bench.coordinator.response("a") == tokens(7, 0, 5)
+        assert bench.lines[-1] == "left the swarm"
+        with pytest.raises(EngineError, match="closed"):
+            await anext(bench.engine.generate(bench.engine.requests[0]))
+        assert bench.fetcher.is_closed
 
 
-def test_a_worker_that_is_stopped_without_a_connection_says_what_is_lost(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
-        async with bench.joined() as worker:
-            link = await bench.member(head(0))
-            await link.send(assign("a"))
-            await bench.until(lambda: bench.engine.requests)
-            await link.cut()
-            await bench.engine.tick(5)
-            worker.stop("stopped by its user")
-            assert bench.running is not None
-            await bench.running
-            assert bench.lines[-1] == "left the swarm; 5 tokens could not be handed over"
-
-    run(main())
+async def test_a_worker_that_is_stopped_without_a_connection_says_what_is_lost(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with bench.joined() as worker:
+        link = await bench.member(head(0))
+        await link.send(assign("a"))
+        await bench.until(lambda: bench.engine.requests)
+        await link.cut()
+        await bench.engine.tick(5)
+        worker.stop("stopped by its user")
+        assert bench.running is not None
+        await bench.running
+        assert bench.lines[-1] == "left the swarm; 5 tokens could not be handed over"
 
 
-def test_an_engine_that_cannot_be_opened_ends_the_worker(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = Bench(tmp_path)
+async def test_an_engine_that_cannot_be_opened_ends_the_worker(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
 
-        def refuse() -> FakeEngine:
-            raise EngineError("vLLM did not start: see its log")
+    def refuse() -> FakeEngine:
+        raise EngineError("vLLM did not start: see its log")
 
-        bench.make_engine = refuse
-        async with bench.joined():
-            link = await bench.coordinator.next_link()
-            await link.welcome(head(0))
-            error = await bench.failure()
-            assert isinstance(error, EngineBroken)
-            assert str(error) == "the engine cannot be opened: vLLM did not start: see its log"
-            await link.until(lambda: link.is_closed)
-            assert link.all(Leaving) == [Leaving(reason=str(error))]
-
-    run(main())
+    bench.make_engine = refuse
+    async with bench.joined():
+        link = await bench.coordinator.next_link()
+        await link.welcome(head(0))
+        error = await bench.failure()
+        assert isinstance(error, EngineBroken)
+        assert str(error) == "the engine cannot be opened: vLLM did not start: see its log"
+        await link.until(lambda: link.is_closed)
+        assert link.all(Leaving) == [Leaving(reason=str(error))]
 
 
 @with_worker()

@@ -103,59 +103,57 @@ def flat(chunks: list[Chunk]) -> list[tuple[int, float]]:
     return [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
 
 
-def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(tmp_path: Path, models: list[Path]) -> None:
-    async def main() -> None:
-        torch.set_num_threads(1)
-        root = tmp_path / "swarm"
-        async with (
-            asyncio.timeout(within(90)),
-            swarm(root, models[0]) as engine,
-            worker(root, engine, tmp_path / "w") as lines,
-        ):
-            names = [{"name": f"s{i}", "seed": i, "max_new_tokens": 40} for i in range(3)]
-            found = await asyncio.gather(*(collected(engine, **each) for each in names))
-            for each, chunks in zip(names, found, strict=True):
-                alone = flat(await expected(models[0], **each))
-                assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
-                assert [p for _, p in flat(chunks)] == pytest.approx([p for _, p in alone], abs=1e-5)
-                assert {chunk.policy_version for chunk in chunks} == {0}
-            await engine.pause()
-            await engine.load(1, weights(1, models[1]))
-            await engine.resume()
-            async with asyncio.timeout(within(30)):
-                while engine.coordinator.members["laptop"].version != 1:
-                    await asyncio.sleep(0)
-            chunks = await collected(engine, name="t", seed=5, max_new_tokens=40)
-            assert {chunk.policy_version for chunk in chunks} == {1}
-            alone = flat(await expected(models[1], name="t", seed=5, max_new_tokens=40))
+async def test_a_worker_samples_what_the_same_engine_beside_the_trainer_does(
+    tmp_path: Path, models: list[Path]
+) -> None:
+    torch.set_num_threads(1)
+    root = tmp_path / "swarm"
+    async with (
+        asyncio.timeout(within(90)),
+        swarm(root, models[0]) as engine,
+        worker(root, engine, tmp_path / "w") as lines,
+    ):
+        names = [{"name": f"s{i}", "seed": i, "max_new_tokens": 40} for i in range(3)]
+        found = await asyncio.gather(*(collected(engine, **each) for each in names))
+        for each, chunks in zip(names, found, strict=True):
+            alone = flat(await expected(models[0], **each))
             assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
-            assert any("serving version 1" in line for line in lines), lines
+            assert [p for _, p in flat(chunks)] == pytest.approx([p for _, p in alone], abs=1e-5)
+            assert {chunk.policy_version for chunk in chunks} == {0}
+        await engine.pause()
+        await engine.load(1, weights(1, models[1]))
+        await engine.resume()
+        async with asyncio.timeout(within(30)):
+            while engine.coordinator.members["laptop"].version != 1:
+                await asyncio.sleep(0)
+        chunks = await collected(engine, name="t", seed=5, max_new_tokens=40)
+        assert {chunk.policy_version for chunk in chunks} == {1}
+        alone = flat(await expected(models[1], name="t", seed=5, max_new_tokens=40))
+        assert [token for token, _ in flat(chunks)] == [token for token, _ in alone]
+        assert any("serving version 1" in line for line in lines), lines
 
-    asyncio.run(main())
 
-
-def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(tmp_path: Path, models: list[Path]) -> None:
-    async def main() -> None:
-        torch.set_num_threads(1)
-        root = tmp_path / "swarm"
-        settings = {"name": "s", "seed": 3, "max_new_tokens": 90}
-        alone = flat(await expected(models[0], **settings))
-        async with asyncio.timeout(within(90)), AsyncExitStack() as stack:
-            before = await stack.enter_async_context(swarm(root, models[0]))
-            lines = await stack.enter_async_context(worker(root, before, tmp_path / "w"))
-            stream = before.generate(replace(request(**settings), is_journaled=True))
-            journaled = [await anext(stream), await anext(stream)]
-            assert before.gateway is not None
-            port = int(before.gateway.url.rpartition(":")[2])
-            await before.gateway.close()  # nothing is said: the process is gone
-            after = await stack.enter_async_context(swarm(root, models[0], port=port))
-            assert after.coordinator.run.run_epoch == 2
-            done = tuple(token for token, _ in flat(journaled))
-            again = replace(request(**settings, response_ids=done, call=1), is_journaled=True)
-            rest = [chunk async for chunk in after.generate(again)]
-            assert after.coordinator.counters.adopted_calls == 1, lines
-            assert [token for token, _ in flat(journaled) + flat(rest)] == [token for token, _ in alone]
-            assert sum(chunk.num_prefilled_tokens for chunk in rest) == 0
-            assert after.coordinator.members["laptop"].distrust == ""
-
-    asyncio.run(main())
+async def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(
+    tmp_path: Path, models: list[Path]
+) -> None:
+    torch.set_num_threads(1)
+    root = tmp_path / "swarm"
+    settings = {"name": "s", "seed": 3, "max_new_tokens": 90}
+    alone = flat(await expected(models[0], **settings))
+    async with asyncio.timeout(within(90)), AsyncExitStack() as stack:
+        before = await stack.enter_async_context(swarm(root, models[0]))
+        lines = await stack.enter_async_context(worker(root, before, tmp_path / "w"))
+        stream = before.generate(replace(request(**settings), is_journaled=True))
+        journaled = [await anext(stream), await anext(stream)]
+        assert before.gateway is not None
+        port = int(before.gateway.url.rpartition(":")[2])
+        await before.gateway.close()  # nothing is said: the process is gone
+        after = await stack.enter_async_context(swarm(root, models[0], port=port))
+        assert after.coordinator.run.run_epoch == 2
+        done = tuple(token for token, _ in flat(journaled))
+        again = replace(request(**settings, response_ids=done, call=1), is_journaled=True)
+        rest = [chunk async for chunk in after.generate(again)]
+        assert after.coordinator.counters.adopted_calls == 1, lines
+        assert [token for token, _ in flat(journaled) + flat(rest)] == [token for token, _ in alone]
+        assert sum(chunk.num_prefilled_tokens for chunk in rest) == 0
+        assert after.coordinator.members["laptop"].distrust == ""

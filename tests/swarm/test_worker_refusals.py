@@ -142,17 +142,14 @@ def test_who_cannot_be_reached_is_asked_again() -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_hangs_up_is_asked_again_and_not_taken_for_one_with_tls() -> None:
+async def test_a_server_that_hangs_up_is_asked_again_and_not_taken_for_one_with_tls() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(4096)
         writer.close()
 
-    async def main() -> None:
-        async with asyncio.timeout(within(30)), listening(None, hang_up) as port:
-            for url, says in (("ws", "did not open a connection"), ("wss", "reached: the connection ended at once$")):
-                address = CoordinatorAddress.parse(f"{url}://127.0.0.1:{port}")
-                with pytest.raises(Disconnected, match=says):
-                    async with open_connection(address, TOKEN, tls_context(None), timeout_s=5.0):
-                        pass
-
-    asyncio.run(main())
+    async with asyncio.timeout(within(30)), listening(None, hang_up) as port:
+        for url, says in (("ws", "did not open a connection"), ("wss", "reached: the connection ended at once$")):
+            address = CoordinatorAddress.parse(f"{url}://127.0.0.1:{port}")
+            with pytest.raises(Disconnected, match=says):
+                async with open_connection(address, TOKEN, tls_context(None), timeout_s=5.0):
+                    pass

@@ -1,0 +1,26 @@
+"""Tests of a swarm may be coroutines: each runs in an event loop of its own, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from tests.speed import within
+
+DEADLINE_S = within(200.0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def law() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(law())
+    return True

@@ -25,7 +25,7 @@ def test_http_and_websocket_addresses_mean_the_same(url: str, session: str, http
 
 
 @pytest.mark.parametrize("url", ["ws://10.0.0.5:8790", "http://swarm.example:80", "ws://0.0.0.0:1"])
-def test_a_plain_connection_over_a_network_is_refused_unless_it_is_asked_for(url: str) -> None:
+def test_a_plain_connection_over_a_network_needs_to_be_asked_for(url: str) -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         CoordinatorAddress.parse(url)
     assert CoordinatorAddress.parse(url, insecure=True).session_url.startswith("ws://")

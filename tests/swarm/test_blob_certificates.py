@@ -47,7 +47,7 @@ async def downloads_of(
         await downloads.close()
 
 
-def test_a_store_is_trusted_by_the_system_and_the_trainer_by_its_own_certificate(
+def test_the_system_vouches_for_a_store_and_its_file_for_the_trainer(
     tmp_path: Path, trainers: Certificate, stores: Certificate
 ) -> None:
     first, second = store_blobs(tmp_path / "blobs", b"weights", b"more weights")
@@ -69,7 +69,7 @@ def test_a_store_is_trusted_by_the_system_and_the_trainer_by_its_own_certificate
     assert trainer.authorized == [f"Bearer {TOKEN.text}"] and not said
 
 
-def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy_and_the_trainer_is_asked(
+def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     tmp_path: Path, trainers: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = store_blobs(tmp_path / "blobs", b"weights", b"more weights")
@@ -98,7 +98,7 @@ def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy_and_the_traine
     ]
 
 
-def test_the_token_goes_to_nobody_but_whom_the_trainers_certificate_vouches_for(
+def test_the_token_goes_only_to_the_owner_of_the_trainers_certificate(
     tmp_path: Path, trainers: Certificate, stores: Certificate
 ) -> None:
     """Somebody with a certificate that the system trusts has taken the trainer's address."""

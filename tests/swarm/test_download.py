@@ -35,7 +35,7 @@ def store_blobs(folder: Path, *contents: bytes) -> list[BlobRef]:
     return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
 
 
-def test_a_damaged_answer_is_asked_for_again_past_the_cache_that_may_hold_it(tmp_path: Path) -> None:
+def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) -> None:
     """A caching proxy that has a flipped bit on its disk would send it to every worker for ever."""
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     cache = {blob.digest: b"wejghts"}
@@ -108,7 +108,7 @@ def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> None:
     assert [start for _, start in second.asked] == [1000]
 
 
-def test_sources_are_asked_in_order_and_a_failed_one_again_after_five_minutes(tmp_path: Path) -> None:
+def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", *(bytes([n]) for n in range(4)))
     now_s = 0.0
 
@@ -135,7 +135,7 @@ def test_sources_are_asked_in_order_and_a_failed_one_again_after_five_minutes(tm
         asyncio.run(scenario())
 
 
-def test_a_store_that_answers_403_for_what_it_lacks_is_asked_for_the_next_blob(tmp_path: Path) -> None:
+def test_a_store_that_answers_403_is_asked_for_the_next_blob(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", b"one", b"two")
 
     def lacks_one(server: BlobServer, digest: str, content: bytes, start: int) -> Any:

@@ -46,7 +46,7 @@ async def until_step(stage: Stage, step: int) -> None:
     await stage.until(f"step {step}", lambda: stage.steps_done() > step)
 
 
-async def test_a_worker_that_is_stopped_for_longer_than_its_lease_wakes_up_fenced_and_joins_again(
+async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
     experiment_folder: Path,
 ) -> None:
     # The phone alone needs longer for so many steps than the laptop is away.
@@ -66,7 +66,7 @@ async def test_a_worker_that_is_stopped_for_longer_than_its_lease_wakes_up_fence
         await finish(stage, 40)
 
 
-async def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_doubles_nothing(
+async def test_a_killed_coordinator_loses_and_doubles_no_call_under_way(
     experiment_folder: Path,
 ) -> None:
     slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
@@ -80,7 +80,7 @@ async def test_a_coordinator_that_is_killed_while_calls_are_under_way_loses_and_
         assert again == set(TWO)
 
 
-def test_a_coordinator_and_a_member_that_are_killed_are_back_in_service_in_time(experiment_folder: Path) -> None:
+def test_a_killed_coordinator_and_a_killed_member_are_back_in_time(experiment_folder: Path) -> None:
     async def back(stage: Stage, name: str) -> Return:
         await stage.kill(name, is_watched=True)
         await stage.until(f"the return of the {name}", lambda: stage.is_settled)
@@ -102,7 +102,7 @@ def test_a_coordinator_and_a_member_that_are_killed_are_back_in_service_in_time(
     asyncio.run(scene())
 
 
-async def test_one_straggler_in_a_group_that_never_gives_a_token_keeps_no_step_waiting_for_ever(
+async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(
     experiment_folder: Path,
 ) -> None:
     """It passes its checks and sends its heartbeats. Each group is due at some step, so without anybody who takes over
@@ -117,7 +117,7 @@ async def test_one_straggler_in_a_group_that_never_gives_a_token_keeps_no_step_w
         assert {segment.engine for t in trained for segment in t.segments if segment.token_ids} == {"phone"}
 
 
-async def test_a_clock_that_is_set_while_a_run_goes_on_ends_no_lease_and_spoils_no_measurement(
+async def test_a_clock_that_is_set_ends_no_lease_and_spoils_no_measurement(
     experiment_folder: Path,
 ) -> None:
     steps = 40
@@ -172,7 +172,7 @@ async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(exper
 
 
 @needs_mounts
-def test_a_full_disk_at_the_coordinator_ends_the_run_with_a_message_and_loses_nothing(experiment_folder: Path) -> None:
+def test_a_full_disk_at_the_coordinator_ends_the_run_without_loss(experiment_folder: Path) -> None:
     async def scene(disk: SmallDisk) -> None:
         async with stage_in(experiment_folder, run=disk.folder / "out").open() as stage:
             await until_step(stage, 1)

@@ -206,9 +206,7 @@ def test_a_worker_that_is_started_again_fetches_only_what_is_new(publisher: Swar
         asyncio.run(scenario())
 
 
-def test_a_restart_of_the_trainer_from_an_older_checkpoint_is_news_under_its_higher_epoch(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+def test_a_restart_from_an_older_checkpoint_is_news_under_its_epoch(publisher: SwarmPublisher, tmp_path: Path) -> None:
     async def scenario() -> None:
         *_, head = publish(publisher, 0, 1, 2)
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
@@ -387,9 +385,7 @@ def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPubli
         asyncio.run(scenario())
 
 
-def test_a_delta_on_weights_that_have_been_altered_is_found_out_and_full_weights_are_taken(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+def test_a_delta_on_altered_weights_is_replaced_by_full_weights(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
 
     async def scenario() -> None:
@@ -449,9 +445,7 @@ def test_another_epoch_or_version_than_was_announced(publisher: SwarmPublisher, 
     refused(publisher, tmp_path / "b", claimed, "version 7 of epoch 1 was announced, but .* version 0 of epoch 1")
 
 
-def test_old_publications_played_again_also_to_a_worker_that_was_started_again(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
+def test_old_publications_that_are_played_again_are_refused(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
     message = "version 0 of epoch 1 is outdated: this worker has already had version 1 of epoch 1"
     refused(publisher, tmp_path / "worker", first, message, second, error=PublicationRefused)
@@ -646,7 +640,7 @@ def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_happens_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, seed: int) -> None:
+def test_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, seed: int) -> None:
     """Publications, restarts of either side, damage on either disk and on the wire, in any order."""
     rng = random.Random(seed)
     published: dict[str, Weights] = {}

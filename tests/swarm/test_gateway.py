@@ -278,7 +278,7 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
         ),
     ],
 )
-async def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(
+async def test_an_invalid_frame_ends_the_connection_with_one_message(
     tmp_path: Path, frame: bytes | str, says: str, has_joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with swarm(tmp_path) as engine:
@@ -396,7 +396,7 @@ async def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(t
             assert isinstance(again, Goodbye) and again.is_final
 
 
-async def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_stays(tmp_path: Path) -> None:
+async def test_a_revoked_token_ends_the_membership_but_keeps_the_tokens(tmp_path: Path) -> None:
     valid = {"a"}
     async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
         told: list[str] = []
@@ -417,7 +417,7 @@ async def test_a_revoked_token_ends_the_membership_at_once_and_what_was_sampled_
             pass
 
 
-def test_the_valid_tokens_are_read_once_each_time_however_many_members_there_are() -> None:
+def test_the_valid_tokens_are_read_once_for_all_members() -> None:
     reads = itertools.count()
     last = -1
 
@@ -524,7 +524,7 @@ def send_and_read_later(client: socket.socket) -> bytes:
     return received
 
 
-async def test_a_worker_that_is_busy_sending_when_the_run_ends_reads_that_it_has_ended(tmp_path: Path) -> None:
+async def test_a_worker_that_is_sending_when_the_run_ends_reads_that_it_ended(tmp_path: Path) -> None:
     """Its connection is not closed under it: whatever it sends after that would be answered with a reset."""
 
     async with swarm(tmp_path) as engine:
@@ -551,7 +551,7 @@ def test_nothing_is_written_to_a_connection_that_is_lost(tmp_path: Path, caplog:
     assert not [r for r in caplog.records if r.name == "asyncio"], "asyncio warns of writes that nobody can get"
 
 
-async def test_a_worker_that_is_closing_its_connection_does_not_keep_the_run_from_ending(
+async def test_a_worker_that_closes_its_connection_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_module, "_FAREWELL_S", 0.1)

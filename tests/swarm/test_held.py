@@ -225,7 +225,7 @@ TestHeld = HeldMachine.TestCase
 TestHeld.settings = settings(max_examples=120, stateful_step_count=50)
 
 
-def test_a_worker_is_full_at_its_limit_and_has_room_at_three_quarters_of_it() -> None:
+def test_a_worker_is_full_at_its_limit_until_three_quarters_of_it() -> None:
     held = HeldCalls(8)
     stream = held.open(assign("a"))
     held.decoded(stream, chunk(tuple(range(7))))
@@ -321,7 +321,7 @@ def test_what_is_acknowledged_is_not_sent_any_more() -> None:
 # -- versions that a hello names ---------------------------------------------------------------------------------------
 
 
-def test_tokens_that_come_out_of_the_engine_after_an_update_have_their_version_named() -> None:
+def test_a_version_is_named_as_long_as_tokens_of_it_are_held() -> None:
     held = HeldCalls(1000)
     served = ServedHeads(held)
     for version in (7, 8):
@@ -332,7 +332,7 @@ def test_tokens_that_come_out_of_the_engine_after_an_update_have_their_version_n
     assert served.needed() == (head(7), head(8))
 
 
-def test_a_later_epoch_that_goes_back_names_no_version_that_it_has_not_made() -> None:
+def test_a_later_epoch_names_no_version_that_it_has_not_made() -> None:
     served = ServedHeads(HeldCalls(1000))
     for each in (head(7), head(8), head(6, epoch=2), head(7, epoch=2)):
         served.add(each)

@@ -80,7 +80,7 @@ def test_a_certificate_that_no_worker_would_accept_is_refused(
         check(*made(tmp_path, "trainer.lan", **options))
 
 
-def test_a_certificate_without_a_host_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+def test_a_certificate_without_a_host_is_refused_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"names no host.*openssl req -addext 'subjectAltName=DNS"):
         check(*made(tmp_path))
 

@@ -53,7 +53,7 @@ def row(name: str, struct: type) -> str:
 
 
 @pytest.mark.parametrize(("name", "struct"), [*MESSAGES.items(), *((name, struct) for struct, name in INNER.items())])
-def test_the_page_gives_the_type_of_each_key_and_whether_it_may_be_left_out(name: str, struct: type) -> None:
+def test_the_page_gives_the_type_of_each_key_and_if_it_is_optional(name: str, struct: type) -> None:
     assert row(name, struct) in PAGE
 
 

@@ -185,7 +185,7 @@ def test_a_damaged_list_of_publications_is_said(tmp_path: Path, content: bytes) 
 # -- restarts --------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_with_deltas_under_a_higher_epoch_also_from_an_older_version(tmp_path: Path) -> None:
+def test_a_restart_continues_with_deltas_under_a_higher_epoch(tmp_path: Path) -> None:
     heads = publish_all(open_publisher(tmp_path), 3)
     publisher = open_publisher(tmp_path, run_epoch=2)
     assert publisher.head == heads[-1]
@@ -267,7 +267,7 @@ def test_a_crash_at_any_file_operation_leaves_a_head_that_can_be_read(tmp_path: 
     assert num_old >= 9 and num_new == (2 if after else 1)  # the last operations make the move of the head durable
 
 
-def test_a_process_that_lives_on_after_an_error_publishes_the_next_version_bit_for_bit(tmp_path: Path) -> None:
+def test_after_an_error_the_next_version_is_published_bit_for_bit(tmp_path: Path) -> None:
     for nth in range(1, 100):
         publisher = open_publisher(tmp_path / str(nth))
         publish_all(publisher, 2)

@@ -11,7 +11,7 @@ from tests.swarm.chaos.returns import GIVE_UP_S, Kept, Marks, Return, marks
 BACK = Return(name="phone", is_watched=True, outcome="back", seconds=2.0)
 
 
-def test_a_member_is_back_when_tokens_that_it_has_sent_since_are_acknowledged() -> None:
+def test_a_member_is_back_when_its_new_tokens_are_acknowledged() -> None:
     record = WireRecord(
         hellos=[(3.0, "phone"), (10.6, "phone")],
         welcomes=[(3.1, "phone"), (10.2, "phone"), (10.7, "phone")],  # the second was on its way when it was killed
@@ -31,7 +31,7 @@ def test_a_coordinator_is_back_with_the_first_session_of_any_member() -> None:
     assert rounded(marks(record, "coordinator", 10.0)) == Marks(welcomed_s=2.7, acked_s=3.5)
 
 
-def test_only_the_first_acknowledgement_of_tokens_counts_and_only_for_the_member_that_has_sent_them() -> None:
+def test_tokens_count_once_and_only_for_the_member_that_sent_them() -> None:
     record = WireRecord()
     record.down("phone", assigned(given=(5, 6)))
     record.down("phone", Ack(call_id="c", offset=2))
@@ -47,7 +47,7 @@ def test_only_the_first_acknowledgement_of_tokens_counts_and_only_for_the_member
     assert [who for _, who, _ in record.acks] == ["phone", "phone"]
 
 
-def test_a_process_that_is_not_back_in_time_misses_the_limit_and_one_that_is_hit_again_is_counted_apart() -> None:
+def test_a_late_process_misses_the_limit_unless_it_was_hit_again() -> None:
     returns = [
         *(replace(BACK, seconds=seconds) for seconds in (1.0, 2.0, 3.0, 6.5)),
         replace(BACK, outcome="late", seconds=GIVE_UP_S),

@@ -174,7 +174,7 @@ def assert_weights_are_accounted(run: Path, members: set[str]) -> None:
         pytest.param(("a",), ("b",), 40, id="one that joins late"),
     ],
 )
-def test_pull_mode_is_the_co_located_run_bit_for_bit_with_any_number_of_workers(
+def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(
     names: tuple[str, ...], late: tuple[str, ...], steps: int, experiment: Path
 ) -> None:
     argv = ["--rollout.strategy", "sync", "--steps", str(steps)]

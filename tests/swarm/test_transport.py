@@ -226,7 +226,7 @@ class TestTransport:
 
         self.run(law)
 
-    def test_a_goodbye_comes_behind_what_was_said_and_says_whether_to_come_back(self) -> None:
+    def test_a_goodbye_comes_last_and_says_whether_to_come_back(self) -> None:
         async def law(place: Place, sessions: RecordedSessions) -> None:
             for is_final, error in ((True, Refused), (False, Disconnected)):
                 async with place.dial(self.token(f"w{is_final}")) as connection:
@@ -276,7 +276,7 @@ class TestTransport:
         [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1)), b"\x00" + b"\x91" * 100_000],
         ids=["empty", "msgpack", "zstd", "downwards", "deep"],
     )
-    def test_a_frame_that_is_none_ends_the_connection_with_one_message_and_nothing_else(self, frame: bytes) -> None:
+    def test_an_invalid_frame_ends_the_connection_with_one_message(self, frame: bytes) -> None:
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token("b")) as connection:
                 await connection._send_frame(frame)

@@ -50,7 +50,7 @@ async def test_a_call_goes_on_behind_the_response_that_it_is_given(bench: Bench)
 
 
 @with_worker()
-async def test_through_a_cut_connection_the_worker_decodes_on_and_is_asked_for_the_rest(bench: Bench) -> None:
+async def test_a_worker_decodes_on_through_a_cut_and_is_asked_for_the_rest(bench: Bench) -> None:
     link = await bench.member(head(0))
     await link.send(assign("a"))
     await bench.until(lambda: bench.engine.requests)

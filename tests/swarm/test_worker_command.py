@@ -135,7 +135,7 @@ async def greeted(connection: CoordinatorConnection) -> object:
     return await connection.receive()
 
 
-async def test_a_connection_over_tls_is_checked_against_the_authority_that_is_named(tmp_path: Path) -> None:
+async def test_a_tls_connection_is_checked_against_the_named_authority(tmp_path: Path) -> None:
     model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
     certificate, key = make_certificate(tmp_path)
     async with (
@@ -156,7 +156,7 @@ async def test_a_connection_over_tls_is_checked_against_the_authority_that_is_na
                 pass
 
 
-async def test_a_coordinator_that_speaks_no_tls_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_coordinator_without_tls_differs_from_none_at_all(tmp_path: Path) -> None:
     model, root = saved(tiny_model(), tmp_path / "model"), tmp_path / "swarm"
     async with asyncio.timeout(within(30)), swarm(root, model) as engine:
         assert engine.gateway is not None
@@ -194,7 +194,7 @@ def joined_in_vain(engine: SwarmEngine, token: WorkerToken, cache: Path) -> int:
     return cli.main(["worker", "--join", engine.url, "--token-file", str(file), "--cache", str(cache), *ENGINE])
 
 
-def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
+def test_a_token_with_another_publishers_key_ends_the_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main() -> int:
@@ -210,7 +210,7 @@ def test_a_token_with_another_publishers_key_ends_the_worker_with_one_message(
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_a_run_whose_model_was_exchanged_ends_a_worker_that_has_joined_before(
+def test_a_run_with_another_model_ends_a_worker_that_joined_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     async def main() -> int:

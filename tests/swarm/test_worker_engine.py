@@ -73,7 +73,7 @@ async def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
         assert [request.sample_key for request in first.requests] == ["a."]
 
 
-async def test_an_engine_that_has_other_weights_again_when_it_is_opened_anew_ends_the_worker(
+async def test_an_engine_that_has_other_weights_twice_ends_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
@@ -172,9 +172,7 @@ async def test_a_full_disk_is_named_and_the_old_version_goes_on(bench: Bench) ->
     await serving_after(bench, link, 1)  # somebody has made room
 
 
-def test_a_disk_without_room_for_a_model_folder_leaves_servers_with_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_servers_with_the_old_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollover.engine.servers.vllm.config import VLLMConfig
 
     write, full = FakeFetched.write_folder, ResourceError("no space left on the disk of '/cache'; make room")
@@ -199,7 +197,7 @@ def test_a_disk_without_room_for_a_model_folder_leaves_servers_with_the_old_one(
     run(main())
 
 
-async def test_the_folder_on_which_servers_are_started_is_not_among_those_that_come_and_go(tmp_path: Path) -> None:
+async def test_the_folder_on_which_servers_are_started_stays(tmp_path: Path) -> None:
     from rollover.engine.servers.vllm.config import VLLMConfig
 
     bench = Bench(tmp_path, engine=VLLMConfig(urls=("http://one",), weights_dir=str(tmp_path / "shared")))
@@ -237,7 +235,7 @@ class Away(FakeEngine):
 
 
 @with_worker(make_engine=Away)
-async def test_a_worker_whose_servers_are_all_down_is_no_member_until_one_is_back(bench: Bench) -> None:
+async def test_a_worker_without_servers_is_no_member_until_one_is_back(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.is_up.clear()  # type: ignore[attr-defined]
     await bench.clock.move(31.0)
@@ -250,7 +248,7 @@ async def test_a_worker_whose_servers_are_all_down_is_no_member_until_one_is_bac
 
 
 @with_worker(make_engine=Away)
-async def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_them(bench: Bench) -> None:
+async def test_a_worker_whose_servers_stay_away_leaves_with_the_reason(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.why = "no engine has been up for 120 s: http://one: connection refused"  # type: ignore[attr-defined]
     await bench.clock.move(11.0)
@@ -260,7 +258,7 @@ async def test_a_worker_whose_servers_do_not_come_back_leaves_with_what_befell_t
     assert link.all(Leaving) == [Leaving(reason=str(error))]
 
 
-async def test_servers_that_are_started_anew_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
+async def test_restarted_servers_have_the_time_that_they_take_to_start(tmp_path: Path) -> None:
     from rollover.engine.servers.vllm.config import VLLMConfig
 
     class Starting(Away):

@@ -244,7 +244,7 @@ async def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(bench: Ben
 
 
 @with_worker()
-async def test_a_worker_that_was_stopped_for_longer_than_its_lease_hands_over_only_what_is_still_wanted(
+async def test_a_worker_back_after_its_lease_hands_over_what_is_still_wanted(
     bench: Bench,
 ) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
@@ -285,7 +285,7 @@ class Hanging(FakeEngine):
 
 
 @with_worker(make_engine=Hanging)
-async def test_a_worker_whose_engine_hangs_sends_no_heartbeat_and_does_not_come_back(bench: Bench) -> None:
+async def test_a_worker_whose_engine_hangs_neither_beats_nor_comes_back(bench: Bench) -> None:
     link = await bench.member(head(0), ttl_s=30.0)
     bench.engine.goes_on.clear()  # type: ignore[attr-defined]
     await bench.clock.move(31.0)
@@ -376,7 +376,7 @@ async def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
     assert bench.lines[-1] == "left the swarm: the run has ended"
 
 
-def test_why_a_connection_ended_is_read_though_sending_noticed_its_end_first(
+def test_the_reason_of_an_end_is_read_even_if_sending_saw_it_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receive, send = CoordinatorConnection.receive, CoordinatorConnection.send
@@ -547,9 +547,7 @@ def other_lease() -> bytes:
     ids=["text", "empty", "kind", "cut", "zstd", "deep", "large", "lease", "ack", "welcome"],
 )
 @with_worker()
-async def test_what_the_protocol_does_not_allow_ends_the_connection_with_one_message(
-    bench: Bench, frame: str | bytes, message: str
-) -> None:
+async def test_a_violation_of_the_protocol_ends_the_connection(bench: Bench, frame: str | bytes, message: str) -> None:
     link = await bench.member(head(0))
     await link.send(assign("a"))
     await bench.until(lambda: bench.engine.requests)

@@ -142,7 +142,7 @@ def test_who_cannot_be_reached_is_asked_again() -> None:
     asyncio.run(main())
 
 
-async def test_a_server_that_hangs_up_is_asked_again_and_not_taken_for_one_with_tls() -> None:
+async def test_a_server_that_hangs_up_is_asked_again() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(4096)
         writer.close()

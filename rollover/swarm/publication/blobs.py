@@ -4,7 +4,7 @@ Any static web server can serve it. A blob is written under a hidden name, flush
 digest for a name is whole; what a killed process leaves half-written is deleted when the folder is opened next. A
 download that was cut off is another matter: it stays under its own hidden name, to be continued.
 
-What it keeps true: what is read under a digest has this digest; no name from outside becomes a path unless it is a
+Invariants: what is read under a digest has this digest; no name from outside becomes a path unless it is a
 digest; a full disk is one ``ResourceError``, and leaves nothing half.
 """
 

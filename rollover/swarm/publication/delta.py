@@ -14,7 +14,7 @@ number of changes) and planes, each compressed by itself, since a Huffman code f
     classes   two bits per change: how near the new value is to the old one
     residues  one plane per class: the value's rank among all values of the format, modulo 3, 16, 256 or all
 
-What it keeps true: decoding never writes outside of the tensor, and never takes memory beyond a small multiple of the
+Invariants: decoding never writes outside of the tensor, and never takes memory beyond a small multiple of the
 tensor's own, whatever it is given. An encoding for other weights decodes to wrong values, which the digest of the
 result finds out.
 """

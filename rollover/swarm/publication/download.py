@@ -291,7 +291,7 @@ def _first_byte(response: httpx.Response, have: int) -> int:
 
 
 def _refuse_size(response: httpx.Response, have: int, num_bytes: int | None) -> None:
-    """Refuse a body that says that it does not end where the blob does."""
+    """Refuse a body whose declared length is not the blob's."""
     length = response.headers.get("Content-Length", "")
     if num_bytes is not None and length.isdecimal() and have + int(length) != num_bytes:
         raise _Failed(f"has {have + int(length):,} bytes, the blob {num_bytes:,}", is_damaged=True)

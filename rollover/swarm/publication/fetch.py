@@ -7,7 +7,7 @@ waits for: sources of blobs, until a deadline that names them
 A delta rests on its base version, and this one perhaps on another. The chain is walked back by the digests in the
 manifests, to the version that is held or to full weights, whichever comes first.
 
-What it keeps true: nothing that was not signed by the publisher for this run takes effect; versions go up, even over
+Invariants: nothing that was not signed by the publisher for this run takes effect; versions go up, even over
 restarts of the worker; a fetch that fails or is cancelled changes nothing but the folder of blobs, with which the next
 one continues.
 """
@@ -38,7 +38,7 @@ from rollover.swarm.publication.manifest import (
     open_manifest,
 )
 from rollover.swarm.publication.materialise import TensorBytes, materialise, model_digest
-from rollover.swarm.publication.stream import load
+from rollover.swarm.publication.stream import restore
 from rollover.swarm.wire.messages import Head
 
 
@@ -99,7 +99,7 @@ class WeightFetcher:
 
         Args:
             urls: where blobs are, ``{url}/{digest}``, best guess first.
-            run_epoch: the coordinator's, which is the one that has published ``head``.
+            run_epoch: the epoch of the coordinator that has published ``head``.
 
         Raises:
             PublicationRefused: the publication is not the publisher's, not of this run, older than what this worker has
@@ -142,7 +142,7 @@ class WeightFetcher:
 
     def _files(self, manifest: PublicationManifest) -> dict[str, bytes]:
         """Return config and tokenizer."""
-        files = {file.name: load(file.blob, self._blobs) for file in manifest.files}
+        files = {file.name: restore(file.blob, self._blobs) for file in manifest.files}
         if model_digest(files) != manifest.model:
             raise PublicationError(f"the config and tokenizer of version {manifest.version} are not those of its model")
         return files
@@ -201,7 +201,7 @@ class WeightFetcher:
     # -- what is refused ----------------------------------------------------------------------------------------------
 
     def _admit(self, link: _Link, head: Head, run_epoch: int) -> None:
-        """Refuse a publication that is not the one that was announced, or not news."""
+        """Refuse a publication that was not announced, or is not news."""
         manifest = link.manifest
         self._check_run(manifest)
         if (manifest.version, manifest.run_epoch) != (head.version, run_epoch):

@@ -11,7 +11,7 @@ adapters: the blobs of the former are the same in each version, so a worker fetc
 tensor, the elements that differ from ``base_version`` and what they are now; applied twice it gives the same, applied
 to other weights it is found out by the digest of the result.
 
-What it keeps true: a version names one manifest digest for ever; whoever has the publisher's public key can tell that
+Invariants: a version names one manifest digest for ever; whoever has the publisher's public key can tell that
 every byte is the publisher's, wherever it was fetched from.
 """
 
@@ -248,7 +248,7 @@ def _adapter_mistake(tensor: PublishedTensor, adapter: PublishedAdapter, num_str
 
 
 def needed_blobs(digest: str, manifest: PublicationManifest) -> Iterator[str]:
-    """Yield the names of all blobs of a publication, that of its manifest first."""
+    """Yield the names of all blobs of a publication, beginning with its manifest."""
     yield digest
     yield from (blob.digest for blob in manifest.blobs)
     yield from (file.blob.digest for file in manifest.files)

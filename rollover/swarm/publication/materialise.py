@@ -35,7 +35,7 @@ def materialise(
     *,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> dict[str, Bytes]:
-    """Return all tensors of a publication; those that have not changed are those of ``base``. Synchronous.
+    """Return all tensors of a publication; unchanged tensors are the objects in ``base``. Synchronous.
 
     Args:
         base: the tensors of the base version; empty for full weights.

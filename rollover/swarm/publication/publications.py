@@ -1,6 +1,6 @@
 """The list of publications that can be fetched: one small file, replaced at once; its last entry is the head.
 
-What it keeps true: of each publication that is kept, all that it rests on is kept too, back to full weights; ages (an
+Invariants: of each publication that is kept, all that it rests on is kept too, back to full weights; ages (an
 epoch of the run and a version) go up from entry to entry.
 """
 
@@ -39,8 +39,8 @@ class PublishedWeights:
     elapsed_s: float
     """Time that writing it took."""
     changed_fraction: float | None = None
-    """Share of all elements that are others than in the version before, as they are served; ``None`` where there is
-    none to compare with."""
+    """Share of all elements that are different from the version before, as they are served; ``None`` if there is no
+    version to compare with."""
     time_s: float = field(default_factory=time.time)
     """Seconds since 1970, when it could be fetched."""
 
@@ -107,7 +107,7 @@ class PublicationLog:
         self.kept = state.kept
 
     def move_head(self, manifest: PublicationManifest, digest: str) -> Head:
-        """Make a publication the head, durably, and forget those that are no longer needed."""
+        """Make a publication the head, durably, and forget publications that are no longer needed."""
         newest = KeptPublication(
             run_epoch=manifest.run_epoch,
             version=manifest.version,

@@ -6,7 +6,7 @@
     root/publications.json    the kept publications, the newest last: it is the head
     root/blobs/<digest>       what workers fetch, from here or from wherever it is copied
 
-What it keeps true: a version is visible when everything that it needs is on disk, and not before; a crash between any
+Invariants: a version is visible when everything that it needs is on disk, and not before; a crash between any
 two steps leaves the head and all it rests on readable; versions go up, within an epoch of the run and from each to the
 next; one publisher writes.
 """
@@ -212,7 +212,7 @@ class SwarmPublisher:
     def _delta(
         self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes, *, below: Callable[[], int]
     ) -> tuple[_Body | None, KeptPublication | None, str]:
-        """Return the delta to the head with the publication that this is, or ``None`` where there is none smaller than
+        """Return the delta to the head with the publication that this is, or ``None`` if there is none smaller than
         ``below`` bytes; and the reason."""
         base, reason = self._find_base(new)
         body = None if base is None else self._write(specs, new, base, below=below())
@@ -296,7 +296,7 @@ class SwarmPublisher:
     # -- what the next publication is made from ---------------------------------------------------------------------
 
     def _find_base(self, new: TensorBytes) -> tuple[TensorBytes | None, str]:
-        """Return the tensors of the head, where a delta to them makes sense, and the reason for the kind."""
+        """Return the tensors of the head, if a delta to them makes sense, and the reason for the kind."""
         if not self._log.kept:
             return None, "it is the first"
         if len(self._log.chain) >= self._anchor_every:
@@ -321,7 +321,7 @@ class SwarmPublisher:
         return open_manifest(self.blobs.read(kept.manifest), self.public_key)
 
     def _prune(self) -> None:
-        """Delete the blobs that no kept publication needs, those of one that failed too. What cannot be deleted now is
+        """Delete the blobs that no kept publication needs. What cannot be deleted now is
         deleted after the next one."""
         with suppress(OSError, PublicationError):
             needed: set[str] = set()
@@ -342,7 +342,7 @@ def _ahead(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterat
 
 
 def smaller_encoding(old: Bytes, new: Bytes, item_bytes: int) -> bytes | None:
-    """Return the encoding of ``new`` over ``old``, or ``None`` where the compressed tensor itself is no larger."""
+    """Return the encoding of ``new`` over ``old``, or ``None`` if the compressed tensor itself is no larger."""
     encoded = encode(old, new, item_bytes)
     if len(encoded) < new.nbytes // 2:
         return encoded

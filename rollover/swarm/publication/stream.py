@@ -27,7 +27,7 @@ def store(content: bytes, blobs: BlobFolder) -> BlobRef:
     return BlobRef(digest=blobs.put(packed), num_bytes=len(packed), raw_bytes=len(content))
 
 
-def load(blob: BlobRef, blobs: BlobFolder) -> bytes:
+def restore(blob: BlobRef, blobs: BlobFolder) -> bytes:
     """Return what ``store`` compressed. Raises ``PublicationError``."""
     content = blobs.read(blob.digest)
     try:
@@ -83,7 +83,7 @@ class StreamReader:
             place = start + done
             number = bisect_right(self._starts, place) - 1
             if number != self._number:
-                self._piece = np.frombuffer(load(self._refs[number], self._blobs), dtype=np.uint8)
+                self._piece = np.frombuffer(restore(self._refs[number], self._blobs), dtype=np.uint8)
                 self._number = number
             offset = place - self._starts[number]
             part = self._piece[offset : offset + target.size - done]

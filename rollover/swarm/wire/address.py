@@ -76,7 +76,7 @@ class CoordinatorAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is this machine itself."""
+    """Return whether a host is this machine itself."""
     if host == "localhost":
         return True
     try:

@@ -3,7 +3,7 @@
 A frame is one byte, 0 for plain or 1 for zstd, and a MessagePack map. Token ids travel as little-endian uint32 and
 log-probs as little-endian float32, both as bytes: a token takes 8 bytes before compression.
 
-What it keeps true: nothing is decoded beyond the declared types; a frame is bounded before it is decompressed and while
+Invariants: nothing is decoded beyond the declared types; a frame is bounded before it is decompressed and while
 it is; what cannot be decoded is one ``ProtocolError``.
 """
 
@@ -246,8 +246,8 @@ class Assign(_Message, frozen=True, kw_only=True):
 class Adopt(_Message, frozen=True, kw_only=True):
     """Continue an offered call under an id, and send its tokens again from ``offset``. A stopped call resumes.
 
-    The response before ``offset`` must be the one that is meant: a worker that had another there, since the sample was
-    continued elsewhere, answers ``CallFailed``.
+    A worker that has another response before ``offset``, since the sample was continued elsewhere, answers
+    ``CallFailed``.
 
     Example: after the coordinator was killed, ``Adopt(held="8f3a.g4.1#7.", call_id="b20c.g4.1#1.", offset=256)`` asks
     for what had not been journaled.

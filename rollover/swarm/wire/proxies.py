@@ -24,9 +24,9 @@ _FOR_SOCKS = {"python_socks": "'python-socks[asyncio]'", "socksio": "socksio"}
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the URL of the proxy through which ``url`` is reached, ``None`` where there is none. It may hold a login.
+    """Return the URL of the proxy through which ``url`` is reached; ``None`` if there is none. It may hold a login.
 
-    Raises ``ConfigError`` where the environment names something that is no proxy.
+    Raises ``ConfigError`` if the environment names something that is no proxy.
 
     Example: with ``HTTPS_PROXY=http://proxy.lan:3128``, ``proxy_for("wss://trainer.example:8790/v1/session")`` and
     ``proxy_for("https://relay.example/blobs")`` are ``"http://proxy.lan:3128"``.
@@ -82,7 +82,7 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
         self._by_proxy: dict[str | None, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Raises ``httpx.TransportError``, even where the environment names no usable proxy."""
+        """Send a request. Raises ``httpx.TransportError``, even if the environment names no usable proxy."""
         try:
             proxy = proxy_for(str(request.url))
         except ConfigError as e:

@@ -61,7 +61,7 @@ def certificate_refused(error: ssl.SSLCertVerificationError, *, now: datetime | 
 
 
 async def speaks_tls(host: str, port: int, *, timeout_s: float) -> bool:
-    """Tell whether a server answers a TLS handshake, whatever its certificate."""
+    """Return whether a server answers a TLS handshake, whatever its certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

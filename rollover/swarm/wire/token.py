@@ -1,6 +1,6 @@
 """The token with which a worker joins: its name, a secret, and the key of the publisher whose weights it trusts.
 
-What it keeps true: the secret is in no message and no ``repr``; the coordinator stores a hash, from which the token
+Invariants: the secret is in no message and no ``repr``; the coordinator stores a hash, from which the token
 cannot be made again; two hashes are compared in a time that does not depend on where they differ.
 """
 

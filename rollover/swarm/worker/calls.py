@@ -10,7 +10,7 @@ a call                an engine that serves its version    ``serve``; its deadli
 ``stopped``           the engine, and all calls            ``stop_timeout_s``
 ====================  ===================================  ====================================================
 
-What it keeps true: the coordinator sees one call, however often the engine was stopped in between; a call samples from
+Invariants: the coordinator sees one call, however often the engine was stopped in between; a call samples from
 no version older than it allows; a call that ends says so exactly once.
 """
 
@@ -57,11 +57,11 @@ class EngineHealth:
         """The reason why the engine is permanently broken, if it is."""
 
     def decoded(self) -> None:
-        """Take note of a token."""
+        """Record a token."""
         self._failing_since_s, self._num_failures = None, 0
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Take note of a failure."""
+        """Record a failure."""
         self._num_failures += 1
         if self._failing_since_s is None:
             self._failing_since_s = now_s

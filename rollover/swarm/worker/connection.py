@@ -62,7 +62,7 @@ class RunEnded(EngineError):
 
 
 class Since(Enum):
-    """Tells what has become of the run since the last connection.
+    """States what has become of the run since the last connection.
 
     Example: a coordinator that was killed and started again welcomes a worker to ``Since.NEW_EPOCH``.
     """
@@ -206,7 +206,7 @@ def since(last: Welcome | None, welcome: Welcome, address: CoordinatorAddress) -
 
 
 def tls_context(ca_file: Path | None, *, and_system: bool = False) -> ssl.SSLContext:
-    """Return the TLS settings: certificates are checked against ``ca_file``, or the system's where it is left out.
+    """Return the TLS settings: certificates are checked against ``ca_file``, or the system's if it is left out.
 
     ``and_system``: they are checked against both. Raises ``ConfigError`` when the file holds no certificates.
     """

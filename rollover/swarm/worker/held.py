@@ -5,7 +5,7 @@ A worker continues to decode through an outage and holds the tokens that were no
 position that it has reached, or releases it. A call is forgotten when the coordinator says so, and when it was not
 taken up long after the offer.
 
-What it keeps true: within a connection the tokens of a call are sent once and in order, from the position at which it
+Invariants: within a connection the tokens of a call are sent once and in order, from the position at which it
 was adopted; whatever is cut, the receiver has exactly the decoded stream in the end; held tokens are bounded by making
 the worker stand still, never by dropping one that may still be asked for.
 """
@@ -185,7 +185,7 @@ class ServedHeads:
         self._heads: list[Head] = []
 
     def add(self, head: Head) -> None:
-        """Take note of weights that are served now. Tokens of those before may still come out of the engine, unless
+        """Record weights that are served now. Tokens of those before may still come out of the engine, unless
         this is an older version, of a later epoch."""
         goes_back = any(head.version <= before.version for before in self._heads)
         self._heads = [*(self.needed() if goes_back else self._heads), head][-MAX_SERVED:]

@@ -7,7 +7,7 @@
       ▼  (let go)    ▼ lost           ▼               ▼
       ─────────────────────────────────────────────────  ending: a finish reason or a failure, once there is one
 
-What it keeps true: a position has one token for ever; nothing between ``start`` and ``end`` is forgotten; the ending is
+Invariants: a position has one token for ever; nothing between ``start`` and ``end`` is forgotten; the ending is
 sent after the last token.
 """
 

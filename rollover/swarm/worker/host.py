@@ -1,6 +1,6 @@
 """The worker's engine: opened on the first weights that are fetched, and given all later ones.
 
-What it keeps true: the engine samples from the version that ``serves`` says, whatever happens to a load; it resumes
+Invariants: the engine samples from the version that ``serves`` says, whatever happens to a load; it resumes
 after every pause. An engine that can read its weights back has to show them before a version is announced. An engine
 takes no weights back, so for an earlier version, which a run that began again at an older checkpoint asks for, it is
 opened again; so is one that says "loaded" and has other weights.
@@ -80,7 +80,7 @@ class EngineHost:
 
         The embedded engine takes an abort, here of a call that does not exist, between two iterations: a loop that
         hangs does not answer. Servers are probed by their pool, all the time, and it fails calls that get no token in
-        time; where none of them is up, this waits for one. While weights change there is nothing to see; that has a
+        time; if no server is up, this waits for a server. While weights change there is nothing to see; that has a
         deadline of its own.
 
         Raises ``EngineBroken`` when the engine does not answer by its own deadline, or all its calls fail.
@@ -97,7 +97,7 @@ class EngineHost:
             raise EngineBroken(f"the engine no longer answers: {e}") from e
 
     async def _until_up(self, engine: MayBeDown) -> None:
-        """Wait as long as the servers may be away, and as long as one that is started again may take to start."""
+        """Wait as long as the servers may be away, and as long as a restarted server may take to start."""
         starting_s = self._config.engine.start_timeout_s
         since_s = self._clock.now_s()
         while True:
@@ -200,7 +200,7 @@ class EngineHost:
             await self._confirm(opened, head, source)
 
     async def _confirm(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
-        """Have the engine show its weights, where it can. Nothing that an engine with other weights samples is sent:
+        """Have the engine show its weights, if it can. Nothing that an engine with other weights samples is sent:
         its calls end here, and it is opened again for the next weights."""
         if opened.digests is None or not (names := await opened.digests.differing(source)):
             return

@@ -72,11 +72,11 @@ class LeaseWatch:
         return self._answered_s + self._ttl_s
 
     def sent(self, number: int, now_s: float) -> None:
-        """Take note of a heartbeat."""
+        """Record a heartbeat."""
         self._unanswered[number] = now_s
 
     def answered(self, number: int) -> bool:
-        """Take note of an answer. Return whether it says something new: not one that came twice or late."""
+        """Record an answer. Return whether it says something new: not one that came twice or late."""
         if number not in self._unanswered:
             return False
         self._answered_s = self._unanswered[number]

@@ -9,7 +9,7 @@ task                  waits for                                   is unblocked b
 ... after a failure   time                                        time, which doubles; another head
 ====================  ==========================================  ==============================================
 
-What it keeps true: at most one switch is in flight, and the newest head comes after it, however many there were; a
+Invariants: at most one switch is in flight, and the newest head comes after it, however many there were; a
 failed fetch or load changes nothing; within an epoch, versions do not go back; what no further try would change ends
 the worker.
 """
@@ -33,8 +33,8 @@ from rollover.swarm.worker.waiting import BackOff, Changes
 
 _MAX_REASON = 1000
 MAX_REFUSED = 3
-"""Publications in a row that this worker fetches and does not take, at which it leaves: a relay on the way, or one that
-workers join through, may be damaged for a moment."""
+"""Publications in a row that this worker fetches and does not take, at which it leaves: a relay on the way may be
+damaged for a moment."""
 
 
 class HeadFollower:
@@ -79,11 +79,12 @@ class HeadFollower:
         self._changes.notify()
 
     def has_named(self, head: Head) -> bool:
-        """Tell whether the coordinator has published ``head`` in this epoch: only then may it be told of it."""
+        """Return whether the coordinator has published ``head`` in this epoch: only then may it be
+        named to the coordinator."""
         return head in self._named
 
     def aim(self, head: Head) -> None:
-        """Take note of a head. One that is older than another of its epoch came late, and means nothing."""
+        """Record a head, unless it is older than another head of its epoch."""
         assert self._head is not None
         if head.version > self._head.version:
             self._head = head

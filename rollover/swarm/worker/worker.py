@@ -7,7 +7,7 @@
                                   └───────── held tokens ◀───────┘
     publisher ──blobs──▶ fetcher ──▶ follower ──new weights──▶ host ──▶ engine
 
-What it keeps true: nothing is lost but by being killed: what was decoded is held until it is acknowledged, through any
+Invariants: nothing is lost but by being killed: what was decoded is held until it is acknowledged, through any
 outage, and offered when the worker is back; what belongs to another run is dropped; an error that time does not fix
 ends it with one message.
 """
@@ -182,7 +182,7 @@ class SwarmWorker:
         self._say(f"left the swarm{f'; {lost:,} tokens could not be handed over' if lost else ''}")
 
     async def _unless_stopped(self, work: Any) -> None:
-        """Do ``work``; where the worker is stopped before it is a member, end it."""
+        """Do ``work``; end it if the worker is stopped before it is a member."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self._stopping.wait())
         try:

@@ -6,7 +6,7 @@
     publisher ──publication──▶ │ └───▶ live page, metrics
     run ──step's metrics───────┘
 
-What it keeps true: it only listens; a run without one trains the same weights. What it remembers has a limit.
+Invariants: it only listens; a run without one trains the same weights. What it remembers has a limit.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class StatusBoard:
         self._histories: dict[str, deque[float]] = {}
 
     def published(self, weights: PublishedWeights) -> None:
-        """Take note of a publication."""
+        """Record a publication."""
         self._publications.append(weights)
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a training step; what is no finite number is left out."""
+        """Record a training step; what is no finite number is left out."""
         self._step = step
         self._metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         drift = {name.removeprefix(_DRIFT): value for name, value in self._metrics.items() if name.startswith(_DRIFT)}

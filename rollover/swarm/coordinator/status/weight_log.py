@@ -2,7 +2,7 @@
 
 ``swarm/weights.jsonl`` in the run directory holds the lines; the metrics of each training step hold their sums.
 
-What it keeps true: a record that cannot be written costs the run nothing but the record.
+Invariants: a record that cannot be written costs the run nothing but the record.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WeightLog:
         self._has_failed = False
 
     def published(self, weights: PublishedWeights) -> None:
-        """Take note of a publication that can be fetched from now on."""
+        """Record a publication that can be fetched from now on."""
         self._published_s[weights.version] = time.monotonic()
         self._append(weights)
 

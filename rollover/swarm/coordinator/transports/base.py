@@ -52,7 +52,7 @@ class Sessions(Protocol):
 
 
 class Transport(Protocol):
-    """A place where workers are met, opened by its maker, which raises ``ConfigError`` where it cannot be.
+    """A place where workers are met, opened by its maker, which raises ``ConfigError`` if it cannot be opened.
 
     Example: ``await transport.serve()`` answers workers from then on; ``await transport.close()`` ends all connections
     after what was sent.

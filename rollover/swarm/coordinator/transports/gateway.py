@@ -9,7 +9,7 @@ route                 answers                                       refuses
 
 It is a ``Transport``, and decides nothing.
 
-What it keeps true: a peer without a token of this run gets no further than the refusal; a frame of a connection is
+Invariants: a peer without a token of this run gets no further than the refusal; a frame of a connection is
 handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one
 that reads learns that the run is over, whatever it is sending itself. A port that strangers can reach should stand
 behind a server that limits connections without a request, such as nginx.
@@ -82,7 +82,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Return the address that workers are to join, with ``HOST`` where it listens on all of the machine's."""
+        """Return the address that workers are to join, with ``HOST`` if it listens on all of the machine's."""
         assert self._server is not None, "the address was taken before"
         host = self._config.address[0]
         host = "HOST" if host in ("", "0.0.0.0", "::") else host

@@ -1,6 +1,6 @@
 """The address that a run listens on, and its certificate: tried before the run begins, taken when it does.
 
-What it keeps true: what ``check_listening`` lets pass, workers can join, as far as this machine can tell; each refusal
+Invariants: what ``check_listening`` lets pass, workers can join, as far as this machine can tell; each refusal
 is one message that names the key, the file and the remedy.
 """
 
@@ -127,7 +127,7 @@ def _names(certificate: x509.Certificate) -> list[str]:
 
 
 def _covers(names: Sequence[str], host: str) -> bool:
-    """Tell whether one of a certificate's names is the host; ``*.lan`` is every name with one word before ``.lan``."""
+    """Return whether a certificate's names include the host; ``*.lan`` is every name with one word before ``.lan``."""
     try:
         return str(ipaddress.ip_address(host)) in names
     except ValueError:

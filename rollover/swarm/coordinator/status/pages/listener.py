@@ -8,7 +8,7 @@ route                 answers
 ``GET /metrics``      the same for Prometheus
 ====================  ==============================================================================================
 
-What it keeps true: it changes nothing and listens on the loopback interface only; a request that was sent to another
+Invariants: it changes nothing and listens on the loopback interface only; a request that was sent to another
 name is refused, so that no page of the web can have its own name point here and read what is shown.
 """
 
@@ -116,7 +116,7 @@ async def _only_here(request: Request, call_next: RequestResponseEndpoint) -> Re
 
 
 def names_this_machine(host: str) -> bool:
-    """Tell whether a Host header names this machine, with whatever port: a tunnel may have changed that.
+    """Return whether a Host header names this machine, with whatever port: a tunnel may have changed that.
 
     Example: ``"localhost:9000"`` and ``"[::1]:8791"`` do, ``"evil.example:8791"`` does not.
     """

@@ -47,29 +47,26 @@ async def downloads_of(
         await downloads.close()
 
 
-def test_the_system_vouches_for_a_store_and_its_file_for_the_trainer(
+async def test_the_system_vouches_for_a_store_and_its_file_for_the_trainer(
     tmp_path: Path, trainers: Certificate, stores: Certificate
 ) -> None:
     first, second = store_blobs(tmp_path / "blobs", b"weights", b"more weights")
     said: list[str] = []
 
-    async def scenario() -> None:
-        async with downloads_of(trainer, tmp_path / "worker", trainers[0], said, store.url) as downloads:
-            await downloads.get([first])
-        async with downloads_of(trainer, tmp_path / "worker", trainers[0], said) as downloads:
-            await downloads.get([second])
-
     with (
         serving(tmp_path / "blobs", certificate=trainers) as trainer,
         serving(tmp_path / "blobs", certificate=stores) as store,
     ):
-        asyncio.run(scenario())
+        async with downloads_of(trainer, tmp_path / "worker", trainers[0], said, store.url) as downloads:
+            await downloads.get([first])
+        async with downloads_of(trainer, tmp_path / "worker", trainers[0], said) as downloads:
+            await downloads.get([second])
     assert [digest for digest, _ in store.asked] == [first.digest] and store.authorized == [None]
     assert [digest for digest, _ in trainer.asked] == [second.digest]
     assert trainer.authorized == [f"Bearer {TOKEN.text}"] and not said
 
 
-def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
+async def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     tmp_path: Path, trainers: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = store_blobs(tmp_path / "blobs", b"weights", b"more weights")
@@ -77,19 +74,16 @@ def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     both = tmp_path / "both.pem"
     both.write_text(Path(trainers[0]).read_text() + Path(relays[0]).read_text())
 
-    async def scenario() -> None:
+    with (
+        serving(tmp_path / "blobs", certificate=trainers) as trainer,
+        serving(tmp_path / "blobs", certificate=relays) as relay,
+    ):
         for ca_file, num_asked in ((trainers[0], 0), (str(both), 2)):
             folder = tmp_path / f"worker-{num_asked}"
             async with downloads_of(trainer, folder, ca_file, said, relay.url) as downloads:
                 for blob in blobs:
                     await downloads.get([blob])
             assert relay.num_asked == num_asked
-
-    with (
-        serving(tmp_path / "blobs", certificate=trainers) as trainer,
-        serving(tmp_path / "blobs", certificate=relays) as relay,
-    ):
-        asyncio.run(scenario())
     assert trainer.num_asked == 2
     assert said == [
         f"weights cannot be fetched from {relay.url}, so the next source is asked: its certificate is not signed by an"
@@ -98,18 +92,15 @@ def test_a_relay_that_nobody_vouches_for_is_named_with_the_remedy(
     ]
 
 
-def test_the_token_goes_only_to_the_owner_of_the_trainers_certificate(
+async def test_the_token_goes_only_to_the_owner_of_the_trainers_certificate(
     tmp_path: Path, trainers: Certificate, stores: Certificate
 ) -> None:
     """Somebody with a certificate that the system trusts has taken the trainer's address."""
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     said: list[str] = []
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", certificate=stores) as impostor, pytest.raises(TimeoutError):
         async with downloads_of(impostor, tmp_path / "worker", trainers[0], said) as downloads:
             async with asyncio.timeout(0.5):
                 await downloads.get([blob])
-
-    with serving(tmp_path / "blobs", certificate=stores) as impostor, pytest.raises(TimeoutError):
-        asyncio.run(scenario())
     assert impostor.num_asked == 0 and "not signed by an authority" in said[0]

@@ -35,7 +35,7 @@ def store_blobs(folder: Path, *contents: bytes) -> list[BlobRef]:
     return [BlobRef(digest=blobs.put(c), num_bytes=len(c), raw_bytes=len(c)) for c in contents]
 
 
-def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) -> None:
+async def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) -> None:
     """A caching proxy that has a flipped bit on its disk would send it to every worker for ever."""
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     cache = {blob.digest: b"wejghts"}
@@ -47,36 +47,32 @@ def test_a_damaged_blob_is_asked_for_again_past_the_cache(tmp_path: Path) -> Non
 
     said: list[str] = []
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", cached) as server:
         for name in ("first", "second"):
             async with open_downloads(tmp_path / name, server.url, say=said.append) as downloads:
                 await downloads.get([blob])
                 assert (tmp_path / name / blob.digest).read_bytes() == b"weights"
-
-    with serving(tmp_path / "blobs", cached) as server:
-        asyncio.run(scenario())
     assert [h.get("cache-control") for h in server.headers] == [None, "no-cache", None]
     (line,) = said
     assert line.startswith(f"{server.url} has sent a damaged blob, which is fetched again: ")
 
 
-def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_path: Path) -> None:
+async def test_a_source_that_goes_on_sending_something_else_is_left_for_another(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
 
     def other(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return whole(b"wejghts", start)
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", other) as bad, serving(tmp_path / "blobs") as good:
         async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
             await downloads.get([blob])
-
-    with serving(tmp_path / "blobs", other) as bad, serving(tmp_path / "blobs") as good:
-        asyncio.run(scenario())
     assert bad.num_asked == 2 and good.num_asked == 1
 
 
 @pytest.mark.parametrize("says_its_length", [True, False])
-def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Path, says_its_length: bool) -> None:
+async def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(
+    tmp_path: Path, says_its_length: bool
+) -> None:
     """Its disk ran full while it copied, say; the beginning is good, but nobody knows that before the end is there."""
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
 
@@ -84,27 +80,21 @@ def test_a_blob_that_was_cut_short_at_one_source_comes_from_another(tmp_path: Pa
         half = content[: len(content) // 2]
         return whole(half, start) if says_its_length else (200, {"Connection": "close"}, half)
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
         async with open_downloads(tmp_path / "worker", bad.url, good.url) as downloads:
             await downloads.get([blob])
             assert (tmp_path / "worker" / blob.digest).read_bytes() == LARGE
 
-    with serving(tmp_path / "blobs", short) as bad, serving(tmp_path / "blobs") as good:
-        asyncio.run(scenario())
 
-
-def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> None:
+async def test_what_one_source_began_another_goes_on_with(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", LARGE)
 
     def breaks_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return 200, {"Content-Length": str(len(content))}, content[:1000]
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
         async with open_downloads(tmp_path / "worker", first.url, second.url) as downloads:
             await downloads.get([blob])
-
-    with serving(tmp_path / "blobs", breaks_off) as first, serving(tmp_path / "blobs") as second:
-        asyncio.run(scenario())
     assert [start for _, start in second.asked] == [1000]
 
 
@@ -135,33 +125,32 @@ def test_sources_are_asked_in_order_and_a_failed_one_after_a_pause(tmp_path: Pat
         asyncio.run(scenario())
 
 
-def test_a_store_that_answers_403_is_asked_for_the_next_blob(tmp_path: Path) -> None:
+async def test_a_store_that_answers_403_is_asked_for_the_next_blob(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", b"one", b"two")
 
     def lacks_one(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return (403, {"Content-Length": "0"}, b"") if content == b"one" else None
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs", lacks_one) as store, serving(tmp_path / "blobs") as home:
         async with open_downloads(tmp_path / "worker", store.url, home.url) as downloads:
             for blob in blobs:
                 await downloads.get([blob])
-
-    with serving(tmp_path / "blobs", lacks_one) as store, serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
     assert (store.num_asked, home.num_asked) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("relay_says", "home_says", "is_gone"), [(403, 404, True), (404, 403, False), (503, 404, True)]
 )
-def test_a_blob_is_gone_when_its_home_says_so(tmp_path: Path, relay_says: int, home_says: int, is_gone: bool) -> None:
+async def test_a_blob_is_gone_when_its_home_says_so(
+    tmp_path: Path, relay_says: int, home_says: int, is_gone: bool
+) -> None:
     """A bucket that may be read by names alone answers 403 for a name that it does not have."""
     rounds = 5
 
     def says(status: int) -> Any:
         return lambda server, digest, content, start: (status, {"Content-Length": "0"}, b"")
 
-    async def scenario() -> None:
+    with serving(tmp_path, says(relay_says)) as relay, serving(tmp_path, says(home_says)) as home:
         async with open_downloads(tmp_path / "worker", relay.url, home.url) as downloads:
             missing = asyncio.create_task(downloads.manifest("0" * 64))
             while not missing.done() and home.num_asked < rounds:
@@ -171,23 +160,17 @@ def test_a_blob_is_gone_when_its_home_says_so(tmp_path: Path, relay_says: int, h
                 with pytest.raises(BlobMissing, match="no source has blob"):
                     await missing
             missing.cancel()
-
-    with serving(tmp_path, says(relay_says)) as relay, serving(tmp_path, says(home_says)) as home:
-        asyncio.run(scenario())
     assert home.num_asked == (3 if is_gone else rounds)
 
 
-def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Path) -> None:
+async def test_workers_that_begin_together_ask_for_different_blobs(tmp_path: Path) -> None:
     blobs = store_blobs(tmp_path / "blobs", *(bytes([n]) for n in range(30)))
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs") as server:
         for seed in (1, 2, 1):
             options: dict[str, Any] = {"random": random.Random(seed), "max_parallel": 1}
             async with open_downloads(tmp_path / f"worker{server.num_asked}", server.url, **options) as downloads:
                 await downloads.get(blobs)
-
-    with serving(tmp_path / "blobs") as server:
-        asyncio.run(scenario())
     first, second, third = (server.asked[30 * n : 30 * (n + 1)] for n in range(3))
     assert first == third and {*first} == {*second} and first[:4] != second[:4]
 
@@ -215,17 +198,14 @@ def test_a_source_that_fails_is_named_once_until_it_has_worked_again(tmp_path: P
     ]
 
 
-def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> None:
+async def test_a_cache_that_lacks_a_blob_is_not_said_to_fail(tmp_path: Path) -> None:
     (blob,) = store_blobs(tmp_path / "blobs", b"weights")
     (tmp_path / "empty").mkdir()
     said: list[str] = []
 
-    async def scenario() -> None:
+    with serving(tmp_path / "empty") as cache, serving(tmp_path / "blobs") as home:
         async with open_downloads(tmp_path / "worker", cache.url, home.url, say=said.append) as downloads:
             await downloads.get([blob])
-
-    with serving(tmp_path / "empty") as cache, serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
     assert cache.num_asked == 1 and not said
 
 
@@ -251,7 +231,7 @@ async def listening(
         server.close()
 
 
-def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
+async def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollover.swarm.publication.download._STALL_S", 0.2)
@@ -263,14 +243,11 @@ def test_a_relay_that_says_nothing_is_waited_for_once_and_then_left_alone(
         num_asked += 1
         await reader.read()
 
-    async def scenario() -> None:
+    with serving(tmp_path / "blobs") as home:
         options: dict[str, Any] = {"max_parallel": 1, "say": said.append}
         async with listening(nothing) as relay, open_downloads(tmp_path / "worker", relay, home.url, **options) as down:
             await down.get(blobs)
             assert said == [f"weights cannot be fetched from {relay}, so the next source is asked: ReadTimeout"]
-
-    with serving(tmp_path / "blobs") as home:
-        asyncio.run(scenario())
     assert (num_asked, home.num_asked) == (1, 3)
 
 

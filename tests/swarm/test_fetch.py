@@ -120,8 +120,8 @@ def flipped(content: bytes) -> bytes:
 # -- what comes ---------------------------------------------------------------------------------------------------
 
 
-def test_full_weights_and_deltas_come_bit_for_bit(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_full_weights_and_deltas_come_bit_for_bit(publisher: SwarmPublisher, tmp_path: Path) -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             for version in range(3):
                 (head,) = publish(publisher, version)
@@ -139,12 +139,9 @@ def test_full_weights_and_deltas_come_bit_for_bit(publisher: SwarmPublisher, tmp
             assert await fetch(fetcher, head, server) is fetched
             assert server.num_asked == asked
 
+
+async def test_the_folder_is_a_model_folder(publisher: SwarmPublisher, tmp_path: Path) -> None:
     with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
-
-def test_the_folder_is_a_model_folder(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    async def scenario() -> None:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             for head in publish(publisher, 0, 1, 2):
                 fetched = await fetch(fetcher, head, server)
@@ -156,12 +153,11 @@ def test_the_folder_is_a_model_folder(publisher: SwarmPublisher, tmp_path: Path)
             assert (folder / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
         assert [name[:5] for name in sorted(os.listdir(tmp_path / "models"))] == ["e1v1-", "e1v2-"]
 
+
+async def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
-
-def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    async def scenario() -> None:
         async with open_fetcher(publisher, tmp_path / "a") as late, open_fetcher(publisher, tmp_path / "b") as lagging:
             first, *_, last = publish(publisher, 0, 1, 2, 3, 4)
             assert_same(tensors(await fetch(late, last, server)), served(VERSIONS[4]))
@@ -170,14 +166,11 @@ def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(publisher: Swar
             assert_same(tensors(fetched), served(VERSIONS[4]))
             assert fetched.wire_bytes < manifest_of(publisher, first).wire_bytes / 2
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
-
-def test_a_chain_is_walked_no_further_than_full_weights(tmp_path: Path) -> None:
+async def test_a_chain_is_walked_no_further_than_full_weights(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path, anchor_every=2, keep_versions=10)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         heads = publish(publisher, 0, 1, 2, 3)
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             await fetch(fetcher, heads[3], server)
@@ -186,12 +179,11 @@ def test_a_chain_is_walked_no_further_than_full_weights(tmp_path: Path) -> None:
             heads[3].manifest,
         }
 
+
+async def test_a_worker_that_is_started_again_fetches_only_what_is_new(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
-
-def test_a_worker_that_is_started_again_fetches_only_what_is_new(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    async def scenario() -> None:
         first, second = publish(publisher, 0, 1)
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             await fetch(fetcher, first, server)
@@ -202,12 +194,11 @@ def test_a_worker_that_is_started_again_fetches_only_what_is_new(publisher: Swar
             assert (server.num_asked, again.wire_bytes) == (asked, 0)
             assert_same(tensors(again), served(VERSIONS[1]))
 
+
+async def test_a_restart_from_an_older_checkpoint_is_news_under_its_epoch(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
-
-def test_a_restart_from_an_older_checkpoint_is_news_under_its_epoch(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    async def scenario() -> None:
         *_, head = publish(publisher, 0, 1, 2)
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             await fetch(fetcher, head, server)
@@ -215,49 +206,42 @@ def test_a_restart_from_an_older_checkpoint_is_news_under_its_epoch(publisher: S
             older = again.publish(source(1, VERSIONS[5])).head
             assert_same(tensors(await fetch(fetcher, older, server, run_epoch=2)), served(VERSIONS[5]))
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
 
 # -- blobs that arrive damaged, late or not at all --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c + b"x", lambda _: b"another"])
-def test_one_damaged_blob_costs_one_blob(
+async def test_one_damaged_blob_costs_one_blob(
     publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     (head,) = publish(publisher, 0)
     names = blob_names(publisher, head)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, answers(names, change, times=1)) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
         asked = [digest for digest, _ in server.asked]
         assert len(asked) == len(set(asked)) + 1 and sum(asked.count(name) for name in names) == len(names) + 1
 
-    with serving(publisher.blobs.root, answers(names, change, times=1)) as server:
-        asyncio.run(scenario())
-
 
 @pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c[: len(c) // 2]])
-def test_a_manifest_that_is_half_written_or_altered_is_fetched_again(
+async def test_a_manifest_that_is_half_written_or_altered_is_fetched_again(
     publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     (head,) = publish(publisher, 0)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, answers({head.manifest}, change, times=2)) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
 
-    with serving(publisher.blobs.root, answers({head.manifest}, change, times=2)) as server:
-        asyncio.run(scenario())
 
-
-def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     first, second = publish(publisher, 0, 1)
     (name,) = blob_names(publisher, second)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, answers({name}, flipped)) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             with pytest.raises(EngineTimeout) as refusal:
@@ -269,11 +253,8 @@ def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(publisher: S
             server.fault = None
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
 
-    with serving(publisher.blobs.root, answers({name}, flipped)) as server:
-        asyncio.run(scenario())
 
-
-def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
     (name,) = blob_names(publisher, head)
 
@@ -283,7 +264,7 @@ def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublishe
         status, headers, body = whole(content, start)
         return status, headers, body[:1000]
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, broken_off) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             fetched = await fetch(fetcher, head, server)
             assert_same(tensors(fetched), served(VERSIONS[0]))
@@ -292,27 +273,21 @@ def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublishe
             assert fetched.wire_bytes == expected + len(publisher.blobs.read(head.manifest))
         assert [start for digest, start in server.asked if digest == name] == [0, 1000, 2000, 3000]
 
-    with serving(publisher.blobs.root, broken_off) as server:
-        asyncio.run(scenario())
 
-
-def test_a_worker_that_was_killed_goes_on_with_what_it_had(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_worker_that_was_killed_goes_on_with_what_it_had(publisher: SwarmPublisher, tmp_path: Path) -> None:
     (head,) = publish(publisher, 0)
     (name,) = blob_names(publisher, head)
     (tmp_path / "worker" / "blobs").mkdir(parents=True)
     (tmp_path / "worker" / "blobs" / f".partial-{name}").write_bytes(publisher.blobs.read(name)[:5000])
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
         assert (name, 5000) in server.asked
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
-
 
 @pytest.mark.parametrize("range_answer", ["whole", "refused"])
-def test_a_source_without_range_gives_the_whole_blob_again(
+async def test_a_source_without_range_gives_the_whole_blob_again(
     publisher: SwarmPublisher, tmp_path: Path, range_answer: str
 ) -> None:
     (head,) = publish(publisher, 0)
@@ -325,20 +300,17 @@ def test_a_source_without_range_gives_the_whole_blob_again(
             return None
         return whole(content) if range_answer == "whole" else (416, {"Content-Length": "0"}, b"")
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, fault) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
 
-    with serving(publisher.blobs.root, fault) as server:
-        asyncio.run(scenario())
 
-
-def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tmp_path: Path) -> None:
+async def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path, anchor_every=4, keep_versions=10)
     first, second, third = publish(publisher, 0, 1, 2)
     publisher.blobs.path(second.manifest).unlink()
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             message = "version 2 is a delta to version 1, which this worker does not hold and cannot get: no source has"
@@ -351,29 +323,23 @@ def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tmp_path
             assert full.kind == "full"
             assert_same(tensors(await fetch(fetcher, full.head, server, run_epoch=2)), served(VERSIONS[3]))
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
-
-def test_missing_full_weights_are_said(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_missing_full_weights_are_said(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
     for name in blob_names(publisher, first):
         publisher.blobs.path(name).unlink()
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             with pytest.raises(PublicationError, match=f"no source has blob {name}: {server.url}"):
                 await fetch(fetcher, second, server)
             assert fetcher.held is None
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
-
-def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPublisher, tmp_path: Path) -> None:
     first, second = publish(publisher, 0, 1)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             await fetch(fetcher, first, server)
         (name,) = blob_names(publisher, first)
@@ -381,21 +347,17 @@ def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPubli
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
 
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
-
-def test_a_delta_on_altered_weights_is_replaced_by_full_weights(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_delta_on_altered_weights_is_replaced_by_full_weights(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     first, second = publish(publisher, 0, 1)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             held = await fetch(fetcher, first, server)
             held.contents["model.layers.0.up.weight"][:] ^= 64
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
-
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
 
 # -- publications that are refused ----------------------------------------------------------------------------------
@@ -513,21 +475,20 @@ def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path
 # -- several sources, deadlines, a head that moves ------------------------------------------------------------------
 
 
-def test_a_source_that_refuses_is_passed_over_and_another_is_used(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_source_that_refuses_is_passed_over_and_another_is_used(
+    publisher: SwarmPublisher, tmp_path: Path
+) -> None:
     (head,) = publish(publisher, 0)
 
     def refuses(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
         return 503, {"Content-Length": "0"}, b""
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, refuses) as down, serving(publisher.blobs.root) as up:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             nobody = BlobServer(tmp_path, url="http://127.0.0.1:9/blobs")
             fetched = await fetch(fetcher, head, nobody, down, up)
             assert_same(tensors(fetched), served(VERSIONS[0]))
         assert down.num_asked <= 3
-
-    with serving(publisher.blobs.root, refuses) as down, serving(publisher.blobs.root) as up:
-        asyncio.run(scenario())
 
 
 def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher, tmp_path: Path) -> None:
@@ -546,7 +507,7 @@ def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher,
         asyncio.run(scenario())
 
 
-def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: Path) -> None:
+async def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: Path) -> None:
     """The old fetch is cancelled, the new one goes on with the blobs that are there."""
     first, second = publish(publisher, 0, 1)
     arrived = threading.Event()
@@ -559,7 +520,7 @@ def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: P
             gate.wait(within(20))
         return None
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root, held_up) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             old = asyncio.create_task(fetch(fetcher, second, server))
@@ -575,11 +536,8 @@ def test_a_head_that_moves_during_a_fetch(publisher: SwarmPublisher, tmp_path: P
             assert_same(tensors(await new), served(VERSIONS[2]))
             assert fetcher.held is await new
 
-    with serving(publisher.blobs.root, held_up) as server:
-        asyncio.run(scenario())
 
-
-def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
+async def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
     publisher: SwarmPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rollover.swarm.publication import blobs
@@ -589,7 +547,7 @@ def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             before = await fetch(fetcher, first, server)
             with monkeypatch.context() as patched:
@@ -598,9 +556,6 @@ def test_a_full_disk_at_the_worker_is_said_and_changes_nothing(
                     await fetch(fetcher, second, server)
             assert fetcher.held is before
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
-
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
 
 
 def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher, tmp_path: Path) -> None:
@@ -619,12 +574,12 @@ def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher,
         assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
 
 
-def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
+async def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
     publisher: SwarmPublisher, tmp_path: Path
 ) -> None:
     (head,) = publish(publisher, 0)
 
-    async def scenario() -> None:
+    with serving(publisher.blobs.root) as server:
         async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
             signed = f"{server.url}?sig=secret/"
             fetched = await fetcher.fetch(head, [signed], run_epoch=1, deadline_s=DEADLINE_S)
@@ -633,9 +588,6 @@ def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
             with pytest.raises(PublicationError, match="no source has blob") as refused:
                 await fetcher._downloads.manifest("0" * 64)
             assert "secret" not in str(refused.value) + fetcher._downloads.waiting_for
-
-    with serving(publisher.blobs.root) as server:
-        asyncio.run(scenario())
     assert {*server.queries} == {"sig=secret/"}
 
 

@@ -83,24 +83,21 @@ def flip_a_bit(nginx: Nginx, inside: bytes) -> None:
     raise AssertionError("the relay does not keep it")
 
 
-def test_any_number_of_workers_cost_the_trainer_each_byte_once(tmp_path: Path, blobs: list[BlobRef]) -> None:
+async def test_any_number_of_workers_cost_the_trainer_each_byte_once(tmp_path: Path, blobs: list[BlobRef]) -> None:
     async def fetch(name: str) -> None:
         async with worker(tmp_path / name, between.url) as downloads:
             await downloads.get(blobs)
         assert_whole(tmp_path / name, blobs)
 
-    async def law() -> None:
+    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         await asyncio.gather(*(fetch(name) for name in "abc"))
         await fetch("late")
-
-    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        run(law)
         assert {*Counter(home.asked).values()} == {1}
         assert {start for _, start in home.asked} == {0, 2 * MB}
 
 
-def test_nobody_can_have_the_relay_fetch_a_blob_again_and_again(tmp_path: Path, blobs: list[BlobRef]) -> None:
-    async def law() -> None:
+async def test_nobody_can_have_the_relay_fetch_a_blob_again_and_again(tmp_path: Path, blobs: list[BlobRef]) -> None:
+    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         async with httpx.AsyncClient(trust_env=False) as http:
             url, headers = f"{between.url}/{blobs[0].digest}", {"Range": "bytes=0-9"}
             past = [await http.get(url, headers={**headers, "Cache-Control": "no-cache"}) for _ in range(60)]
@@ -110,12 +107,9 @@ def test_nobody_can_have_the_relay_fetch_a_blob_again_and_again(tmp_path: Path, 
             kept = [await http.get(url, headers=headers) for _ in range(60)]
             assert {answer.content for answer in kept} == {CONTENTS[0][:10]} and len(home.asked) == answers[206]
 
+
+async def test_a_range_brings_its_own_pieces_alone(tmp_path: Path, blobs: list[BlobRef]) -> None:
     with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        run(law)
-
-
-def test_a_range_brings_its_own_pieces_alone(tmp_path: Path, blobs: list[BlobRef]) -> None:
-    async def law() -> None:
         async with httpx.AsyncClient(trust_env=False) as http:
             url = f"{between.url}/{blobs[0].digest}"
             part = await http.get(url, headers={"Range": f"bytes={2 * MB + 5}-{3 * MB + 4}"})
@@ -128,9 +122,6 @@ def test_a_range_brings_its_own_pieces_alone(tmp_path: Path, blobs: list[BlobRef
             for name in ("../swarm/publisher.key", "0" * 63, blobs[0].digest.upper(), ""):
                 assert (await http.get(f"{between.url}/{name}")).status_code == 404
             assert (await http.post(url)).status_code == 403
-
-    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        run(law)
         assert [start for _, start in home.asked if start < 4 * MB] == [2 * MB]
 
 
@@ -170,7 +161,7 @@ def test_a_killed_relay_is_left_and_used_again_when_it_is_back(tmp_path: Path, b
         assert home.asked[0][1] >= 2 * MB, "it went on where the relay had stopped"
 
 
-def test_a_flipped_bit_in_the_cache_is_found_out_and_mended(tmp_path: Path, blobs: list[BlobRef]) -> None:
+async def test_a_flipped_bit_in_the_cache_is_found_out_and_mended(tmp_path: Path, blobs: list[BlobRef]) -> None:
     async def fetch(name: str) -> list[str]:
         said: list[str] = []
         async with worker(tmp_path / name, between.url, say=said.append) as downloads:
@@ -178,31 +169,25 @@ def test_a_flipped_bit_in_the_cache_is_found_out_and_mended(tmp_path: Path, blob
         assert_whole(tmp_path / name, blobs)
         return said
 
-    async def law() -> None:
+    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         assert not await fetch("first")
         flip_a_bit(between, CONTENTS[0][MB + 7 : MB + 39])
         (line,) = await fetch("second")
         assert "has sent a damaged blob" in line
         assert not await fetch("third")
 
-    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        run(law)
 
-
-def test_what_is_not_there_yet_is_asked_for_again(tmp_path: Path) -> None:
+async def test_what_is_not_there_yet_is_asked_for_again(tmp_path: Path) -> None:
     """The relay was asked too early, by a worker that heard of the new head before the blob had come."""
     (blob,) = store(tmp_path / "elsewhere", CONTENTS[0])
     (tmp_path / "home").mkdir()
 
-    async def law() -> None:
+    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"{between.url}/{blob.digest}")).status_code == 404
         store(tmp_path / "home", CONTENTS[0])
         async with worker(tmp_path / "a", between.url) as downloads:
             await downloads.get([blob])
-
-    with serving(tmp_path / "home") as home, relay(tmp_path / "relay", home_of(home)) as between:
-        run(law)
 
 
 def test_what_a_relay_has_it_gives_while_the_trainer_is_away(tmp_path: Path, blobs: list[BlobRef]) -> None:
@@ -226,7 +211,7 @@ def test_what_a_relay_has_it_gives_while_the_trainer_is_away(tmp_path: Path, blo
 
 
 @pytest.mark.parametrize("token", [None, "rw1.relay.secret"])
-def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
+async def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
     tmp_path: Path, blobs: list[BlobRef], token: str | None
 ) -> None:
     def wants_token(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
@@ -234,7 +219,10 @@ def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
             return 401, {"Content-Length": "0"}, b""
         return None
 
-    async def law() -> None:
+    with (
+        serving(tmp_path / "home", wants_token) as home,
+        relay(tmp_path / "relay", home_of(home), token=token or "") as between,
+    ):
         async with httpx.AsyncClient(trust_env=False) as http:
             nobody = await http.get(f"{between.url}/{blobs[0].digest}")
             assert nobody.status_code == (401 if token is None else 200)
@@ -242,12 +230,6 @@ def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
         async with worker(tmp_path / "a", between.url, authorization=headers) as downloads:
             await downloads.get(blobs)
         assert_whole(tmp_path / "a", blobs)
-
-    with (
-        serving(tmp_path / "home", wants_token) as home,
-        relay(tmp_path / "relay", home_of(home), token=token or "") as between,
-    ):
-        run(law)
 
 
 class Greeter:

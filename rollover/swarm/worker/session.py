@@ -53,6 +53,9 @@ _LAST_WORDS_S = 2.0
 class LeaseWatch:
     """A lease of ``ttl_s``, begun by a ``Hello`` that was sent at ``sent_s`` and answered.
 
+    It counts from the moment at which the answered heartbeat was *sent*. The coordinator counts from the moment at
+    which it arrived, so the worker's lease never ends after the coordinator's, and no clocks are compared.
+
     Example: with ``ttl_s=15`` and heartbeats sent at 5 and 10, of which the first was answered, it ends at 20.
     """
 
@@ -60,7 +63,7 @@ class LeaseWatch:
         self._ttl_s = ttl_s
         self._answered_s = sent_s
         self._unanswered: dict[int, float] = {}
-        """Time at which each heartbeat after the last answered one was sent, by number."""
+        """Time at which each heartbeat was sent that is not answered yet, by number."""
 
     @property
     def interval_s(self) -> float:
@@ -76,11 +79,10 @@ class LeaseWatch:
         self._unanswered[number] = now_s
 
     def answered(self, number: int) -> bool:
-        """Record an answer. Return whether it says something new: not one that came twice or late."""
-        if number not in self._unanswered:
+        """Record an answer. Return whether a heartbeat waited for it."""
+        if (sent_s := self._unanswered.pop(number, None)) is None:
             return False
-        self._answered_s = self._unanswered[number]
-        self._unanswered = {n: sent_s for n, sent_s in self._unanswered.items() if n > number}
+        self._answered_s = sent_s
         return True
 
 

@@ -17,8 +17,8 @@ from rollover.cli.start import run_options, start
 def command(ctx: click.Context, config: str, run_dir: Path | None, dry_run: bool) -> None:
     """Measure a model: pass@k on every evaluation source.
 
-    Give a config, or a run directory to measure its newest checkpoint. If there are no evaluation sources, prompts come
-    from the training sources.
+    Give a config, or a run directory to measure its newest checkpoint, into RUN/eval-DATE-TIME. If there are no
+    evaluation sources, prompts come from the training sources.
 
     \b
     rollover eval runs/quickstart-20260101-120000

@@ -33,7 +33,7 @@ class EngineGroup:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Custom resources that the node of each server must have, in addition to `cluster.engine_resources`."""
     args: tuple[str, ...] = ()
-    """Arguments of the server program in addition to those of the engine."""
+    """Arguments of the server program in addition to the engine's."""
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -94,7 +94,7 @@ class EngineKeeper:
         """Start the server. Whether it comes up is for others to see.
 
         Args:
-            python: the caller's interpreter; where it is the command, that of this node is meant.
+            python: the caller's interpreter; if it is the command, this node's command is meant.
         """
         if command[0] == python:
             command = [sys.executable, *command[1:]]

@@ -56,7 +56,7 @@ class EngineTerms:
     """
 
     prefix: str
-    """Prefix of the names of keepers, which distinguishes this run's from those of others."""
+    """Prefix of the names of keepers, which distinguishes this run's from the keepers of others."""
     lease_s: float
     placement_timeout_s: float
     logs: Path

@@ -44,7 +44,7 @@ class ClusterEngines:
         probe: Path | None,
         remedy: str,
     ) -> ClusterEngines:
-        """Find the servers that an earlier driver of ``run`` has left; end those that this one has no use for.
+        """Find the servers that an earlier driver of ``run`` has left; end the servers that this driver has no use for.
 
         Args:
             model: the folder of the model that servers start with; nodes that lack it are sent it.
@@ -104,7 +104,7 @@ def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:
 def checked_forms(
     cluster: ClusterConfig, engine: ServerConfig, beside: Sequence[Wanted] = ()
 ) -> tuple[tuple[EngineForm, ...], str]:
-    """Return the form of each server, and the device that servers take: ``GPU``, or ``CPU`` where no node has one.
+    """Return the form of each server, and the device that servers take: ``GPU``, or ``CPU`` if no node has one.
 
     Args:
         beside: what else the run takes of the cluster.

@@ -21,7 +21,7 @@ from rollover.cluster.parts import AHEAD, PART_BYTES, digests_of
 def placed(
     calls: HostCalls, hosts: Sequence[HostFacts], folders: Sequence[Path], doing: str
 ) -> dict[Path, dict[str, Path]]:
-    """Return where each node has the files of each of ``folders``, by its id, having sent them where they are missing.
+    """Return where each node has the files of each of ``folders``, by its id, having sent missing ones.
 
     Raises ``RankLost`` naming the rank whose host does not answer.
 

@@ -50,7 +50,7 @@ def fits(resources: Resources, node: Resources) -> bool:
 
 
 def refusal(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> str | None:
-    """Say why something can never be placed on these nodes; ``None`` where all of it can.
+    """Say why something can never be placed on these nodes; ``None`` if all of it can.
 
     Example: ``"engine-0 needs GPU 2, h20 1 on one node, but no node of the cluster has that much; its nodes have: CPU
     8, GPU 1"``.

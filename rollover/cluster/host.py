@@ -85,7 +85,7 @@ class RankHost:
         return node
 
     def prepare(self, *, needed_bytes: int, size: int, listens: bool) -> HostFacts:
-        """Make room for a rank among ``size``; listen for the others where it is the first.
+        """Make room for a rank among ``size``; listen for the others if it is the first.
 
         Args:
             needed_bytes: what all ranks on the node lay down together, none of which has anything there yet.
@@ -140,7 +140,7 @@ class RankHost:
         """Return the rank's answer as soon as it is there, or what else is known after ``wait_s``.
 
         Args:
-            progress: how much each rank has done, as far as the run knows; ranks name those that are behind by it.
+            progress: how much each rank has done, as far as the run knows; ranks name the slowest by it.
         """
         assert self._popen is not None and self._connection is not None and self._progress is not None
         for rank, count in enumerate(progress):
@@ -173,7 +173,7 @@ class RankHost:
         shutil.rmtree(folder)
 
     def end(self) -> None:
-        """Kill the rank, even where it is stopped, and delete all that was laid down for it."""
+        """Kill the rank, even if it is stopped, and delete all that was laid down for it."""
         if self._popen is not None:
             self._popen.kill()
             with suppress(subprocess.TimeoutExpired):

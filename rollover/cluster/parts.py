@@ -46,7 +46,7 @@ def are_there(folder: Path, digests: Mapping[str, str]) -> bool:
 
 
 def sampled_digest(path: Path) -> str:
-    """Return a digest of the size of a file and of samples of it; "" where there is none. Small files are read whole.
+    """Return a digest of the size of a file and of samples of it; "" if there is none. Small files are read whole.
 
     Example: two checkpoints of one model differ in it, as their weights differ nearly everywhere.
     """

@@ -38,14 +38,14 @@ _REPORT_S = 1.0
 _ACTOR_S = 60.0
 """Maximum wait for an actor to start, which takes a few seconds."""
 _END_S = 15.0
-"""Maximum wait for hosts to end their ranks; Ray ends those that do not."""
+"""Maximum wait for hosts to end their ranks; Ray ends the ranks of the others."""
 _SPARE_BYTES = 2**28
 _VALUES_OF_STATE = 5
 """Float32 values per parameter that a rank writes: a checkpoint's weights and two moments, and up to two versions."""
 
 
 def rank_demand(cluster: ClusterConfig, config: TrainerConfig | SFTConfig, nodes: Sequence[ClusterNode]) -> NodeDemand:
-    """Return what the ranks need: each a GPU where the cluster has them, or else one CPU, and ``trainer_resources``.
+    """Return what the ranks need: each a GPU if the cluster has them, or else one CPU, and ``trainer_resources``.
 
     Raises ``ConfigError`` for a device that ranks cannot have, and for GPUs that this build of PyTorch cannot use; all
     nodes have the same build.
@@ -90,7 +90,7 @@ class RayLauncher:
         timeout_s: ranks that do nothing for so long are given up.
         notify: tells the user where the ranks are and which files are sent to them, once.
 
-    Raises ``ConfigError`` when there is no cluster, or one that could never take the ranks.
+    Raises ``ConfigError`` when there is no cluster, or the cluster could never take the ranks.
 
     Example: ``RayLauncher(ClusterConfig(), TrainerConfig(num_devices=2), timeout_s=600.0).devices`` is ``("cuda:0",
     "cuda:0")`` on a cluster with GPUs: each rank sees its own alone.

@@ -22,7 +22,7 @@ A *version* counts the batches that the host has trained: weights of version ``s
 trained, and batch ``s`` is the one that they train. A host that trains a batch in several optimizer steps still makes
 one version from it.
 
-What it keeps true: batches come in order, each once per life of the trainer, and after a restart those that the
+Invariants: batches come in order, each once per life of the trainer, and after a restart those that the
 trainer's checkpoint does not include come first, unchanged; no token is older than the bound allows, counted in these
 versions; a host that loses count is refused and told which number was expected; no call waits without a deadline.
 """

@@ -67,7 +67,7 @@ Asked = str | Path | Mapping[str, Any] | None
 
 
 def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> HostedConfig:
-    """Return the settings that a user asks for, combined with those that the host has decided.
+    """Return the settings that a user asks for, combined with the settings that the host has decided.
 
     Args:
         given: by dotted key: ``{"rollout.temperature": Given(1.0, "GRPOConfig.temperature")}``.
@@ -95,7 +95,7 @@ def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> H
 
 
 def _refuse_a_bound_without_use(data: Mapping[str, Any], bound: Given | None, source: str) -> None:
-    """Raise ``ConfigError`` where the host has set a bound that the strategy cannot use. The message names the host's
+    """Raise ``ConfigError`` if the host has set a bound that the strategy cannot use. The message names the host's
     argument, and not a setting that the user never wrote."""
     if bound is None or not bound.value:
         return

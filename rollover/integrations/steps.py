@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from rollover.integrations.feed import Feed
+from rollover.integrations.feed import Feed, OpenParts
+from rollover.integrations.hosted import HostedConfig
 from rollover.integrations.record import HostedRun
 from rollover.report import throughput
+from rollover.rollout.events import Event
 from rollover.rollout.metrics import batch_metrics
 from rollover.types import Batch, WasteCause
 
@@ -30,6 +32,24 @@ class _AskedStep:
     """Number of tokens of its batch."""
     untrained: Mapping[WasteCause, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def opened(
+    stack: ExitStack,
+    run: HostedRun,
+    config: HostedConfig,
+    open_parts: OpenParts,
+    *,
+    step: int = 0,
+    observer: Callable[[Event], None],
+    knows_rewards: bool = True,
+) -> tuple[Feed, AskedSteps]:
+    """Open the feed of ``run`` and the steps over it; ``stack`` closes both."""
+    feed = Feed(open_parts, config.rollout, journal=run.journal, step=step, seed=config.seed, observer=observer)
+    stack.callback(feed.close)
+    steps = AskedSteps(feed, run, knows_rewards=knows_rewards)
+    stack.callback(steps.close)
+    return feed, steps
 
 
 class AskedSteps:

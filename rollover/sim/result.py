@@ -38,7 +38,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A whole run. Figures leave out the first ``warmup`` steps where they take one.
+    """A whole run. Figures leave out the first ``warmup`` steps if they take one.
 
     Example: of 100 steps that each begin a round, ``after(20)`` covers steps 20 to 98, because the last round may be
     cut.
@@ -80,7 +80,7 @@ class Window:
             lags.update(dict(step.lags))
         self.trained_tokens = lags.total()
         self.lag = LagSummary.of(lags, [lag for step in steps for lag in step.head_lags])
-        """Heads are those of groups."""
+        """Heads are heads of groups."""
 
     @property
     def steps_per_s(self) -> float:

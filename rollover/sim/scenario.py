@@ -80,7 +80,7 @@ class ReplicaModel:
 
     @property
     def most_tokens_per_s(self) -> float:
-        """Return the rate that no batch exceeds: that of a batch so large that only caches are read, or that just
+        """Return the rate that no batch exceeds: the rate of a batch so large that only caches are read, or that just
         leaves rows for draft tokens."""
         batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
         return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)

@@ -134,7 +134,7 @@ class EmpiricalLaw:
         return np.concatenate([[0.0], self.cdf])[np.searchsorted(self.values, lengths, side="right")]
 
     def quantile(self, p: float, cap_tokens: int) -> int:
-        """Return the smallest length with at least the share ``p`` at or below it; the cap where the record ends before
+        """Return the smallest length with at least the share ``p`` at or below it; the cap if the record ends before
         that."""
         place = int(np.searchsorted(self.cdf, p - math.ulp(1.0)))
         return int(self.values[place]) if place < len(self.values) else cap_tokens

@@ -7,7 +7,7 @@ answer, which older versions (0.5.15 is in slime's image) return where newer one
 * Answers are not streamed: events of these versions repeat the whole response, which makes a response of n tokens cost
   n * n / 2 of them. A server that was started with ``--incremental-streaming-output`` repeats nothing and is read as a
   stream, so its death costs only the tokens that were in transit.
-* Requests contain only fields that older versions know. A seed is sent to those that were started with
+* Requests contain only fields that older versions know. A seed is sent to servers that were started with
 ``--enable-deterministic-inference``, which would otherwise draw the same noise for all siblings.
 * Control calls have an older and a newer path.
 """

@@ -3,9 +3,9 @@
 slime counts its weight updates in each process from 1 and writes the count on every server as its ``weight_version``.
 Our version is the number of batches that the weights were trained on, which continues over restarts. Both grow by one
 with each training step, so their difference is constant within a process, and the first rollout of the process
-determines it: the weights are then those of the checkpoint.
+determines it: the weights are then the checkpoint's.
 
-What it keeps true: no rollout begins unless all servers report the same label; a version is never newer than the
+Invariants: no rollout begins unless all servers report the same label; a version is never newer than the
 batches that were handed out, and never older than the user allows.
 """
 

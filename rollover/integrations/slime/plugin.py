@@ -30,7 +30,7 @@ class DataSource:
     """Provides slime's prompts, and saves the unfinished rollouts of Rollover's rollout function with slime's
     checkpoints.
 
-    The prompts are those of slime's own ``RolloutDataSource``, in its order.
+    The prompts come from slime's own ``RolloutDataSource``, in its order.
 
     Example: with ``--data-source-path rollover.integrations.slime.DataSource``, a run that is killed resumes from its
     checkpoint with the same batches, and no prefix is decoded twice.

@@ -8,7 +8,7 @@
 The journal contains every group and batch; from slime itself only the position of its data source is needed. So a
 checkpoint that slime wrote without being able to report it, because it was killed in between, is as good as any.
 
-What it keeps true: batch ``s`` is slime's rollout ``first_rollout + s``; a run continues in the directory of
+Invariants: batch ``s`` is slime's rollout ``first_rollout + s``; a run continues in the directory of
 ``--save``, and a directory of ``--load`` elsewhere is copied and left as it was.
 """
 

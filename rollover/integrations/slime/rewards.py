@@ -3,7 +3,7 @@
 slime's reward models keep connections that belong to the event loop on which they were opened, and its evaluation uses
 the same ones. So rewards are computed on slime's loop, where a blocking function does not hold up decoding either.
 
-What it keeps true: a scored sample is kept with everything that a reward function has written on it until its batch is
+Invariants: a scored sample is kept with everything that a reward function has written on it until its batch is
 handed out. One that was scored before a restart is judged again only if its reward is a table, of which the journal has
 one number, or if hooks have changed it. The reward in the journal remains valid.
 """
@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rollover.errors import DataError, RewardError
+from rollover.integrations.scoring import HostScorer
 from rollover.integrations.slime.host import JudgesSamples, Sample
-from rollover.types import SampleId, Trajectory
+from rollover.types import Trajectory
 
 
-class SlimeScorer:
+class SlimeScorer(HostScorer[Sample]):
     """Implements ``Scorer`` with slime's rewards.
 
     Args:
@@ -40,54 +41,37 @@ class SlimeScorer:
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
     ) -> None:
+        super().__init__(timeout_s=timeout_s)
         self._args = args
         self._respond = respond
         self._judge = judge
         self._loop = loop
-        self._timeout_s = timeout_s
-        self._scored: dict[SampleId, Sample] = {}
 
-    async def score(self, trajectory: Trajectory) -> float:
-        """Return the reward of a response.
-
-        Raises:
-            RewardError: none came in time, or it is not a number.
-            DataError: slime has no such reward model.
-        """
-        sample = await self._score(trajectory)
-        self._scored[trajectory.sample_id] = sample
-        return _value(sample, self._args)
+    def reward(self, answer: Sample) -> float:
+        """Return the reward of a judged sample. Raises ``RewardError`` when it is not a number."""
+        return _value(answer, self._args)
 
     async def take(self, trajectory: Trajectory) -> Sample:
         """Return slime's sample of a scored trajectory and stop keeping it. Raises like ``score`` if it has to be
         judged again."""
         assert trajectory.reward is not None, f"{trajectory.sample_id} was not scored"
-        if (sample := self._scored.pop(trajectory.sample_id, None)) is not None:
+        if (sample := self.kept(trajectory.sample_id)) is not None:
             return sample
         reward_key = getattr(self._args, "reward_key", None)
         if not reward_key and not getattr(self._args, "rollout_sample_hook_path", None):
             sample = self._respond(trajectory)
             sample.reward = trajectory.reward
             return sample
-        sample = await self._score(trajectory)
+        sample = await self.asked(trajectory)
         sample.reward = {**sample.reward, reward_key: trajectory.reward} if reward_key else trajectory.reward
         return sample
 
-    def forget(self, group_id: int) -> None:
-        """Delete the samples of a group that was dropped."""
-        for sample_id in [i for i in self._scored if i.group == group_id]:
-            del self._scored[sample_id]
-
-    async def _score(self, trajectory: Trajectory) -> Sample:
+    async def ask(self, trajectory: Trajectory) -> Sample:
+        """Return a judged sample. Raises ``DataError`` when slime has no such reward model."""
         sample = self._respond(trajectory)
         done = asyncio.run_coroutine_threadsafe(_judged(self._judge, sample), self._loop)
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                scored = await asyncio.wrap_future(done)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise RewardError(f"its reward took longer than {self._timeout_s:g} s (reward_timeout_s)") from None
+            scored = await asyncio.wrap_future(done)
         except NotImplementedError as error:
             raise DataError(f"responses cannot be scored: {error}; see --rm-type and --custom-rm-path") from error
         if not hasattr(scored, "reward"):

@@ -7,7 +7,7 @@
     DataSource.save(rollout_id)
         feed.saved, slime.json
 
-What it keeps true: slime's rollout ``first_rollout + s`` is batch ``s``, which is on disk before slime has it; slime
+Invariants: slime's rollout ``first_rollout + s`` is batch ``s``, which is on disk before slime has it; slime
 gets its servers back idle, even when the rollout fails.
 """
 
@@ -26,7 +26,7 @@ from rollover.clock import SystemClock
 from rollover.errors import ConfigError, EngineTimeout, RunError
 from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
-from rollover.integrations.feed import Feed, FeedParts
+from rollover.integrations.feed import FeedParts
 from rollover.integrations.hosted import check_capabilities
 from rollover.integrations.record import HostedRun
 from rollover.integrations.slime.host import Host, Sample
@@ -41,7 +41,7 @@ from rollover.integrations.slime.settings import (
     zero_signal_filter,
 )
 from rollover.integrations.slime.source import GivesGroups, SlimeSource
-from rollover.integrations.steps import AskedSteps
+from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
 from rollover.types import Batch, Group, Trajectory, WasteCause
 
@@ -92,28 +92,19 @@ class SlimeRun:
         self._clock = SystemClock()
         with ExitStack() as stack:
             folder = start.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollover-")))
-            self._record = stack.enter_context(
-                HostedRun(
-                    folder,
-                    settings.hosted,
-                    host=f"{host.name} {host.versions[-1]}",
-                    resume=True,
-                    facts=_facts(args),
-                    remedy="resume it with --load",
-                )
+            self._record = HostedRun(
+                folder,
+                settings.hosted,
+                host=f"{host.name} {host.versions[-1]}",
+                resume=True,
+                facts=_facts(args),
+                remedy="resume it with --load",
             )
+            stack.enter_context(self._record)
             self._progress.write(folder)
-            self._feed = Feed(
-                self._open_parts,
-                settings.hosted.rollout,
-                journal=self._record.journal,
-                step=start.step,
-                seed=settings.hosted.seed,
-                observer=self._happened,
+            self._feed, self._steps = opened(
+                stack, self._record, settings.hosted, self._open_parts, step=start.step, observer=self._happened
             )
-            stack.callback(self._feed.close)
-            self._steps = AskedSteps(self._feed, self._record)
-            stack.callback(self._steps.close)
             self._closing = stack.pop_all()
         if learns_from_stale_tokens_unknowingly(args) and settings.hosted.rollout.staleness_bound > 0:
             logger.warning(

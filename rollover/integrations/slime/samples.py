@@ -1,6 +1,6 @@
 """slime's samples as our prompts, and our trajectories as slime's samples.
 
-What it keeps true: a sample's tokens, log-probs and loss mask are appended together, segment by segment, with slime's
+Invariants: a sample's tokens, log-probs and loss mask are appended together, segment by segment, with slime's
 own method if it has one, and with the label of the weights that sampled each; a group always has all of its samples; a
 failed one does not change the mean of its siblings' rewards and trains nothing.
 
@@ -112,7 +112,7 @@ def respond(
     decode: Callable[[Sequence[int]], str],
     label: Callable[[int], str],
 ) -> None:
-    """Set the response of a new sample to that of a trajectory.
+    """Set the response of a new sample to a trajectory's.
 
     Args:
         decode: returns the text of ids. The whole response is decoded at once, since a character may span two segments.
@@ -178,7 +178,7 @@ def failed_sample(sample: Sample, siblings: Sequence[Sample], args: Namespace, *
     Example: if its siblings have the rewards 1, 0 and 1, its reward is 2/3.
 
     Args:
-        siblings: those that were scored, at least one.
+        siblings: the scored ones, at least one.
         filler: a token id.
     """
     _append(sample, args, tokens=[filler], log_probs=[0.0], meta_info={"finish_reason": {"type": "abort"}})

@@ -15,7 +15,7 @@ call                  waits for                            is unblocked by
 ``end``               calls that a worker still runs       their end; ``abort_timeout_s`` twice
 ====================  ===================================  =================================================
 
-What it keeps true: between ``end`` and ``begin`` none of our calls is open and no request of ours reaches a server,
+Invariants: between ``end`` and ``begin`` none of our calls is open and no request of ours reaches a server,
 since slime may have taken its memory away; a token's version is that of the label which all workers had at the start
 and which the answer repeats.
 """
@@ -99,8 +99,8 @@ class LentWeights:
         self._changed: str | None = None
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """Return the version of tokens with a label. Raises ``EngineError`` for any label other than that of the
-        rollout."""
+        """Return the version of tokens with a label. Raises ``EngineError`` for any label other than the
+        rollout's."""
         if label is not None and not self._is_ours(label):
             shown = self._client.reader.shown(label)
             raise EngineError(
@@ -163,7 +163,7 @@ class LentServer:
         self._calls.max_context_tokens = min(self.capabilities.max_context_tokens, longest)
 
     async def probe(self, *, decode: bool = False) -> None:
-        """Raise ``EngineError`` unless the scheduler answers and the weights are those of the rollout."""
+        """Raise ``EngineError`` unless the scheduler answers and the weights are the rollout's."""
         await self._dialect.check_health(decode=decode, timeout_s=self._health_timeout_s)
         await self._weights.check(lambda: not self._closed)
 
@@ -249,7 +249,7 @@ class LentServers:
     """Implements ``Engine`` over the workers behind slime's router, from ``begin`` to ``end`` of each rollout.
 
     Args:
-        config: its only url is that of the router; ``first_token_timeout_s`` is the longest wait for a whole response
+        config: its only url is the router's; ``first_token_timeout_s`` is the longest wait for a whole response
             if answers are not streamed.
         num_workers: their number, which determines how many samples are decoded at the same time.
         transport: replaces the network in tests.
@@ -299,7 +299,7 @@ class LentServers:
         return label
 
     async def serves(self, version: int) -> None:
-        """Register ``version`` as that of the workers' weights; from now on they take calls."""
+        """Register ``version`` as the version of the workers' weights; from now on they take calls."""
         weights = FolderWeights(version, self._model.path)
         self._pool = EnginePool(self._members, weights, self._clock, self._config)
         await self._pool.open()

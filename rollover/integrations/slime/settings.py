@@ -1,6 +1,6 @@
 """The settings of a run inside slime: its flags, and the user's table ``rollover`` in ``--custom-config-path``.
 
-What it keeps true: a flag of slime that would have no effect is refused, and so is a setting that slime's flags
+Invariants: a flag of slime that would have no effect is refused, and so is a setting that slime's flags
 determine.
 """
 
@@ -120,7 +120,7 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
 
 
 def learns_from_stale_tokens_unknowingly(args: Namespace) -> bool:
-    """Return whether slime's loss treats tokens of older weights as those of the current ones."""
+    """Return whether slime's loss treats tokens of older weights as tokens of the current ones."""
     corrections = ("use_tis", "use_rollout_logprobs", "mask_offpolicy_in_partial_rollout")
     return not any(getattr(args, name, False) for name in corrections)
 

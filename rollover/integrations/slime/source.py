@@ -1,7 +1,7 @@
 """slime's data source as a source of prompts by number.
 
 A data source of slime is a stream: it returns the next groups and keeps its own position. Our cursor is the number of
-groups drawn. What it keeps true: the position of the stream and the cursor agree, even after a restart, when a
+groups drawn. Invariants: the position of the stream and the cursor agree, even after a restart, when a
 checkpoint restores the stream's position and the groups that the journal has since then are drawn again and skipped.
 """
 
@@ -44,8 +44,7 @@ class SlimeSource:
         self._group_size = group_size
         self._last: Prompt | None = None
         self._drawing = threading.Lock()
-        """Needed because checkpoints are saved on another thread than the one that draws prompts, and in miles while a
-        rollout runs."""
+        """Needed because one thread saves checkpoints and another draws prompts, in miles even during a rollout."""
 
     def save(self, save_groups: Callable[[], None]) -> int:
         """Call ``save_groups`` to save the data source while nothing is drawn. Returns the number of groups drawn until
@@ -60,7 +59,7 @@ class SlimeSource:
 
         Raises:
             RunError: the data source is past it.
-            DataError: it returns no group, one of another size, or one that cannot be rolled out.
+            DataError: it returns no group, a group of another size, or a group that cannot be rolled out.
         """
         with self._drawing:
             return self._prompt(index)

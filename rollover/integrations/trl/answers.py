@@ -33,14 +33,14 @@ class Answers:
     logprobs: list[list[float]]
     """Log-prob of each of these tokens under the weights that sampled it."""
     lags: list[list[int]]
-    """Lag of each of these tokens: the batch's version minus the one that sampled it."""
+    """Lag of each of these tokens: the batch's version minus the version that sampled it."""
     truncated: list[bool]
     """True if the token budget cut the response off."""
     failed: list[bool]
 
     @property
     def env_mask(self) -> list[list[int]] | None:
-        """Return 1 for tokens that were sampled and 0 for those of failed samples; ``None`` when none has failed."""
+        """Return 1 for tokens that were sampled and 0 for tokens of failed samples; ``None`` when none has failed."""
         if not any(self.failed):
             return None
         return [[int(not failed)] * len(ids) for ids, failed in zip(self.completion_ids, self.failed, strict=True)]

@@ -103,7 +103,7 @@ def check_dropout(names: Collection[str]) -> None:
 
 
 def check_correction(args: Any, *, is_on_policy: bool) -> None:
-    """Raise ``ConfigError`` when tokens of older weights would be treated as those of the current ones; warn when most
+    """Raise ``ConfigError`` when tokens of older weights would be treated as tokens of the current ones; warn when most
     of their responses would be dropped."""
     if not args.vllm_importance_sampling_correction and not is_on_policy:
         raise ConfigError(
@@ -194,7 +194,7 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
 
 
 def _cuts_logprobs(args: Any) -> Iterator[str]:
-    """Yield settings whose samples have different log-probs from those that TRL computes."""
+    """Yield settings whose samples have other log-probs than TRL computes."""
     for name, off in (("top_p", (1.0, None)), ("top_k", (0, -1, None)), ("min_p", (0.0, None))):
         if (value := getattr(args, name)) not in off:
             yield (

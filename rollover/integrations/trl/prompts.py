@@ -77,7 +77,7 @@ class DatasetPrompts:
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     def prompt(self, index: int) -> Prompt:
-        """Draw prompt ``index``. Raises ``DataError`` when its row has no prompt, or one that is too long."""
+        """Draw prompt ``index``. Raises ``DataError`` when its row has no prompt, or its prompt is too long."""
         epoch, place = divmod(index, len(self._rows))
         row = self._order(epoch)[place]
         token_ids, text = self._encode(_columns(self._rows, row)["prompt"])

@@ -1,6 +1,6 @@
 """The rollouts of one training run of TRL: weights published and compared, batches handed out and measured.
 
-What it keeps true: a batch is handed out under the weights that train it; an engine that does not sample from the
+Invariants: a batch is handed out under the weights that train it; an engine that does not sample from the
 trainer's weights is found before its tokens are trained; a batch counts as trained once the trainer is done with it; an
 engine that loads weights from folders finds each version in one, written while samples decode.
 """
@@ -40,7 +40,7 @@ from rollover.weights.sources import MemoryWeights
 
 _NUM_REFERENCES = 2
 _REMEDY = (
-    "set engine.dtype = 'float32' where the engine is embedded; a server must serve this model in its own number"
+    "set engine.dtype = 'float32' if the engine is embedded; a server must serve this model in its own number"
     " format, without quantisation, and nothing else may load weights into it"
 )
 

@@ -6,7 +6,7 @@ sampling, made for the mismatch between vLLM and the trainer, corrects for token
 the log-probs that a token was sampled with to those of the weights that train it. So TRL is told, while it trains, that
 it uses vLLM, but vLLM is never opened.
 
-What it keeps true: tokens and their log-probs reach the loss exactly as they were sampled; a failed completion has
+Invariants: tokens and their log-probs reach the loss exactly as they were sampled; a failed completion has
 advantage 0 and no token in the loss; a loss that ignores the behaviour log-probs is refused; after a crash each batch
 that the checkpoint does not include comes again, once, unchanged.
 """
@@ -179,7 +179,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _answer(self, prompts: Any, trainer: Any) -> dict[str, Any]:
-        """Return the batch to TRL in place of answers to ``prompts``, which are those of the batch."""
+        """Return the batch to TRL in place of answers to ``prompts``, which are the batch's."""
         answers = self._answers
         assert answers is not None and len(prompts) == len(answers.rows)
         fields = {

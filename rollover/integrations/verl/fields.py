@@ -1,7 +1,7 @@
 """Trajectories in the form that verl's trainer reads: keys, fields and tags of its TransferQueue, and inputs of its
 rewards.
 
-The names are those of the ``AgentLoopWorkerTQ`` of verl 0.9.0 and 0.9.1; torch and verl are imported by the functions
+The names come from the ``AgentLoopWorkerTQ`` of verl 0.9.0 and 0.9.1; torch and verl are imported by the functions
 that need them.
 """
 

@@ -1,4 +1,4 @@
-"""The agent-loop manager: it takes verl's prompts for training, and leaves those of evaluations to verl's own
+"""The agent-loop manager: it takes verl's prompts for training, and leaves the prompts of evaluations to verl's own
 manager."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AgentLoopManager:
         return cls(config, llm_client, teacher_client=teacher_client, evaluation=evaluation, **given)
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Keep prompts for training, or pass those of an evaluation on. Returns at once."""
+        """Keep prompts for training, or pass prompts of an evaluation on. Returns at once."""
         if "validate" in prompts and _is_true(prompts["validate"]):
             self._evaluation.generate_sequences(prompts)
         else:

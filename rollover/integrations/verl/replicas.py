@@ -5,7 +5,7 @@ client returns them. An aborted replica is closed: calls that reach it afterward
 it, and another abort does not end them. verl's synchronous trainer never opens its replicas, so ``abort`` does. Each
 answer names the training step of the weights that sampled it.
 
-What it keeps true: a token has the version that its replica names, which is that of the rollout; a call ends when verl
+Invariants: a token has the version that its replica names, which is the rollout's; a call ends when verl
 says so, or at a deadline; outside ``abort`` no replica is closed.
 """
 
@@ -83,7 +83,7 @@ class VerlReplicas:
         return f"the {len(self._replicas)} replicas of verl"
 
     async def begin(self, *, version: int, global_steps: int) -> None:
-        """Register ``version`` as that of the weights of verl's step ``global_steps``."""
+        """Register ``version`` as the version of the weights of verl's step ``global_steps``."""
         assert not self._calls, "weights change between rollouts alone"
         self._version, self._global_steps = version, global_steps
 

@@ -55,7 +55,7 @@ class VerlRows:
         self._uids: list[str] = []
 
     def add(self, batch: Any) -> None:
-        """Add prompts in their order. Raises ``DataError`` for one that requires something unsupported."""
+        """Add prompts in their order. Raises ``DataError`` for a prompt that requires something unsupported."""
         for row in rows_of(batch):
             self._refuse(row)
             uid = str(row["uid"])

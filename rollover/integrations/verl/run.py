@@ -1,12 +1,14 @@
 """A run inside verl: the feed over its replicas, prompts and rewards, one batch for each of its training steps.
 
-What it keeps true: batch ``s`` of this run is trained by verl's step ``first_step + 1 + s``, where ``first_step`` is
-that of the checkpoint it began from; a batch is in the journal before verl has it.
+Invariants: batch ``s`` of this run is trained by verl's step ``first_step + 1 + s``, where ``first_step`` is
+the step of the checkpoint it began from; a batch is in the journal before verl has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +16,16 @@ from typing import Any
 
 from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
-from rollover.integrations.feed import Feed, FeedParts, ScoredByHost
+from rollover.integrations.feed import FeedParts, ScoredByHost
 from rollover.integrations.record import HostedRun
-from rollover.integrations.steps import AskedSteps
-from rollover.integrations.verl.fields import fields, key, tag
+from rollover.integrations.scoring import HostScorer
+from rollover.integrations.steps import opened
+from rollover.integrations.verl.fields import fields, key, reward_input, tag
 from rollover.integrations.verl.replicas import GeneratesTokens, StopsCalls, VerlReplicas
-from rollover.integrations.verl.rewards import VerlScorer
-from rollover.integrations.verl.rows import VerlRows
+from rollover.integrations.verl.rows import Row, VerlRows
 from rollover.integrations.verl.settings import VerlSettings, verl_version
 from rollover.rollout.events import Event, GroupDropped, GroupOpened
-from rollover.types import Batch, Prompt
+from rollover.types import Batch, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,28 @@ class VerlBatch:
     metrics: dict[str, float]
 
 
+class VerlScorer(HostScorer[dict[str, Any]]):
+    """Implements ``Scorer`` with verl's reward workers, each used in turn.
+
+    Args:
+        workers: their Ray handles.
+        row: returns the row of a prompt.
+    """
+
+    def __init__(self, workers: Sequence[Any], row: Callable[[Prompt], Row], *, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._workers = itertools.cycle(workers)
+        self._row = row
+
+    async def ask(self, trajectory: Trajectory) -> dict[str, Any]:
+        asked = next(self._workers).compute_score.remote(reward_input(trajectory, self._row(trajectory.prompt)))
+        answer: dict[str, Any] = await asyncio.ensure_future(asked)
+        return answer
+
+    def reward(self, answer: dict[str, Any]) -> float:
+        return float(answer["reward_score"])
+
+
 class VerlRun:
     """One run. Its methods are for the thread of verl's trainer.
 
@@ -92,25 +116,22 @@ class VerlRun:
             abort_timeout_s=options.abort_timeout_s,
         )
         with ExitStack() as stack:
-            self._record = stack.enter_context(
-                HostedRun(
-                    folder,
-                    settings.hosted,
-                    host=f"verl {verl_version()}",
-                    resume=False,
-                    remedy="a run inside verl cannot be resumed, so move it away",
-                )
+            run = HostedRun(
+                folder,
+                settings.hosted,
+                host=f"verl {verl_version()}",
+                resume=False,
+                remedy="a run inside verl cannot be resumed, so move it away",
             )
-            self._feed = Feed(
+            stack.enter_context(run)
+            self._feed, self._steps = opened(
+                stack,
+                run,
+                settings.hosted,
                 self._open_parts,
-                settings.hosted.rollout,
-                journal=self._record.journal,
-                seed=settings.hosted.seed,
                 observer=self._happened,
+                knows_rewards=self._scorer is not None,
             )
-            stack.callback(self._feed.close)
-            self._steps = AskedSteps(self._feed, self._record, knows_rewards=self._scorer is not None)
-            stack.callback(self._steps.close)
             self._closing = stack.pop_all()
 
     def close(self) -> None:
@@ -147,7 +168,7 @@ class VerlRun:
             row = self._rows.row(group.prompt)
             made.uids.append(str(row["uid"]))
             for trajectory in group.trajectories:
-                reward = None if self._scorer is None else self._scorer.take(trajectory)
+                reward = None if self._scorer is None else self._scorer.kept(trajectory.sample_id)
                 made.keys.append(key(row, trajectory.sample_id.index))
                 made.fields.append(fields(trajectory, row, first_step=self._first_step, reward=reward))
                 made.tags.append(tag(trajectory, row, first_step=self._first_step))

@@ -1,6 +1,6 @@
 """The settings of a run inside verl: its configuration, and the user's settings under the sampler's ``sampler_kwargs``.
 
-What it keeps true: a setting of verl's that would have no effect is refused.
+Invariants: a setting of verl's that would have no effect is refused.
 """
 
 from __future__ import annotations

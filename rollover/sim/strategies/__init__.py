@@ -1,5 +1,5 @@
-"""All strategies that can be simulated: those that runs can use, and those that no engine here can run or that serve
-comparison alone. ``RolloutConfig`` does not know the latter; ``SimulatedRollout`` does."""
+"""All strategies that can be simulated. Some of them no engine can run, or they serve comparison alone:
+``RolloutConfig`` does not know these; ``SimulatedRollout`` does."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError, ResourceError
 from rollover.swarm.wire.messages import Heartbeat, Leaving, NotServing, Serving
 from rollover.swarm.worker.calls import WorkerCalls
@@ -282,7 +283,7 @@ async def test_restarted_servers_have_the_time_that_they_take_to_start(tmp_path:
         work=tmp_path,
         announce=lambda fetched, pause_s: None,
     )
-    host.engine = engine
+    host.opened = OpenedEngine(engine=engine, weights=engine, availability=engine)
     probing = asyncio.create_task(host.probe())
     await bench.until(lambda: engine.num_asked)
     await bench.clock.move(360.0)

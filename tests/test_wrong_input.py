@@ -47,6 +47,7 @@ def refused_start(refused: Say, *argv: str) -> str:
     return message
 
 
+LAUNCH = ["--engine.kind", "vllm", "--engine.launch", "true", "--engine.launch_command", '["/started/too/early"]']
 CONTRADICTIONS = [
     (["--rollout.group_size", "1"], "--rollout.group_size is 1, but the advantage 'group_std'"),
     (["--rollout.strategy.over_sampling_batch_size", "2"], "--rollout.strategy.over_sampling_batch_size (2) must be at least"),
@@ -59,6 +60,8 @@ CONTRADICTIONS = [
     (["--trainer.mini_batches", "5"], "trainer.mini_batches (5) is above rollout.rollout_batch_size (4)"),
     (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
     (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),
+    ([*LAUNCH, "--rollout.max_new_tokens", "100"], "the model's context holds 80: lower one of the two"),
+    ([*LAUNCH, "--engine.launch_args", '["--max-model-len=50"]'], "make 76 tokens, above --max-model-len in engine.launch_args (50)"),
     (["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
     (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true is impossible with"),
     (["--tasks.max_prompt_tokens", "1"], "each of its 16 prompts is longer than 1 tokens; raise tasks.max_prompt_tokens"),

@@ -33,6 +33,9 @@ class DeclaredCapabilities:
     max_running: int | None = None
     """Same as in ``Capabilities``; ``None`` if it is known only once the engine is open."""
     max_context_tokens: int | None = None
+    """Same as in ``Capabilities``; ``None`` if it is known only once the engine is open."""
+    context_key: str = "engine.max_context_tokens"
+    """What sets ``max_context_tokens``."""
     is_colocated: bool = False
     """Same as in ``Capabilities``."""
     in_process: bool = False

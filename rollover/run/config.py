@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
@@ -18,6 +19,7 @@ from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineDemands
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError
+from rollover.hf.config import read_config
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import STRATEGIES, no_in_flight_update
@@ -130,6 +132,12 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
             )
 
 
+def check_model_context(config: RunConfig, folder: Path, keys: Sequence[str] = ("rollout", "eval")) -> None:
+    """Do so for the model in ``folder``, before an engine is started for it."""
+    if isinstance(context := read_config(folder).get("max_position_embeddings"), int):
+        check_context(config, context, keys)
+
+
 def context_needed(config: RunConfig, key: str) -> int:
     """Return the tokens of the longest admissible prompt and response of the section ``key``."""
     budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
@@ -212,7 +220,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f" ({can.max_running}): raise the latter or lower the former"
         )
     if can.max_context_tokens is not None:
-        yield from _too_long(config, can.max_context_tokens, "engine.max_context_tokens")
+        yield from _too_long(config, can.max_context_tokens, can.context_key)
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
 

@@ -19,7 +19,7 @@ from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
 from rollover.run import directory
-from rollover.run.config import RunConfig, check_context
+from rollover.run.config import RunConfig, check_context, check_model_context
 from rollover.run.directory import RunDir
 from rollover.run.loading import variant
 from rollover.run.sections import WarmupConfig
@@ -179,6 +179,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
             f"engine.kind {config.engine.kind!r} is only for training: to evaluate, add --engine.kind embedded"
         )
     folder = initial_policy(config, run.model, progress, metrics)
+    check_model_context(config, folder, ("eval",))
     tokenizer = load_tokenizer(folder)
     sources = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     async with AsyncExitStack() as stack:

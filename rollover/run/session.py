@@ -27,7 +27,7 @@ from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
-from rollover.run.config import RunConfig, check_capabilities, check_context
+from rollover.run.config import RunConfig, check_capabilities, check_context, check_model_context
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
@@ -145,6 +145,7 @@ async def _open_parts(
     folder = initial_policy(config, run.model, progress, metrics)
     needs_base = resolve(config.algorithm).needs_ref or config.trainer.lora is not None
     check_model(run, folder, needs_weights=checkpoint is None or needs_base)
+    check_model_context(config, folder)
     tokenizer = load_tokenizer(folder)
     stops = response_ends(folder, tokenizer, config.tasks)
     trainer = open_trainer(config, run, folder, checkpoint, progress)

@@ -102,7 +102,8 @@ class ServerConfig(EngineConfig):
     rejoin_max_interval_s: Changeable[float] = 60.0
     """Longest interval between attempts to bring back a server that was taken out; the interval doubles up to this."""
     all_down_timeout_s: Changeable[float] = 120.0
-    """Longest time for which calls wait for a server to come back when all are out."""
+    """Longest time for which calls wait for a server to come back when all are out. While one is being started again,
+    they wait up to `launch_timeout_s`."""
 
     @property
     def declared(self) -> DeclaredCapabilities:
@@ -133,12 +134,17 @@ class ServerConfig(EngineConfig):
         again_s = 0.0
         if self.weight_transfer != "folder":
             again_s = (1 + max(self.num_servers, len(self.urls))) * (self.load_timeout_s + self.control_timeout_s)
-        once_s = 2 * self.switch_timeout_s + self.install_timeout_s + self.all_down_timeout_s + self.control_timeout_s
-        return once_s + again_s
+        absent_s = max(self.all_down_timeout_s, self.start_timeout_s)
+        return 2 * self.switch_timeout_s + self.install_timeout_s + absent_s + self.control_timeout_s + again_s
 
     @property
     def start_timeout_s(self) -> float:
         return self.launch_timeout_s if self.launch else 0.0
+
+    def launched_context(self, *names: str) -> int | None:
+        """Return the context that ``launch_args`` give started servers, in an argument of one of these names."""
+        text = argument(self.launch_args, *names) if self.launch else None
+        return int(text) if text and text.isdecimal() else None
 
     @property
     def launch_device(self) -> str:

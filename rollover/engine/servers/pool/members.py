@@ -30,6 +30,8 @@ AFFINITY_SLACK = 0.25
 """Share of its capacity by which a member may be fuller than the emptiest one and still get its
 sibling."""
 _MAX_KEYS = 8192
+_MAX_STOPPED_CALLS = 5
+"""Calls in a row that a member may end before their end without being asked to."""
 _FIRST_RETRY_S = 1.0
 """Until a member that was taken out is tried for the first time."""
 
@@ -92,6 +94,8 @@ class Member:
         self.retry_s = 0.0
         self.is_expelled = False
         """Down for good."""
+        self.is_starting = False
+        """It is being started again."""
         self.lost = asyncio.Event()
         """Set while it is down: its open calls end."""
         self.look = asyncio.Event()
@@ -99,7 +103,9 @@ class Member:
         self._clock = clock
         self._max_retry_s = max_retry_s
         self._num_failures = 0
-        """Failures since it was last up."""
+        """Failures since it was last up; if it was stopping calls, since one ended as it should."""
+        self._num_stopped_calls = 0
+        """Calls in a row that it ended without being asked to."""
         self._num_late_probes = 0
         """Late probes in a row, while it is up."""
 
@@ -121,7 +127,9 @@ class Member:
         """Admit it to calls: it is well and its weights are current."""
         assert not self.is_expelled, f"{self.name} is out permanently"
         self.health, self.reason, self.capacity = Health.UP, "", self.engine.capabilities.max_running
-        self._num_failures = self._num_late_probes = 0
+        self._num_late_probes = 0
+        if self._num_stopped_calls < _MAX_STOPPED_CALLS:
+            self._num_failures = 0
         self.lost.clear()
 
     def suspect(self, reason: str) -> None:
@@ -129,6 +137,17 @@ class Member:
         if self.is_up:
             self.health, self.reason = Health.SUSPECT, reason
         self.look.set()
+
+    def call_ended(self, *, unasked: bool) -> None:
+        """Count a call that ended as it should, or was aborted ``unasked``. A member that only does the latter is taken
+        out like one that fails, each time for longer, however well its probes go."""
+        if not unasked:
+            self._num_stopped_calls = 0
+            self._num_failures *= self.is_down
+            return
+        self._num_stopped_calls += 1
+        if self._num_stopped_calls >= _MAX_STOPPED_CALLS and not self.is_down:
+            self.take_out(f"it has ended {self._num_stopped_calls} calls in a row without being asked to")
 
     def late(self, reason: str) -> None:
         """Count a failed probe, which takes it out when it is suspect, or late twice in a row."""
@@ -172,6 +191,7 @@ class Members:
         self.all = [Member(engine, clock, max_retry_s=config.rejoin_max_interval_s) for engine in engines]
         self._admitted = asyncio.Event()
         self._all_down_timeout_s = config.all_down_timeout_s
+        self._start_timeout_s = config.start_timeout_s
         self._out_since_s: float | None = None
         """Time at which calls began to wait because no member was up."""
 
@@ -204,15 +224,15 @@ class Members:
                 member.take_out(str(error))
 
     async def until_one_is_up(self, unless: asyncio.Event) -> None:
-        """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``."""
-        deadline_s = self.clock.now_s() + self._all_down_timeout_s
+        """Return when a member is up or ``unless`` is set. Raises ``EngineError`` after ``all_down_timeout_s``; while a
+        member is being started again, only once its first start would have failed too."""
+        began_s, limit_s, key = self.clock.now_s(), self._all_down_timeout_s, "all_down_timeout_s"
         while not (self.up or unless.is_set()):
-            left_s = deadline_s - self.clock.now_s()
+            if any(member.is_starting for member in self.all) and self._start_timeout_s > limit_s:
+                limit_s, key = self._start_timeout_s, "launch_timeout_s"
+            left_s = began_s + limit_s - self.clock.now_s()
             if left_s <= 0:
-                raise EngineError(
-                    f"no engine has been up for {self._all_down_timeout_s:g} s (engine.all_down_timeout_s):"
-                    f" {self.why_none()}"
-                )
+                raise EngineError(f"no engine has been up for {limit_s:g} s (engine.{key}): {self.why_none()}")
             if self._out_since_s is None and not self.in_service:
                 self._out_since_s = self.clock.now_s()
                 logger.warning(

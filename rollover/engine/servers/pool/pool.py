@@ -44,7 +44,7 @@ class _PoolCall:
     def __init__(self) -> None:
         self.member: Member | None = None
         self.aborted = asyncio.Event()
-        """Set to end it while it has no member."""
+        """Set once somebody asks for its end, which its member brings about if it has one."""
 
 
 class EnginePool:
@@ -128,8 +128,11 @@ class EnginePool:
             try:
                 while True:
                     chunk = await _next_chunk(stream, lost, member)
+                    end = chunk.finish_reason
+                    if end is not None and not (end is FinishReason.ABORT and call.aborted.is_set()):
+                        member.call_ended(unasked=end is FinishReason.ABORT)
                     yield replace(chunk, engine=member.name)
-                    if chunk.finish_reason is not None:
+                    if end is not None:
                         return
             except EngineError as e:
                 member.suspect(str(e))
@@ -149,11 +152,11 @@ class EnginePool:
         by_member: dict[Member, list[str]] = {}
         for request_id in request_ids:
             call = self._calls.get(request_id)
+            if call is not None:
+                call.aborted.set()
             member = self._closing.pop(request_id, None) if call is None else call.member
             if member is not None:
                 by_member.setdefault(member, []).append(request_id)
-            elif call is not None:
-                call.aborted.set()
         await self._members.each(by_member, lambda member: member.engine.abort(by_member[member]))
 
     async def _assign(self, request: GenerateRequest, call: _PoolCall) -> Member | None:

@@ -86,7 +86,11 @@ class Watch:
     async def _bring_back(self, member: Member) -> None:
         """Take a member in again once it answers and has the weights of the pool, or leave it out for longer."""
         try:
-            await member.engine.revive()
+            member.is_starting = True
+            try:
+                await member.engine.revive()
+            finally:
+                member.is_starting = False
             version = await self._updates.catch_up(member)
             await member.engine.probe(decode=True)
             if self.logprob_check is not None:

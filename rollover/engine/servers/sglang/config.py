@@ -43,7 +43,13 @@ class SGLangConfig(ServerConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         keeps = self.kv_on_update == "keep"
-        return DeclaredCapabilities(cuts_logprobs=False, keeps_kv=keeps, is_colocated=self.colocated)
+        return DeclaredCapabilities(
+            cuts_logprobs=False,
+            keeps_kv=keeps,
+            is_colocated=self.colocated,
+            max_context_tokens=self.launched_context("--context-length"),
+            context_key="--context-length in engine.launch_args",
+        )
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from ServerConfig.refusals(self, demands)

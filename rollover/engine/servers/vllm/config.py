@@ -48,7 +48,13 @@ class VLLMConfig(ServerConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         keeps = self.kv_on_update == "keep"
-        return DeclaredCapabilities(in_flight_update=keeps, keeps_kv=keeps, is_colocated=self.colocated)
+        return DeclaredCapabilities(
+            in_flight_update=keeps,
+            keeps_kv=keeps,
+            is_colocated=self.colocated,
+            max_context_tokens=self.launched_context("--max-model-len"),
+            context_key="--max-model-len in engine.launch_args",
+        )
 
     def refusals(self, demands: EngineDemands) -> Iterator[str]:
         yield from ServerConfig.refusals(self, demands)

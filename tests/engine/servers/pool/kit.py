@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.members import PoolEngine
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.errors import EngineError
+from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
@@ -35,8 +37,10 @@ class Flaky(FakeEngine):
         self.hanging = False
         self.hanging_in: set[str] = set()
         """Names of the calls that never return, where not all do."""
-        self.probe_s = 0.0
+        self.probe_s = self.revival_s = 0.0
         self.num_revivals = 0
+        self.stopping = False
+        """It ends each call after its first chunk."""
 
     def __repr__(self) -> str:
         return self.name
@@ -63,13 +67,16 @@ class Flaky(FakeEngine):
 
     async def revive(self) -> None:
         self.num_revivals += 1
+        await asyncio.sleep(self.revival_s)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         await self._ill()
         async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 await self._ill()
-                yield chunk
+                yield replace(chunk, finish_reason=FinishReason.ABORT) if self.stopping else chunk
+                if self.stopping:
+                    return
 
     async def _hang(self, call: str) -> None:
         if call in self.hanging_in:

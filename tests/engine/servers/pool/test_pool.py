@@ -202,6 +202,62 @@ def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
     run(main())
 
 
+def test_calls_wait_for_a_server_that_is_starting_again_as_for_its_first_start() -> None:
+    async def main() -> None:
+        one = Flaky("one")
+        async with pool_of(one, all_down_timeout_s=20.0, launch_timeout_s=300.0) as pool:
+            one.failing, one.revival_s = "killed", 250.0
+            with pytest.raises(EngineError):
+                await collect(pool, request("a"))
+            one.failing = None
+            assert len(tokens(await collect(pool, request("waits")))) == 12
+            one.failing, one.revival_s = "killed", 1000.0
+            with pytest.raises(EngineError):
+                await collect(pool, request("b"))
+            with pytest.raises(EngineError, match=r"for 300 s \(engine\.launch_timeout_s\): one: one: killed"):
+                await collect(pool, request("late"))
+
+    run(main())
+
+
+def test_a_member_that_stops_each_call_unasked_is_taken_out(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        one, two = Flaky("one"), Flaky("two")
+        two.stopping = True
+        async with pool_of(one, two) as pool:
+            start_s = asyncio.get_running_loop().time()
+
+            async def went_to_two(seconds: float) -> int:
+                before = len(two.requests)
+                for i in range(int(seconds)):
+                    calls = (collect(pool, request(f"{start_s} {i}.{j}.", prompt_ids=(j + 1,))) for j in range(4))
+                    await asyncio.gather(*calls, return_exceptions=True)
+                    await asyncio.sleep(1.0)
+                return len(two.requests) - before
+
+            assert await went_to_two(40) < 20
+            assert next(r.getMessage() for r in caplog.records) == (
+                "two is taken out: it has ended 5 calls in a row without being asked to"
+            )
+            two.stopping, start_s = False, 1.0
+            assert await went_to_two(40) > 60
+
+    run(main())
+
+
+def test_a_member_whose_calls_are_aborted_because_somebody_asks_stays() -> None:
+    async def main() -> None:
+        async with pool_of(Flaky("one")) as pool:
+            for i in range(20):
+                call = asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000)))
+                await asyncio.sleep(0.05)
+                await pool.abort([f"r{i}#0"])
+                assert (await call)[-1].finish_reason is FinishReason.ABORT
+            assert pool.capabilities.max_running == 64
+
+    run(main())
+
+
 def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
     async def main() -> None:
         one = Flaky("one")

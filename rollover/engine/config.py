@@ -35,7 +35,7 @@ class DeclaredCapabilities:
     max_context_tokens: int | None = None
     """Same as in ``Capabilities``; ``None`` if it is known only once the engine is open."""
     context_key: str = "engine.max_context_tokens"
-    """What sets ``max_context_tokens``."""
+    """Name of the setting behind ``max_context_tokens``, for messages."""
     is_colocated: bool = False
     """Same as in ``Capabilities``."""
     in_process: bool = False

@@ -35,12 +35,11 @@ from rollover.engine.embedded import sizing
 from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.kv_cache import Ints
-from rollover.engine.embedded.loaded import LoadedWeights
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
+from rollover.engine.embedded.sampler import uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
-from rollover.engine.embedded.weights import are_tied, digests
-from rollover.engine.noise import uniforms
+from rollover.engine.embedded.weights import LoadedWeights, are_tied, digests
 from rollover.engine.stop_strings import StopStrings
 from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, ModelError
@@ -142,7 +141,7 @@ class EngineCore:
             return math.inf
         return CPU_PREFILL_TOKENS if self.device.type == "cpu" else GPU_PREFILL_TOKENS
 
-    def add(self, request: GenerateRequest) -> list[Output]:
+    def add(self, request: GenerateRequest) -> None:
         """Open a call. Raises ``EngineError`` for a request that cannot run; it then leaves no trace."""
         self._validate(request)
         if request.params.stop_strings and self._stop_strings is None:
@@ -151,7 +150,6 @@ class EngineCore:
         sequence = Sequence(request, arrival=next(self._arrivals))
         self._open[request.request_id] = sequence
         self.scheduler.add(sequence)
-        return []
 
     def abort(self, request_ids: Collection[str]) -> list[Output]:
         """End those of these calls that are open and give their final chunks; their cache stays while there is room."""
@@ -184,7 +182,7 @@ class EngineCore:
             torch.cuda.empty_cache()
 
     def load(self, policy_version: int, source: WeightSource, *, keeps_kv: bool | None = None) -> list[Output]:
-        """Take new weights, awake from now on, and give the chunks that end at this boundary. Raises ``EngineError``
+        """Take new weights, and wake. Returns the chunks that end at this boundary. Raises ``EngineError``
         and changes nothing when the version goes back or the weights do not fit.
 
         Args:
@@ -203,22 +201,20 @@ class EngineCore:
         self._awake = runner
         return self._adopt(policy_version, keeps_kv=keeps_kv)
 
-    def begin_fill(self) -> list[Output]:
+    def begin_fill(self) -> None:
         """Begin to take full weights in parts. Tokens sampled before ``end_fill`` have no version."""
         self._awake = self._awake or self._make_model_runner()
         self._weights.begin()
-        return []
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> list[Output]:
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take a part of full weights. Raises ``EngineError``, and changes nothing, when it does not fit."""
         try:
             self._weights.fill(self._model_runner.slots, tensors)
         except ModelError as e:
             raise EngineError(f"weights do not fit: {e}") from e
-        return []
 
     def end_fill(self, policy_version: int, *, keeps_kv: bool, is_whole: bool = True) -> list[Output]:
-        """Give a version to the weights that have come, and give the chunks that end at this boundary.
+        """Give the weights that have come a version. Returns the chunks that end at this boundary.
 
         Args:
             is_whole: raise ``EngineError``, and change nothing, unless all parts have come.
@@ -231,7 +227,7 @@ class EngineCore:
         return self._adopt(policy_version, keeps_kv=keeps_kv)
 
     def _adopt(self, policy_version: int, *, keeps_kv: bool | None) -> list[Output]:
-        """Take note that the weights are those of a version now, and give the chunks that end at this boundary."""
+        """Give the weights in use a version. Returns the chunks that end at this boundary."""
         outputs = [
             Output(request_id, sequence.flush(self.policy_version))
             for request_id, sequence in self._open.items()

@@ -1,6 +1,6 @@
 """Runs the core, in a thread of its own or in lockstep with its consumers: two implementations of ``CoreLoop``.
 
-A *command* is a function of the core that returns outputs. Commands run between iterations, in the order of
+A *command* is a function of the core that may return outputs. Commands run between iterations, in the order of
 their submission; their outputs are delivered, on the event loop, before their future is done. What an
 iteration gives is delivered in one call. A failed iteration fails every open call with ``EngineError``
 (``ResourceError`` when memory ran out) and leaves the core empty and usable.
@@ -19,7 +19,7 @@ from rollover.engine.base import EngineStats
 from rollover.engine.embedded.core import EngineCore, Output
 from rollover.errors import EngineError, ResourceError, RolloverError
 
-Command = Callable[[EngineCore], list[Output]]
+Command = Callable[[EngineCore], list[Output] | None]
 Deliver = Callable[[list[Output]], None]
 Fail = Callable[[list[str], RolloverError], None]
 
@@ -148,7 +148,7 @@ class LockstepLoop:
     def submit(self, command: Command) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            self._hand_out(command(self._core))
+            self._hand_out(command(self._core) or [])
         except Exception as e:
             future.set_exception(e)
         else:

@@ -106,10 +106,10 @@ class EmbeddedEngine:
             await self._do("abort", lambda core: core.abort(request_ids))
 
     async def pause(self) -> None:
-        await self._set_paused(True)
+        await self._do("pause", lambda core: setattr(self._loop, "paused", True))
 
     async def resume(self) -> None:
-        await self._set_paused(False)
+        await self._do("resume", lambda core: setattr(self._loop, "paused", False))
 
     async def load(self, version: int, source: WeightSource, *, keeps_kv: bool | None = None) -> None:
         """See ``WeightTarget.load``; ``keeps_kv`` as in ``EngineCore.load``. Raises ``ResourceError`` when it wakes and
@@ -132,33 +132,18 @@ class EmbeddedEngine:
 
     async def sleep(self) -> None:
         """See ``Sleeps.sleep``."""
-
-        def command(core: EngineCore) -> list[Output]:
-            core.sleep()
-            return []
-
-        await self._do("release its memory", command)
+        await self._do("release its memory", lambda core: core.sleep())
 
     async def differing(self, source: WeightSource) -> list[str]:
         """See ``ReadsBack.differing``."""
         found: list[str] = []
-
-        def command(core: EngineCore) -> list[Output]:
-            found.extend(core.differing(source))
-            return []
-
-        await self._do("read weights back", command)
+        await self._do("read weights back", lambda core: found.extend(core.differing(source)))
         return found
 
     async def digests(self) -> dict[str, str]:
         """Compute the SHA-256 of each weight in use, by its name in a checkpoint; about a second per GB."""
         found: dict[str, str] = {}
-
-        def command(core: EngineCore) -> list[Output]:
-            found.update(core.digests())
-            return []
-
-        await self._do("compute digests", command)
+        await self._do("compute digests", lambda core: found.update(core.digests()))
         return found
 
     def stats(self) -> EngineStats:
@@ -172,13 +157,6 @@ class EmbeddedEngine:
         finally:
             self._closed = True
             self._loop.stop()
-
-    async def _set_paused(self, paused: bool) -> None:
-        def command(_: EngineCore) -> list[Output]:
-            self._loop.paused = paused
-            return []
-
-        await self._do("pause" if paused else "resume", command)
 
     async def _do(self, what: str, command: Command) -> None:
         if self._closed:

@@ -43,13 +43,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PROMPTS = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
 
 
-@pytest.fixture(autouse=True, params=["compiled", "torch"])
+@pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every law holds for both ways to compute."""
+    """Both ways to compute."""
     monkeypatch.setattr(harness, "CONFIG", replace(harness.CONFIG, cpu_kernels=request.param))
     return str(request.param)
 
 
+BOTH = pytest.mark.usefixtures("kernels")
+"""For laws that depend on how an iteration is computed."""
+
+
+@BOTH
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
     kind, config = MODELS[name]
@@ -68,6 +73,7 @@ def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, tmp_path
         assert calls.logprobs(f"{i}#0") == pytest.approx(expected, abs=1e-4)
 
 
+@BOTH
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_sampled_logprobs_are_the_log_softmax_of_logits_over_temperature(temperature: float, tmp_path: Path) -> None:
     model = tiny_model(sharpness=2.0)
@@ -78,6 +84,7 @@ def test_sampled_logprobs_are_the_log_softmax_of_logits_over_temperature(tempera
     assert len(set(response)) > 5
 
 
+@BOTH
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     model = tiny_model(sharpness=1.0)
     calls = run(core_of(saved(model, tmp_path), dtype="bfloat16"), request("a", max_new_tokens=30))
@@ -95,6 +102,7 @@ def continuations(folder: Path) -> None:
         assert calls.logprobs(f"{i}#0") == pytest.approx(expected, abs=1e-4)
 
 
+@BOTH
 @pytest.mark.parametrize("own", ["another", "the same", "alone"])
 def test_matrices_are_tied_where_transformers_ties_them(own: str, tmp_path: Path) -> None:
     """A config that ties them beside an output matrix that is another, is the same, or is the only one there."""
@@ -170,6 +178,7 @@ def test_a_weight_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
         core_of(folder)
 
 
+@BOTH
 def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
     model = tiny_model()
     core = core_of(saved(model, tmp_path))

@@ -13,8 +13,7 @@ import torch
 
 from rollover.engine.embedded import native
 from rollover.engine.embedded.native import Kernels, compiled
-from rollover.engine.embedded.sampler import draw_tokens
-from rollover.engine.noise import uniforms
+from rollover.engine.embedded.sampler import draw_tokens, uniforms
 from rollover.errors import EngineError
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request

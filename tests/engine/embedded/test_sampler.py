@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollover.engine.embedded.sampler import sample
-from rollover.engine.noise import uniforms
+from rollover.engine.embedded.sampler import sample, uniforms
 from rollover.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -4.0, 0.25])

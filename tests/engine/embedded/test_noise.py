@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.noise import uniforms
+from rollover.engine.embedded.sampler import uniforms
 
 
 def number(seed: int, position: int) -> float:

@@ -202,7 +202,7 @@ def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
     run(main())
 
 
-def test_calls_wait_for_a_server_that_is_starting_again_as_for_its_first_start() -> None:
+def test_a_server_that_starts_again_is_waited_for_as_at_its_first_start() -> None:
     async def main() -> None:
         one = Flaky("one")
         async with pool_of(one, all_down_timeout_s=20.0, launch_timeout_s=300.0) as pool:

@@ -60,8 +60,6 @@ CONTRADICTIONS = [
     (["--trainer.mini_batches", "5"], "trainer.mini_batches (5) is above rollout.rollout_batch_size (4)"),
     (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
     (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),
-    ([*LAUNCH, "--rollout.max_new_tokens", "100"], "the model's context holds 80: lower one of the two"),
-    ([*LAUNCH, "--engine.launch_args", '["--max-model-len=50"]'], "make 76 tokens, above --max-model-len in engine.launch_args (50)"),
     (["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
     (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true is impossible with"),
     (["--tasks.max_prompt_tokens", "1"], "each of its 16 prompts is longer than 1 tokens; raise tasks.max_prompt_tokens"),
@@ -70,6 +68,8 @@ CONTRADICTIONS = [
     (["--trainer.device", "abacus"], "trainer.device 'abacus' cannot be used"),
     (["--trainer.learnign_rate", "1"], "--trainer.learnign_rate: unknown key; did you mean 'learning_rate'?"),
     (["--steps", "many"], '--steps: expected a whole number, got the string "many"'),
+    ([*LAUNCH, "--rollout.max_new_tokens", "100"], "the model's context holds 80: lower one of the two"),
+    ([*LAUNCH, "--engine.launch_args", '["--max-model-len=50"]'], "make 76 tokens, above --max-model-len in engine.launch_args (50)"),
 ]  # fmt: skip
 
 

@@ -225,22 +225,22 @@ def test_a_member_that_stops_each_call_unasked_is_taken_out(caplog: pytest.LogCa
         one, two = Flaky("one"), Flaky("two")
         two.stopping = True
         async with pool_of(one, two) as pool:
-            start_s = asyncio.get_running_loop().time()
 
-            async def went_to_two(seconds: float) -> int:
+            async def went_to_two(phase: str) -> int:
                 before = len(two.requests)
-                for i in range(int(seconds)):
-                    calls = (collect(pool, request(f"{start_s} {i}.{j}.", prompt_ids=(j + 1,))) for j in range(4))
+                for i in range(40):
+                    names = {f"{phase} {i}.{j}.": (len(phase), i + 1, j + 1) for j in range(4)}
+                    calls = (collect(pool, request(name, prompt_ids=ids)) for name, ids in names.items())
                     await asyncio.gather(*calls, return_exceptions=True)
                     await asyncio.sleep(1.0)
                 return len(two.requests) - before
 
-            assert await went_to_two(40) < 20
+            assert await went_to_two("stopping") < 40
             assert next(r.getMessage() for r in caplog.records) == (
                 "two is taken out: it has ended 5 calls in a row without being asked to"
             )
-            two.stopping, start_s = False, 1.0
-            assert await went_to_two(40) > 60
+            two.stopping = False
+            assert await went_to_two("well") > 60
 
     run(main())
 

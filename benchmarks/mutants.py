@@ -7,8 +7,9 @@
 
 A mutant changes one expression or drops one statement. It is named by room, function, statement and occurrence, so that
 the same mutant can be made in another version of the code; a mutant whose statement is gone there is *absent* and not
-compared. The tests that name the mutated module run first, then the other tests of its room; the first failure kills
-the mutant. A test run past the limit of time or memory counts as killed, because the mutant does not end.
+compared. The tests of the mutant's room that name its module run first, then the other tests that name it, then the
+rest of its room; the first failure kills the mutant and is recorded. A test run past the limit of processor time or
+memory counts as killed, because the mutant does not end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import ast
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -27,11 +29,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MEMORY_BYTES = 12 * 2**30
 """Address space of a test run: a mutant may never stop allocating."""
+KILLER = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 ROOMS = {
     "rollout": ["rollout/**/*.py"],
@@ -221,24 +225,29 @@ def apply(mutant: Mutant, tree: Path) -> tuple[Path, str] | None:
 
 
 def tests_of(path: Path, tree: Path, room: str) -> list[list[str]]:
-    """Return the tests that name the module, then the other tests of its room."""
+    """Return the room's tests that name the module, the other tests that name it, and the rest of the room's tests."""
     dotted = ".".join(path.relative_to(tree).with_suffix("").parts)
     package, _, name = dotted.rpartition(".")
-    tests = sorted((tree / "tests").rglob("test_*.py"))
-    naming = [t for t in tests if dotted in (text := t.read_text()) or f"from {package} import {name}" in text]
-    others = [t for t in tests if t.is_relative_to(tree / "tests" / room) and t not in naming]
-    return [[str(t.relative_to(tree)) for t in ring] for ring in (naming, others) if ring]
+    home = tree / "tests" / room
+    rings: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for test in sorted((tree / "tests").rglob("test_*.py")):
+        naming = dotted in (text := test.read_text()) or f"from {package} import {name}" in text
+        if naming or test.is_relative_to(home):
+            ring = 1 if not test.is_relative_to(home) else 0 if naming else 2
+            rings[ring].append(str(test.relative_to(tree)))
+    return [ring for ring in rings if ring]
 
 
-def _bound_memory() -> None:
+def _bounded(limit_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
 
 
-def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: float) -> str:
-    """Return ``killed``, ``survived`` or ``absent``."""
+def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: int) -> tuple[str, str]:
+    """Return (``killed``, the test that failed or ``limit``), (``survived``, "") or (``absent``, "")."""
     made = apply(mutant, tree)
     if made is None:
-        return "absent"
+        return "absent", ""
     path, mutated = made
     original = path.read_text()
     path.write_text(mutated)
@@ -248,18 +257,27 @@ def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: float) 
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments, *ring]
             try:
                 done = subprocess.run(
-                    command, cwd=tree, env=environment, capture_output=True, timeout=limit_s, preexec_fn=_bound_memory
+                    command,
+                    cwd=tree,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=10 * limit_s,
+                    preexec_fn=partial(_bounded, limit_s),
                 )
             except subprocess.TimeoutExpired:
-                return "killed"
+                return "killed", "limit"
             if done.returncode not in (0, 5):
-                return "killed"
-        return "survived"
+                found = KILLER.search(done.stdout)
+                return "killed", found.group(1) if found else "limit"
+        return "survived", ""
     finally:
         path.write_text(original)
 
 
-def run(mutants: Sequence[Mutant], tree: Path, arguments: Sequence[str], limit_s: float, jobs: int) -> Iterator[str]:
+def run(
+    mutants: Sequence[Mutant], tree: Path, arguments: Sequence[str], limit_s: int, jobs: int
+) -> Iterator[tuple[str, str]]:
     """Yield the verdicts in the order of the mutants; each job works in a copy of the tree."""
     with tempfile.TemporaryDirectory() as folder:
         copies = []
@@ -270,7 +288,7 @@ def run(mutants: Sequence[Mutant], tree: Path, arguments: Sequence[str], limit_s
         with ThreadPoolExecutor(jobs) as pool:
             free = list(copies)
 
-            def work(mutant: Mutant) -> str:
+            def work(mutant: Mutant) -> tuple[str, str]:
                 copy = free.pop()
                 try:
                     return judge(mutant, copy, arguments, limit_s)
@@ -300,7 +318,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("mutants", type=Path)
     running.add_argument("--pytest", default="", help="arguments of pytest, separated by spaces")
-    running.add_argument("--limit-s", type=float, default=600.0)
+    running.add_argument("--limit-s", type=int, default=200, help="processor seconds of one test run")
     running.add_argument("--jobs", type=int, default=2)
     for each in (drawing, running):
         each.add_argument("--tree", type=Path, default=ROOT)
@@ -319,9 +337,9 @@ def main() -> None:
         rows = json.loads(options.mutants.read_text())["mutants"]
         mutants = [Mutant(**{key: row[key] for key in Mutant.__slots__}) for row in rows]
         verdicts = run(mutants, options.tree.resolve(), options.pytest.split(), options.limit_s, options.jobs)
-        for row, verdict in zip(rows, verdicts, strict=True):
-            row["verdict"] = verdict
-            print(verdict, row["module"], row["function"], "|", row["mutated"].split("\n")[0][:80], flush=True)
+        for row, (verdict, killer) in zip(rows, verdicts, strict=True):
+            row["verdict"], row["killer"] = verdict, killer
+            print(verdict, killer, row["module"], row["function"], "|", row["mutated"].split("\n")[0][:80], flush=True)
         print(Counter(row["verdict"] for row in rows))
     options.out.write_text(json.dumps({"mutants": rows}, indent=1) + "\n")
 

@@ -7,9 +7,9 @@
 
 A mutant changes one expression or drops one statement. It is named by room, function, statement and occurrence, so that
 the same mutant can be made in another version of the code; a mutant whose statement is gone there is *absent* and not
-compared. The tests of the mutant's room that name its module run first, then the other tests that name it, then the
-rest of its room; the first failure kills the mutant and is recorded. A test run past the limit of processor time or
-memory counts as killed, because the mutant does not end.
+compared. The tests of the mutant's room that name its module run first, then the rest of its room, then the other tests that
+name it; the first failure kills the mutant and is recorded. A test run past the limit of processor time or memory
+counts as killed, because the mutant does not end.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def apply(mutant: Mutant, tree: Path) -> tuple[Path, str] | None:
 
 
 def tests_of(path: Path, tree: Path, room: str) -> list[list[str]]:
-    """Return the room's tests that name the module, the other tests that name it, and the rest of the room's tests."""
+    """Return the room's tests that name the module, the rest of the room's tests, and the other tests that name it."""
     dotted = ".".join(path.relative_to(tree).with_suffix("").parts)
     package, _, name = dotted.rpartition(".")
     home = tree / "tests" / room
@@ -233,7 +233,7 @@ def tests_of(path: Path, tree: Path, room: str) -> list[list[str]]:
     for test in sorted((tree / "tests").rglob("test_*.py")):
         naming = dotted in (text := test.read_text()) or f"from {package} import {name}" in text
         if naming or test.is_relative_to(home):
-            ring = 1 if not test.is_relative_to(home) else 0 if naming else 2
+            ring = 2 if not test.is_relative_to(home) else 0 if naming else 1
             rings[ring].append(str(test.relative_to(tree)))
     return [ring for ring in rings if ring]
 
@@ -262,8 +262,8 @@ def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: int) ->
                     env=environment,
                     capture_output=True,
                     text=True,
-                    timeout=10 * limit_s,
-                    preexec_fn=partial(_bounded, limit_s),
+                    timeout=10 * (limit_s + 10 * len(ring)),
+                    preexec_fn=partial(_bounded, limit_s + 10 * len(ring)),
                 )
             except subprocess.TimeoutExpired:
                 return "killed", "limit"
@@ -318,7 +318,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("mutants", type=Path)
     running.add_argument("--pytest", default="", help="arguments of pytest, separated by spaces")
-    running.add_argument("--limit-s", type=int, default=200, help="processor seconds of one test run")
+    running.add_argument("--limit-s", type=int, default=120, help="processor seconds of a test run, beside ten for each of its files")
     running.add_argument("--jobs", type=int, default=2)
     for each in (drawing, running):
         each.add_argument("--tree", type=Path, default=ROOT)

@@ -262,8 +262,8 @@ def judge(mutant: Mutant, tree: Path, arguments: Sequence[str], limit_s: int) ->
                     env=environment,
                     capture_output=True,
                     text=True,
-                    timeout=10 * (limit_s + 10 * len(ring)),
-                    preexec_fn=partial(_bounded, limit_s + 10 * len(ring)),
+                    timeout=20 * (limit_s + 4 * len(ring)),
+                    preexec_fn=partial(_bounded, limit_s + 4 * len(ring)),
                 )
             except subprocess.TimeoutExpired:
                 return "killed", "limit"
@@ -318,7 +318,9 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("mutants", type=Path)
     running.add_argument("--pytest", default="", help="arguments of pytest, separated by spaces")
-    running.add_argument("--limit-s", type=int, default=120, help="processor seconds of a test run, beside ten for each of its files")
+    running.add_argument(
+        "--limit-s", type=int, default=60, help="processor seconds of a test run, beside four for each of its files"
+    )
     running.add_argument("--jobs", type=int, default=2)
     for each in (drawing, running):
         each.add_argument("--tree", type=Path, default=ROOT)

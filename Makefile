@@ -86,6 +86,7 @@ format: $(VENV)/installed-dev
 docs: $(VENV)/installed-docs
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_figures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

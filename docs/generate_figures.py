@@ -1,0 +1,88 @@
+"""Writes the measured figures of the pages from their records under ``benchmarks/results``.
+
+``python docs/generate_figures.py`` replaces what stands between ``<!-- figures: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
+EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-27.json"
+LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def record(path: str) -> Any:
+    return json.loads((ROOT / path).read_text())
+
+
+def rollout() -> str:
+    """Return the table of strategies on the embedded engine."""
+    rows = record(ROLLOUT)["summary"]
+    names = ("sync", "april, as packaged", "rollover, as packaged")
+    runs = [rows[name] for name in names]
+    speeds = " | ".join(f"{run['mean']['tokens_per_s']:,.0f}" for run in runs)
+    gains = [f"{run['gain']:.2f}× ({min(run['gains']):.2f} to {max(run['gains']):.2f})" for run in runs[1:]]
+    predicted = " | ".join(f"{run['foretold']['table']:.2f}×" for run in runs[1:])
+    lags = " | ".join(f"{run['mean']['lag']:.2f} / {run['mean']['lag_max']:.0f}" for run in runs)
+    return "\n".join(
+        [
+            "| one engine, long-tailed lengths, default settings | `sync` | `april`, the default | `rollover` |",
+            "|---|---|---|---|",
+            f"| trained tokens/s over rollout and weight update | {speeds} |",
+            f"| speed-up over `sync`, with the range of three repeats | 1× | {' | '.join(gains)} |",
+            f"| speed-up predicted by the simulator, given measured iteration times | 1× | {predicted} |",
+            f"| lag of trained tokens, mean / max policy versions | {lags} |",
+        ]
+    )
+
+
+def equal_lag() -> str:
+    """Return the table of ``rollover`` against ``april``."""
+    presets = record(EQUAL_LAG)["presets"]
+    head = " | ".join(f"`{preset}`" for preset in presets)
+
+    def ratios(lag: str) -> str:
+        found = [preset["ratio"][lag] for preset in presets.values()]
+        return " | ".join(f"{ratio['mean']:.2f} ± {ratio['margin']:.2f}" for ratio in found)
+
+    return "\n".join(
+        [
+            f"| no older than `april`, by the mean lag of | {head} |",
+            "|---|" + "---|" * len(presets),
+            f"| trained tokens | {ratios('token_lag')} |",
+            f"| batches, each of which is one update | {ratios('batch_lag')} |",
+        ]
+    )
+
+
+def learning() -> str:
+    """Return the sentence that says what the quickstart learns."""
+    found = record(LEARNING)
+    row = found["summary"]["all"]
+    least, most = (round(100 * row[key]) for key in ("least_gain", "most_gain"))
+    before, after = (row[key][0] for key in ("before", "after"))
+    return (
+        f"Over {len(found['seeds'])} seeds, accuracy rises by {least} to {most} points, from {before:.2f} to {after:.2f}"
+        f" on average\n(`{LEARNING}`)."
+    )
+
+
+FIGURES: dict[str, Callable[[], str]] = {"rollout": rollout, "equal_lag": equal_lag, "learning": learning}
+PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md")
+
+
+def render(page: str) -> str:
+    """Return a page with its figures as their records have them."""
+    return BLOCK.sub(lambda m: f"{m[1]}{FIGURES[m[2]]()}\n{m[4]}", (ROOT / page).read_text())
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        (ROOT / each).write_text(render(each))

@@ -1,0 +1,51 @@
+"""Every measured figure of the documentation has a record."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "reference" and p.stem != "configuration"),
+]
+FIGURE = re.compile(r"\d ?(?:×|%|percent\b|times\b|points\b|(?:tokens|tok|trajectories|GB|MB)/s|ms\b)")
+RECORD = re.compile(r"(?:benchmarks|tests|docs/generate_\w+\.py)(?:/[\w./*-]+)?")
+ARITHMETIC = {"Slow links", "Failed responses", "Assumptions and limits", "How to read the table"}
+"""Sections whose figures are settings or follow from the formula beside them."""
+
+
+def sections(page: Path) -> list[tuple[str, str]]:
+    """Return (title, text without code blocks) of the sections of a page."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_section_with_measured_figures_names_their_record(page: Path) -> None:
+    without = [
+        title
+        for title, text in sections(page)
+        if FIGURE.search(text) and not RECORD.search(text) and title not in ARITHMETIC
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_records_that_a_page_names_exist(page: Path) -> None:
+    named = {path.rstrip(".") for _, text in sections(page) for path in RECORD.findall(text) if "/" in path}
+    assert sorted(path for path in named if not list(ROOT.glob(path.rstrip("/")))) == []
+
+
+def test_generated_figures_are_what_their_records_say() -> None:
+    path = ROOT / "docs" / "generate_figures.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert [page for page in module.PAGES if module.render(page) != (ROOT / page).read_text()] == [], "run: make docs"

@@ -15,6 +15,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    found = {}
+    found: dict[str, Any] = {}
     for preset in options.presets.split(","):
         aprils = [run("april", preset, seed, over_sampling_batch_size=64) for seed in range(options.seeds)]
         ours = [[run("rollover", preset, seed, lag_target=t) for t in TARGETS] for seed in range(options.seeds)]

@@ -7,8 +7,8 @@
 
 A mutant changes one expression or drops one statement. It is named by room, function, statement and occurrence, so that
 the same mutant can be made in another version of the code; a mutant whose statement is gone there is *absent* and not
-compared. The tests of the mutant's room that name its module run first, then the rest of its room, then the other tests that
-name it; the first failure kills the mutant and is recorded. A test run past the limit of processor time or memory
+compared. The tests of the mutant's room that name its module run first, then the rest of its room, then the other tests
+that name it; the first failure kills the mutant and is recorded. A test run past the limit of processor time or memory
 counts as killed, because the mutant does not end.
 """
 

@@ -69,8 +69,8 @@ def learning() -> str:
     least, most = (round(100 * row[key]) for key in ("least_gain", "most_gain"))
     before, after = (row[key][0] for key in ("before", "after"))
     return (
-        f"Over {len(found['seeds'])} seeds, accuracy rises by {least} to {most} points, from {before:.2f} to {after:.2f}"
-        f" on average\n(`{LEARNING}`)."
+        f"Over {len(found['seeds'])} seeds, accuracy rises by {least} to {most} points, from {before:.2f} to"
+        f" {after:.2f} on average\n(`{LEARNING}`)."
     )
 
 

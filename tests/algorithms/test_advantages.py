@@ -48,6 +48,12 @@ def test_dr_grpo_subtracts_the_mean_and_divides_by_nothing() -> None:
     torch.testing.assert_close(per_sample(row("dr-grpo")), f64(2 / 3, -1 / 3, -1 / 3, 1, -1))
 
 
+def test_reinforce_whitens_over_the_batch() -> None:
+    # mean 1, squared deviations 0 + 1 + 1 + 4 + 0 = 6, variance 6 / 4
+    actual = per_sample(row("reinforce++", kl_coef=0.0, advantage_eps=1e-12, advantage_ddof=1))
+    torch.testing.assert_close(actual, f64(0, -1, -1, 2, 0) / 1.5**0.5, rtol=0, atol=1e-9)
+
+
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
     # sample 0: 1 - (0 + 0)/2; sample 1: 0 - (1 + 0)/2; sample 3: 3 - 1; sample 4: 1 - 3
     torch.testing.assert_close(per_sample(row("rloo")), f64(1, -0.5, -0.5, 2, -2))

@@ -95,6 +95,12 @@ def test_single_ratio_form_shows_what_is_clipped_before_the_first_update() -> No
     assert actual["clip/at_start"] == pytest.approx(2 / 3)
 
 
+def test_a_token_without_an_advantage_is_not_clipped() -> None:
+    # the first token's ratio of 1.5 is above the clip, and the last one's of 0.7 below it
+    actual = metrics_of(row("grpo"), worked_batch(advantages=(0, 1, 0)))
+    assert (actual["clip/high"], actual["clip/low"]) == (0, 0)
+
+
 def test_cispo_reports_capped_weights_and_no_zeroed_gradients() -> None:
     actual = metrics_of(row("cispo", clip_high=0.2))
     assert actual["cap/high"] == pytest.approx(1 / 3)

@@ -91,6 +91,10 @@ def test_a_setting_that_means_nothing_is_refused_by_name(columns: dict[str, Any]
     assert message in str(error.value)
 
 
+def test_a_setting_may_be_off_where_it_has_no_effect() -> None:
+    assert row("cispo", dual_clip=0.0).dual_clip == 0
+
+
 def test_config_file_keys_are_closed_and_typed() -> None:
     def build(data: dict[str, Any]) -> AlgorithmConfig:
         return schema.build(AlgorithmConfig, Document(name="run.toml", data=data))

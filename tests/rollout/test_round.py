@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.rollout.round import ONE_BY_ONE, Round, best_round
-from rollover.rollout.statistics import RecentLengths
+from rollover.rollout.statistics import RecentLag, RecentLengths
+from tests.rollout.kit import strategy_of
 
 Groups = tuple[tuple[int, ...], ...]
 GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=2).map(tuple), min_size=12, max_size=12).map(tuple)
@@ -135,3 +137,17 @@ def test_what_order_is_worth() -> None:
     before = np.concatenate([[0.0], updates.cumsum()])
     in_flight = (lengths * np.floor(m * below) - before[lengths.astype(int)]).sum() / lengths.sum()
     assert in_flight == pytest.approx(m * rho / 2, rel=0.03)
+
+
+@pytest.mark.parametrize(("mean", "max_lag"), [(1.0, 1.0), (0.8, 1.1), (1.2, 0.9), (0.0, 1.25), (3.0, 0.8)])
+def test_unused_lag_is_made_available_over_sixteen_batches(
+    mean: float, max_lag: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(
+        "rollover.rollout.strategies.rollover.best_round", lambda lengths, *, max_lag, **_: asked.append(max_lag)
+    )
+    lag = RecentLag(num_batches=8.0, num_tokens=100.0, sum_of_lags=100.0 * mean)
+    view = SimpleNamespace(statistics=SimpleNamespace(lag=lag, lengths=None), ledger=SimpleNamespace(next_step=100))
+    strategy_of("rollover", rollout_batch_size=4, lag_target=1.0).round(view)  # type: ignore[attr-defined]
+    assert asked == [pytest.approx(max_lag)]  # the target plus (target - mean) * 8 / 16, at most a quarter away

@@ -163,6 +163,19 @@ def test_a_lost_server_is_an_error_of_the_transfer(monkeypatch: pytest.MonkeyPat
     queue.close()
 
 
+def test_a_queue_shows_that_it_lives_and_how_much_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordedGroup(monkeypatch)
+    signs: list[str] = []
+    queue = BucketQueue(torch_group(), PLAN, on_wait=lambda: signs.append("alive"))
+    assert queue.peak_bytes == 0
+    for size in (3, 5, 1):
+        queue.put([torch.ones(size)], 1)
+    queue.drain()
+    queue.close()
+    assert len(signs) >= 4, "once for the meeting and once for each transfer"
+    assert queue.peak_bytes == 4 * (3 + 5), "a transfer waits for the one before it"
+
+
 def test_a_broadcast_that_was_aborted_is_none_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordedGroup(monkeypatch, lambda: group.close())
     group = torch_group()

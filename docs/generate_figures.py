@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
 EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-27.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
+SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -67,15 +68,32 @@ def learning() -> str:
     found = record(LEARNING)
     row = found["summary"]["all"]
     least, most = (round(100 * row[key]) for key in ("least_gain", "most_gain"))
+    gain = f"{least}" if least == most else f"{least} to {most}"
     before, after = (row[key][0] for key in ("before", "after"))
     return (
-        f"Over {len(found['seeds'])} seeds, accuracy rises by {least} to {most} points, from {before:.2f} to"
+        f"Over {len(found['seeds'])} seeds, accuracy rises by {gain} points, from {before:.2f} to"
         f" {after:.2f} on average\n(`{LEARNING}`)."
     )
 
 
-FIGURES: dict[str, Callable[[], str]] = {"rollout": rollout, "equal_lag": equal_lag, "learning": learning}
-PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md")
+def sampling() -> str:
+    """Return the table of what the sampling check finds."""
+    found = {name: row for name, row in record(SAMPLING).items() if name != "seconds"}
+    expected = found["honest"]["expected_tail"]
+    head = (
+        f"| the engine does | surprise, standard deviations | tokens of the tail, {expected:.0f} expected | refused |"
+    )
+    rows = [f"| {name} | {row['z']:+.1f} | {row['tail']:.0f} | {row['refused']:.0%} |" for name, row in found.items()]
+    return "\n".join([head, "|---|---|---|---|", *rows])
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "rollout": rollout,
+    "equal_lag": equal_lag,
+    "learning": learning,
+    "sampling": sampling,
+}
+PAGES = ("README.md", "docs/engines.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md")
 
 
 def render(page: str) -> str:

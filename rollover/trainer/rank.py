@@ -208,10 +208,6 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-if __name__ == "__main__":
-    main()
-
-
 _SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
@@ -259,3 +255,7 @@ def _store(meeting: NetworkMeeting, size: int, timeout: timedelta) -> dist.TCPSt
     return dist.TCPStore(
         meeting.host, meeting.port, size, is_master=True, timeout=timeout, master_listen_fd=meeting.descriptor
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ def test_ledger_metrics_and_report_count_as_trained_what_had_a_gradient(experime
     summary = summarize(record.metrics, record.timeline)
     assert summary.trained_tokens == ledger.tokens.trained and summary.live_tokens == ledger.tokens.live
     assert summary.wasted_tokens == {str(cause): n for cause, n in expected.items()}
-    assert "wasted: masked stale" in (run / "report.html").read_text()
+    assert "without a gradient: masked stale" in (run / "report.html").read_text()
 
 
 def test_batches_that_are_masked_entirely_are_steps_like_others(experiment: Path) -> None:

@@ -133,7 +133,7 @@ class Trust:
             raise EngineMismatch(f"{self._engine!r} cannot be trusted: {reason}")
         self._pool.distrust(name, reason)
 
-    async def _check(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
+    async def _check(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         reference = self._references.get(version)
         if reference is None:
             raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
@@ -145,5 +145,5 @@ class Trust:
             temperatures=(self._temperature,) if self.has_checked else TEMPERATURES,
             first=some_prompts(version) if is_known else (),
         )
-        if not is_known:
+        if draws and not is_known:
             await check_sampling(engine, reference, temperature=self._temperature)

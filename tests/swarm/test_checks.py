@@ -37,7 +37,7 @@ def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
         hub, checks, _ = checked_swarm()
         asked = 0
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             nonlocal asked
             asked += 1
             if asked <= 2:
@@ -61,7 +61,7 @@ def test_a_check_that_cannot_be_made_yet_is_made_later() -> None:
         hub, checks, _ = checked_swarm()
         errors = [EngineError("nothing to compare weights version 0 with")]
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             if errors:
                 raise errors.pop()
 
@@ -82,7 +82,7 @@ def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
         answers = [asyncio.get_running_loop().create_future() for _ in range(3)]
         asked = 0
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             nonlocal asked
             asked += 1
             await answers[asked - 1]
@@ -115,7 +115,7 @@ def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> No
         hub, checks, _ = checked_swarm()
         told: list[tuple[int, bool]] = []
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             told.append((version, is_known))
 
         async def checked(version: int) -> None:
@@ -143,7 +143,7 @@ def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
         hub, checks, _ = checked_swarm()
         asked: list[int] = []
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             asked.append(version)
             hub.published(head(1), 0.0)
             hub.members["a"].version = 1
@@ -162,7 +162,7 @@ def test_a_member_that_fails_is_sent_away() -> None:
     async def law() -> None:
         hub, checks, sent_away = checked_swarm()
 
-        async def check(engine: Engine, version: int, *, is_known: bool = False) -> None:
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             raise EngineMismatch(f"{engine!r} does not sample from the trainer's policy")
 
         checks.check_logprobs_with(check)

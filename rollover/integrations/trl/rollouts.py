@@ -195,7 +195,7 @@ class HostedRollouts:
 
         self.feed.publish(version, load)
 
-    async def _check(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
+    async def _check(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         if version not in self._references:
             raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
         await check_logprobs(
@@ -205,7 +205,7 @@ class HostedRollouts:
             remedy=_REMEDY,
             first=some_prompts(version) if is_known else (),
         )
-        if not is_known:
+        if draws and not is_known:
             await check_sampling(engine, self._references[version], temperature=self._config.rollout.temperature)
 
     # -- the engine ------------------------------------------------------------------------------------------

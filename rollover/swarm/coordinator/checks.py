@@ -78,6 +78,8 @@ class MemberChecks:
         shell.begin_check = self.begin
         self._check: LogprobCheck | None = None
         self._running: dict[str, _Running] = {}
+        self._drawn: dict[str, object] = {}
+        """The members whose sampling check has begun since they joined."""
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
         """Give a member calls under a version only once it has passed ``check``, from now on."""
@@ -132,12 +134,15 @@ class MemberChecks:
 
     async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
         member, reported = self._coordinator.members[name], ""
+        # Newer weights give a check up. If its many draws began again each time, short steps would starve the member.
+        draws = self._drawn.get(name) is not member
+        self._drawn[name] = member
         for attempt in itertools.count(1):
             again.clear()
             try:
                 async with asyncio.timeout(CHECK_TIMEOUT_S):
                     is_known = member.checked_version is not None
-                    await check(OneMember(self._swarm, name), version, is_known=is_known)
+                    await check(OneMember(self._swarm, name), version, is_known=is_known, draws=draws)
             except EngineMismatch as e:
                 self._shell.perform(self._coordinator.distrust(name, str(e)))
                 return

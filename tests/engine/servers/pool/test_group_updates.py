@@ -251,7 +251,7 @@ def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
         async with opened(kind, tmp_path, monkeypatch) as sent:
             holder = Holder()
 
-            async def check(engine: Any, version: int, *, is_known: bool = False) -> None:
+            async def check(engine: Any, version: int, *, is_known: bool = False, draws: bool = True) -> None:
                 checked.append(version)
                 await sent.publish(holder.at(version + 1))
 

@@ -305,7 +305,7 @@ class Prover:
         self.asked: list[tuple[str, int]] = []
         self.new: list[str] = []
 
-    async def __call__(self, engine: Engine, version: int, *, is_known: bool = False) -> None:
+    async def __call__(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
         self.asked.append((repr(engine), version))
         self.new += [] if is_known else [repr(engine)]
         assert len(await collect(engine, request(f"proof{len(self.asked)}", max_new_tokens=1))) > 0

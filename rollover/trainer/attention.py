@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from rollover.trainer.packing import PackedRow
 
@@ -107,8 +108,8 @@ def _eager(
     return output
 
 
-def _packed_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> PackedMask:
-    return PackedMask(mask_function)
+def _packed_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> PackedMask | None:
+    return None if mask_function is causal_mask_function else PackedMask(mask_function)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

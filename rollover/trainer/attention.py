@@ -108,7 +108,7 @@ def _eager(
     return output
 
 
-def _packed_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> PackedMask | None:
+def _packed_mask(*, mask_function: Any, **_: Any) -> PackedMask | None:
     return None if mask_function is causal_mask_function else PackedMask(mask_function)
 
 

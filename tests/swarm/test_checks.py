@@ -110,6 +110,33 @@ def test_a_failed_check_is_repeated_and_a_running_one_is_not() -> None:
     run(law())
 
 
+def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> None:
+    async def law() -> None:
+        hub, checks, _ = checked_swarm()
+        begun: list[tuple[int, bool]] = []
+
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+            begun.append((version, draws))
+            await asyncio.sleep(10 if draws else 0.1)  # a step takes a second
+
+        checks.check_logprobs_with(check)
+        for version in (0, 1):
+            if version:
+                hub.published(head(version), 0.0)
+                hub.members["a"].version = version
+            checks.begin("a", version)
+            await asyncio.sleep(1)
+        assert begun == [(0, True), (1, False)]
+        assert hub.members["a"].checked_version == 1
+        join(hub, ModelWorker("a"))  # another process, perhaps
+        checks.begin("a", 1)
+        await asyncio.sleep(1)
+        assert begun[-1] == (1, True)
+        await checks.close()
+
+    run(law())
+
+
 def test_who_has_passed_is_known_under_later_weights_until_it_comes_anew() -> None:
     async def law() -> None:
         hub, checks, _ = checked_swarm()

@@ -78,8 +78,8 @@ class MemberChecks:
         shell.begin_check = self.begin
         self._check: LogprobCheck | None = None
         self._running: dict[str, _Running] = {}
-        self._drawn: dict[str, object] = {}
-        """The members whose sampling check has begun since they joined."""
+        self._drawn: dict[str, int | None] = {}
+        """The lease under which a member's sampling check was last begun."""
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
         """Give a member calls under a version only once it has passed ``check``, from now on."""
@@ -135,8 +135,8 @@ class MemberChecks:
     async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
         member, reported = self._coordinator.members[name], ""
         # Newer weights give a check up. If its many draws began again each time, short steps would starve the member.
-        draws = self._drawn.get(name) is not member
-        self._drawn[name] = member
+        draws = self._drawn.get(name) != member.lease
+        self._drawn[name] = member.lease
         for attempt in itertools.count(1):
             again.clear()
             try:

@@ -21,14 +21,13 @@ import torch
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
 from rollover.trainer import rank as rank_module
-from rollover.trainer import ranks
+from rollover.trainer import ranks, staging
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.leading import RankLost
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import Failed
-from rollover.trainer.staging import Staging
 from rollover.types import WasteCause
 from tests.speed import within
 from tests.trainer import forked_ranks
@@ -338,9 +337,13 @@ def test_restarts_are_limited_and_the_last_loss_is_the_message(
     assert told == []
 
 
-def test_a_rank_ends_with_the_process_that_leads_it(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_ends_with_the_process_that_leads_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_SHARED_MEMORY", tmp_path)  # fleets of tests beside this one clear the shared one
     code = (
         "import os, signal; from pathlib import Path; from tests.trainer.test_fleet import fleet\n"
+        f"from rollover.trainer import staging; staging._SHARED_MEMORY = Path({str(tmp_path)!r})\n"
         f"with fleet(Path({str(folder)!r}), Path({str(tmp_path)!r}), num_devices=1) as trainer:\n"
         "    print(trainer._staging.path, *trainer.pids, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -354,7 +357,7 @@ def test_a_rank_ends_with_the_process_that_leads_it(folder: Path, tmp_path: Path
         assert time.monotonic() < deadline_s, "the rank outlived the process that led it"
         time.sleep(0.05)
     assert Path(left).exists()
-    Staging(0, fallback=tmp_path).close()  # the next one clears away what it left
+    staging.Staging(0, fallback=tmp_path).close()  # the next one clears away what it left
     assert not Path(left).exists()
 
 

@@ -34,10 +34,10 @@ from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import SGLangWeights
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_weights
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
@@ -128,7 +128,7 @@ def forget(fleet: FleetTrainer) -> None:
     fleet._staging._published.clear()
 
 
-_AS_IT_IS = SGLangWeights._receiver
+_AS_IT_IS = SGLangWeights.receiver
 
 
 async def _flat(self: Any, label: str, *, keeps_kv: bool) -> Receiver:
@@ -155,11 +155,11 @@ async def real_server(folder: Path, alone: LocalTrainer, log: Path, rounds: int)
         server.start()
         server.wait_until_ready()
         for transfer, form in (("folder", ""), ("gloo", "flat"), ("gloo", "tensors")) * rounds:
-            SGLangWeights._receiver = _flat if form == "flat" else _AS_IT_IS  # type: ignore[method-assign]
+            SGLangWeights.receiver = _flat if form == "flat" else _AS_IT_IS  # type: ignore[method-assign]
             how: Any = transfer
             config = SGLangConfig(urls=(server.url,), weight_transfer=how, read_back="never", max_running=16)
-            places = ThisMachine(log.parent)
-            pool = await open_sglang(config, folder, run="benchmark", places=places, clock=SystemClock())
+            setup = EngineSetup(folder=folder, run="benchmark", root=log.parent, clock=SystemClock())
+            pool = await open_sglang(config, setup)
             folders = WeightFolders(log.parent / "weights", like=folder)
             publisher = Publisher(pool, folders=folders, timeout_s=LIMIT_S)
             try:

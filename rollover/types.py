@@ -399,3 +399,15 @@ class TrainedStep:
     """Response tokens of the batch that no gradient reached, by cause."""
     drift: Mapping[str, Drift] = field(default_factory=dict)
     """Drift of each engine that sampled tokens, by its name (``Segment.engine``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """The adapters that engines must have room for.
+
+    Example: ``AdapterShape(rank=16, targets=("q_proj", "v_proj"))``
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    """The matrices that have an adapter, by the last part of their names."""

@@ -16,10 +16,10 @@ from workload import Load, read_load
 from rollover import __version__
 from rollover.clock import SystemClock
 from rollover.engine.base import GenerateRequest
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.open import open_embedded_servers
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.start.places import ThisMachine
 
 
 async def decode(pool: EnginePool, asked: list[GenerateRequest], num_open: int) -> int:
@@ -42,8 +42,8 @@ async def measure(load: Load, repeats: int, kv_cache_bytes: int) -> dict[str, ob
         kv_cache_bytes=kv_cache_bytes,
     )
     with tempfile.TemporaryDirectory() as logs:
-        places, clock = ThisMachine(Path(logs)), SystemClock()
-        pool = await open_embedded_servers(config, Path(load.model), run="benchmark", places=places, clock=clock)
+        setup = EngineSetup(folder=Path(load.model), run="benchmark", root=Path(logs), clock=SystemClock())
+        pool = await open_embedded_servers(config, setup)
         await decode(pool, requests(load, "warm")[: load.max_running], load.max_running)
         seconds = []
         for repeat in range(repeats):

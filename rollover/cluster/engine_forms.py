@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
-from rollover.engine.servers.arguments import num_devices
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.config import ServerConfig, num_devices
 
 C = TypeVar("C", bound=ServerConfig)
 

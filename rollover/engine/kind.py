@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollover.engine.base import CallPlacement, Engine, EngineMetrics, MayBeDown, Sleeps
     from rollover.engine.logprob_check import CheckedMembers
     from rollover.hf.architecture import Architecture
-    from rollover.weights.adapters import AdapterShape
+    from rollover.types import AdapterShape
     from rollover.weights.base import ReadsBack, WeightTarget
     from rollover.weights.folders import WeightFolders
 

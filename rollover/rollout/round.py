@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.rollout.statistics import RecentLengths
+if TYPE_CHECKING:
+    from rollover.rollout.statistics import RecentLengths
 
 _MOST_BATCHES = 64
 """Maximum number of batches in a round."""

@@ -32,9 +32,11 @@ new (first in, first out) makes the wait rare.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rollover.rollout.ledger import Ledger
-from rollover.rollout.records import GroupRecord
+if TYPE_CHECKING:
+    from rollover.rollout.ledger import Ledger
+    from rollover.rollout.records import GroupRecord
 
 
 def headroom(ledger: Ledger, *, batch_size: int, max_staleness: int) -> int:

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from rollover.rollout import staleness
-from rollover.rollout.records import GroupRecord
-from rollover.rollout.state import View
 from rollover.types import SampleId
+
+if TYPE_CHECKING:
+    from rollover.rollout.records import GroupRecord
+    from rollover.rollout.state import View
 
 
 class OnFull(Enum):

@@ -33,7 +33,7 @@ from rollover.settings.schema import ByKind
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import CheckpointConfig, TrainerConfig
-from rollover.weights.adapters import AdapterShape
+from rollover.types import AdapterShape
 
 _VARIANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.errors import ModelError, parse_json
+from rollover.types import AdapterShape
 from rollover.weights.base import Manifest, TensorSpec, WeightSource
 
 if TYPE_CHECKING:
@@ -23,18 +24,6 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 """The files of adapters, by peft's names."""
 _PREFIX = "base_model.model."
 """Prefix of the names in peft's files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """The adapters that engines must have room for.
-
-    Example: ``AdapterShape(rank=16, targets=("q_proj", "v_proj"))``
-    """
-
-    rank: int
-    targets: tuple[str, ...]
-    """The matrices that have an adapter, by the last part of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

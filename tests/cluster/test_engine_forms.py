@@ -10,7 +10,7 @@ from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engine_forms import engine_forms
 from rollover.cluster.engines import described
 from rollover.cluster.fitting import Wanted, refusal, unplaced
-from rollover.engine.servers.arguments import num_devices
+from rollover.engine.servers.config import num_devices
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.run.loading import load

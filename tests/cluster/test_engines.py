@@ -26,6 +26,7 @@ from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engines import ClusterEngines
 from rollover.cluster.parts import listed
 from rollover.engine.base import Chunk
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
@@ -85,7 +86,12 @@ async def open_pool(
     connect(config)
     logs = folder.parent / "logs"
     places = await ClusterEngines.open(config, engine, run=run, logs=logs, model=folder, probe=probe, remedy="share it")
-    return await open_vllm(replace(engine, launch_env=env), folder, run=run, places=places, clock=SystemClock())
+
+    async def placed(config: VLLMConfig, folder: Path) -> ClusterEngines:
+        return places
+
+    setup = EngineSetup(folder=folder, run=run, root=folder.parent, clock=SystemClock(), places=placed)
+    return await open_vllm(replace(engine, launch_env=env), setup)
 
 
 async def decoded(pool: EnginePool) -> list[Chunk]:

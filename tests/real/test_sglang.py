@@ -18,6 +18,7 @@ from pydantic import RootModel
 
 from rollover import cli
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
@@ -27,7 +28,6 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import held_tensors
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
@@ -479,7 +479,7 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
             launch=True, launch_command=COMMAND, launch_args=ARGUMENTS, launch_env=ENV, colocated=True
         )
         with pytest.raises(EngineError, match=r"engine\.colocated = true needs the package torch-memory-saver"):
-            await open_sglang(config, folders[0], run="tests", places=ThisMachine(tmp_path), clock=SystemClock())
+            await open_sglang(config, EngineSetup(folder=folders[0], run="tests", root=tmp_path, clock=SystemClock()))
 
     asyncio.run(law())
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import Answer
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.vllm.answers import Checksums
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
@@ -133,13 +133,8 @@ async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIt
 async def pool_of(servers: list[RealServer], folder: Path, **changes: Any) -> AsyncIterator[EnginePool]:
     watchful = {"health_interval_s": 0.5, "health_timeout_s": 10.0, "rejoin_max_interval_s": 2.0}
     watchful["all_down_timeout_s"] = 600.0
-    pool = await open_vllm(
-        config_of(*servers, **{**watchful, **changes}),
-        folder,
-        run="tests",
-        places=ThisMachine(Path("unused")),
-        clock=SystemClock(),
-    )
+    setup = EngineSetup(folder=folder, run="tests", root=Path("unused"), clock=SystemClock())
+    pool = await open_vllm(config_of(*servers, **{**watchful, **changes}), setup)
     try:
         yield pool
     finally:
@@ -357,7 +352,9 @@ def test_a_server_that_should_sleep_on_a_cpu_does_not_start(folders: dict[str, P
     async def law() -> None:
         config = VLLMConfig(launch=True, launch_command=COMMANDS[0], launch_args=ARGUMENTS, colocated=True, **PATIENT)
         with pytest.raises(EngineError, match=r"(?s)Sleep mode is not supported.*engine.colocated = true needs a GPU"):
-            await open_vllm(config, folders["first"], run="tests", places=ThisMachine(tmp_path), clock=SystemClock())
+            await open_vllm(
+                config, EngineSetup(folder=folders["first"], run="tests", root=tmp_path, clock=SystemClock())
+            )
 
     within_deadline(law)
 

@@ -21,7 +21,8 @@ from rollover.trainer.config import LoraConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.lora import merge
 from rollover.trainer.models import load_policy
-from rollover.weights.adapters import AdapterShape, AdapterSource, AppliedAdapters
+from rollover.types import AdapterShape
+from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.sources import FolderWeights
 from tests.trainer.builders import (
     gradients,

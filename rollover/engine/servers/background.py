@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from rollover.errors import EngineError, EngineTimeout
@@ -56,3 +56,15 @@ async def in_time(work: Coroutine[Any, Any, None], limit_s: float, who: str, wha
     """Do ``work``. Raises ``EngineTimeout``, which says that ``who`` did not ``what``, after ``limit_s``."""
     async with within(limit_s, f"{who} did not {what} within {limit_s:g} s"):
         await work
+
+
+@contextmanager
+def refused(explained: Callable[[EngineError], EngineError]) -> Iterator[None]:
+    """Raise what ``explained`` makes of an ``EngineError``. An ``EngineTimeout`` stays as it is: a server that does not
+    answer has refused nothing."""
+    try:
+        yield
+    except EngineTimeout:
+        raise
+    except EngineError as e:
+        raise explained(e) from e

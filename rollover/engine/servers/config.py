@@ -4,7 +4,7 @@ module does not import torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
 from rollover.engine.devices import VISIBLE, devices_of_process
-from rollover.engine.servers.arguments import argument, num_devices
+from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
@@ -274,3 +274,45 @@ def adapter_refusals(demands: EngineDemands, *, colocated: bool, kv_on_update: s
             " 'adapter' a running call keeps the adapter it started with: set publish = 'merged', or choose another"
             " strategy"
         )
+
+
+_SIZES = (
+    ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
+    ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),
+    ("--data-parallel-size", "-dp", "--dp-size", "--dp"),
+)
+"""Arguments of vLLM and SGLang that multiply the GPUs of a server, each under all its names."""
+
+
+def argument(args: Sequence[str], *names: str) -> str | None:
+    """Return the value that ``args`` give an option, which may have several names; that of the last mention counts.
+    Words may be joined by ``-`` or ``_``. ``None`` if the option is not there, "" where its value is missing.
+
+    Example: ``argument(["--tp", "2", "--tensor_parallel_size=4"], "--tensor-parallel-size", "--tp")`` is "4".
+    """
+    value = None
+    for index, arg in enumerate(args):
+        name, equals, after = arg.partition("=")
+        if name.replace("_", "-") in names:
+            value = after if equals else args[index + 1] if index + 1 < len(args) else ""
+    return value
+
+
+def num_devices(args: Sequence[str]) -> int:
+    """Read from a server's arguments how many GPUs it takes: tensor x pipeline x data parallel size.
+
+    Example: ``num_devices(["--tensor-parallel-size", "4", "--pp=2"])`` is 8, ``num_devices([])`` is 1.
+
+    Raises ``ConfigError`` for a size that is no whole number above 0.
+    """
+    total = 1
+    for names in _SIZES:
+        if (text := argument(args, *names)) is None:
+            continue
+        if not text.isdecimal() or int(text) < 1:
+            also = ", ".join(names[1:])
+            raise ConfigError(
+                f"engine.launch_args: {names[0]} (or {also}) must be followed by a number of devices, got {text!r}"
+            )
+        total *= int(text)
+    return total

@@ -80,7 +80,7 @@ class ServerEngine:
         self._process = process
         self._tasks = BackgroundTasks()
         self._served = ServedWeights(dialect.weights, client, ownership, model.path)
-        self._memory = ServerMemory(repr(client), dialect.memory, self._served)
+        self._memory = ServerMemory(repr(client), dialect.weights, self._served)
         self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
         self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
@@ -102,7 +102,7 @@ class ServerEngine:
         await self._dialect.identify()
         await self._served.refuse_when_taken()
         if self._config.colocated:
-            await self._memory.check()
+            await self._dialect.weights.check_memory()
         await self._memory.find()  # a run that was killed in a step may have left it asleep
         if self._memory.is_released:
             await self._memory.take(self._served.version, self._model.path)

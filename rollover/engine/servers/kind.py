@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollover.engine.kind import EngineFacts, EngineSetup, OpenedEngine
+from rollover.engine.kind import EngineFacts, OpenedEngine
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from rollover.engine.servers.pool.pool import EnginePool
-    from rollover.engine.servers.start.places import ServerPlaces
-
-
-async def places_of(config: ServerConfig, setup: EngineSetup) -> ServerPlaces:
-    """Return the places where servers are started, if any are."""
-    from rollover.engine.servers.start.places import ThisMachine
-
-    if setup.places is None:
-        return ThisMachine(setup.root / "logs")
-    places: ServerPlaces = await setup.places(config, setup.folder)
-    return places
 
 
 def opened(pool: EnginePool, config: ServerConfig) -> OpenedEngine:

@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollover.clock import Clock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.calls.dialect import ServerDialect
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.start.places import C, ServerPlaces, ServerProgram, StartedServer
+from rollover.engine.servers.start.places import C, ServerPlaces, ServerProgram, StartedServer, ThisMachine
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.sources import FolderWeights
@@ -30,73 +30,53 @@ _NOT_THERE = ("No module named", "cannot be started")
 class ServerKind:
     """The way servers of one kind are started and spoken to.
 
-    Example: vLLM's has ``program="vLLM"``, ``key_env="VLLM_API_KEY"`` and ``VLLM_SERVER_DEV_MODE=1`` in ``env``.
+    Example: vLLM's has ``name="vLLM"``, and a ``program`` with ``VLLM_SERVER_DEV_MODE=1`` in ``env``.
     """
 
-    dialect: Callable[[HTTPClient], ServerDialect]
-    arguments: Callable[[str, int], list[str]]
-    """Arguments with which the command serves the model at an address of its machine and a port."""
-    env: Mapping[str, str]
-    """Variables that its environment needs."""
-    program: str
+    name: str
     """Its name in messages."""
+    dialect: Callable[[HTTPClient], ServerDialect]
+    program: ServerProgram
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Advice when the program does not start, by a text in its log."""
-    key_env: str | None = None
-    """The environment variable from which the program takes an API key, if there is one."""
 
 
 async def open_servers(
-    config: C,
-    kind_for: Callable[[C], ServerKind],
-    model: ModelFolder,
-    *,
-    run: str,
-    places: ServerPlaces,
-    clock: Clock,
+    config: C, setup: EngineSetup, model: ModelFolder, kind_for: Callable[[C], ServerKind]
 ) -> EnginePool:
     """Open a pool of the servers of ``config``, all with the weights of ``model`` as version 0.
 
     Args:
         kind_for: gives the kind of servers, given the settings of a server.
-        run: the run's name among all runs, to which the servers belong while the pool is open.
-        places: where they are started, with ``config.launch``.
 
     Raises ``EngineError`` when a server cannot be used; the servers that were started are stopped then.
     """
+    places: ServerPlaces = ThisMachine(setup.root / "logs")
+    if setup.places is not None:
+        places = await setup.places(config, setup.folder)
     async with AsyncExitStack() as stack:
         if config.launch:
             starting = []
             for number, own in enumerate(places.configs(config)):
                 kind = kind_for(own)
-                server = places.server(number, _program(kind, own), own)
+                server = places.server(number, kind.program, own)
                 stack.push_async_callback(server.stop)
-                starting.append(_start(server, kind, own, model, run))
+                starting.append(_start(server, kind, own, model, setup.run))
             engines = await _all(starting)
         else:
             kind, engines = kind_for(config), []
             for url in config.urls:
-                ownership = Ownership.on_this_machine(url, run)
+                ownership = Ownership.on_this_machine(url, setup.run)
                 stack.callback(ownership.release)
                 client = HTTPClient(url, config)
                 engines.append(ServerEngine(client, config, model, kind.dialect(client), ownership=ownership))
         for engine in engines:
             stack.push_async_callback(engine.close)
         await _all([engine.open() for engine in engines])
-        pool = EnginePool(engines, FolderWeights(0, model.path), clock, config)
+        pool = EnginePool(engines, FolderWeights(0, model.path), setup.clock, config)
         await pool.open()
         stack.pop_all()
         return pool
-
-
-def _program(kind: ServerKind, config: ServerConfig) -> ServerProgram:
-    return ServerProgram(
-        command=config.launch_command,
-        arguments=kind.arguments,
-        more=config.launch_args,
-        env=kind.env,
-        key_env=kind.key_env,
-    )
 
 
 async def _start(
@@ -112,7 +92,7 @@ async def _start(
         if not any(sign in str(e) for sign in _NOT_THERE):
             raise
         raise EngineError(
-            f"{e}\n{kind.program} may be installed in another environment: engine.launch_command names the program that"
+            f"{e}\n{kind.name} may be installed in another environment: engine.launch_command names the program that"
             f" starts it, [{config.launch_command[0]!r}, ...] now (docs/engines.md)"
         ) from None
     client = server.client

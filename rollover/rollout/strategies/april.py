@@ -10,15 +10,17 @@ the released code loses them. With ``drop_surplus`` both are as released, to sho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.records import GroupRecord
 from rollover.rollout.shared import SharedConfig
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategies.oversample import Oversample
 from rollover.rollout.strategy import OnFull
+
+if TYPE_CHECKING:
+    from rollover.rollout.records import GroupRecord
+    from rollover.rollout.state import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import NumRunning
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
+
+if TYPE_CHECKING:
+    from rollover.rollout.state import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

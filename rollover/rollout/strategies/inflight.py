@@ -9,11 +9,13 @@ order in which they are completed. Simplified: groups, not samples, are taken. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollover.rollout.records import GroupRecord
 from rollover.rollout.strategies.bounded_async import BoundedAsync
 from rollover.rollout.strategies.config import NumRunning
+
+if TYPE_CHECKING:
+    from rollover.rollout.records import GroupRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,13 @@ lead the next one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategy import OnFull, Strategy
+
+if TYPE_CHECKING:
+    from rollover.rollout.state import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

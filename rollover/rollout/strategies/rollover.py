@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.records import GroupRecord
 from rollover.rollout.round import Round, best_round
 from rollover.rollout.shared import SharedConfig
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import Knob, StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.settings.changes import Inexact
 from rollover.types import UNBOUNDED
+
+if TYPE_CHECKING:
+    from rollover.rollout.records import GroupRecord
+    from rollover.rollout.state import View
 
 _SPREAD = 16
 """Number of batches over which unused lag is made available again, or excess lag is saved."""

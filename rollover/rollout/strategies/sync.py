@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
+
+if TYPE_CHECKING:
+    from rollover.rollout.state import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

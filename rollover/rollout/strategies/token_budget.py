@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
-from rollover.rollout.state import View
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategies.oversample import Oversample
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import SampleId
+
+if TYPE_CHECKING:
+    from rollover.rollout.state import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.weights.endpoints import MemoryEndpoint, WeightEndpoint
+from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.errors import EngineError, EngineTimeout
 
 
@@ -97,10 +98,7 @@ class ServerDialect(Dialect, Protocol):
     """
 
     @property
-    def weights(self) -> WeightEndpoint: ...
-
-    @property
-    def memory(self) -> MemoryEndpoint: ...
+    def weights(self) -> WeightEndpoint[Any]: ...
 
     async def freeze(self, *, keeps_kv: bool) -> None:
         """Stop sampling. Running calls stay; with ``keeps_kv`` their cache does too."""
@@ -117,14 +115,9 @@ async def check_vocabulary(server: str, model: ModelFolder, take: Callable[[int]
     Raises ``EngineError`` when it serves another model.
     """
     size = model.vocab_size
-    try:
+    refusal = f"{server} does not take token {size - 1} of {model.path} (vocabulary of {size}): is it another model?"
+    with refused(lambda e: EngineError(f"{refusal} {e}")):
         await take(size - 1)
-    except EngineTimeout:
-        raise
-    except EngineError as e:
-        raise EngineError(
-            f"{server} does not take token {size - 1} of {model.path} (vocabulary of {size}): is it another model? {e}"
-        ) from None
     try:
         await take(size)
     except EngineTimeout:

@@ -8,8 +8,7 @@ from typing import Any, Literal, Self, cast
 
 from rollover.engine.config import DeclaredCapabilities, check_colocated
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.arguments import argument
-from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.config import ServerConfig, argument
 from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
 

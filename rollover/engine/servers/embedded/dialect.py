@@ -16,15 +16,16 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerInfo, TokensEvent
-from rollover.engine.servers.embedded.weights import EmbeddedServerMemory, EmbeddedServerWeights
+from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.servers.weights.read_back import FolderDigests
-from rollover.errors import EngineError, EngineTimeout
+from rollover.errors import EngineError
 from rollover.types import SamplingParams
 
 _DRAIN_S = 0.02
@@ -52,8 +53,7 @@ class EmbeddedServerDialect:
             is_seeded=True,
             takes_adapters=True,
         )
-        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests(), device)
-        self.memory = EmbeddedServerMemory(client, config)
+        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests(), device=device)
         self._client = client
         self._model = model
         self._prefix = f"{secrets.token_hex(4)}/"
@@ -140,9 +140,6 @@ class EmbeddedServerDialect:
         return self._client.events(TokensEvent, "/generate", body, patience)
 
     async def _info(self) -> ServerInfo:
-        try:
+        advice = "engine.kind 'embedded_server' is for servers started with rollover serve"
+        with refused(lambda e: EngineError(f"{e}; {advice}")):
             return await self._client.ask(ServerInfo, "GET", "/info")
-        except EngineTimeout:
-            raise
-        except EngineError as e:
-            raise EngineError(f"{e}; engine.kind 'embedded_server' is for servers started with rollover serve") from e

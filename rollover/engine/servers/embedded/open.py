@@ -7,14 +7,14 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from rollover.clock import Clock
 from rollover.engine.embedded.config import EmbeddedConfig
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.embedded.config import KEY_VARIABLE, EmbeddedServerConfig
 from rollover.engine.servers.embedded.dialect import EmbeddedServerDialect
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.start.places import ServerPlaces
+from rollover.engine.servers.start.places import ServerProgram
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import require
 
@@ -22,28 +22,26 @@ OURS = ("rollover", "serve")
 """The command that stands for the program of this environment, which need not be on the path."""
 
 
-async def open_embedded_servers(
-    config: EmbeddedServerConfig,
-    folder: Path,
-    *,
-    run: str,
-    places: ServerPlaces,
-    clock: Clock,
-    device: str | None = None,
-) -> EnginePool:
-    """See ``open_servers``. Raises ``MissingExtra`` when servers cannot be started from this environment."""
-    model, folders = ModelFolder.read(folder), FolderDigests()
+async def open_embedded_servers(config: EmbeddedServerConfig, setup: EngineSetup) -> EnginePool:
+    """See ``open_servers``."""
+    model, folders = ModelFolder.read(setup.folder), FolderDigests()
+    if setup.longest_tokens is not None:
+        config = config.fitted(setup.longest_tokens, model.max_context_tokens)
 
     def kind_for(config: EmbeddedServerConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: EmbeddedServerDialect(client, config, model, folders, device),
-            arguments=lambda host, port: launch_arguments(config, folder, port, host),
-            env={KEY_VARIABLE: os.environ.get(config.api_key_env, "") if config.api_key_env else ""},
-            program="Rollover",
-            key_env=KEY_VARIABLE,
+            name="Rollover",
+            dialect=lambda client: EmbeddedServerDialect(client, config, model, folders, setup.device),
+            program=ServerProgram(
+                command=config.launch_command,
+                arguments=lambda host, port: launch_arguments(config, setup.folder, port, host),
+                more=config.launch_args,
+                env={KEY_VARIABLE: os.environ.get(config.api_key_env, "") if config.api_key_env else ""},
+                key_env=KEY_VARIABLE,
+            ),
         )
 
-    return await open_servers(with_program(config), kind_for, model, run=run, places=places, clock=clock)
+    return await open_servers(with_program(config), setup, model, kind_for)
 
 
 def with_program(config: EmbeddedServerConfig) -> EmbeddedServerConfig:

@@ -29,11 +29,11 @@ from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.answers import Generation, ModelInfo, SchedulerLoads, SGLangServerInfo
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
-from rollover.engine.servers.sglang.weights import SGLangMemory, SGLangWeights, how_to_serve_adapters
+from rollover.engine.servers.sglang.weights import SGLangWeights
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError
 from rollover.hf.config import read_config
-from rollover.weights.adapters import AdapterShape
+from rollover.types import AdapterShape
 
 DELIMITER = ";"
 _DRAIN_S = 0.05
@@ -61,7 +61,6 @@ class SGLangDialect:
             takes_adapters=takes,
         )
         self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters, device)
-        self.memory = SGLangMemory(client, config)
         self._client = client
         self._config = config
         self._model = model
@@ -89,7 +88,7 @@ class SGLangDialect:
     async def check_model(self) -> int:
         info = await self._scheduler_answers()
         self._is_incremental = info.incremental_streaming_output is True
-        if (shape := self.weights.held.shape) is not None:
+        if (shape := self.weights.adapters) is not None:
             self._check_adapters(shape, info)
         await check_vocabulary(
             str(self._client), self._model, lambda token: self._one_token(logit_bias={str(token): 0.0})
@@ -109,7 +108,7 @@ class SGLangDialect:
         found = "no adapters" if not info.enable_lora else f"adapters up to rank {rank}, beside {', '.join(there)},"
         raise EngineError(
             f"{self._client} accepts {found} but trainer.lora.publish = 'adapter' sends it adapters of rank"
-            f" {shape.rank} beside {', '.join(shape.targets)}; {how_to_serve_adapters(shape)}"
+            f" {shape.rank} beside {', '.join(shape.targets)}; {self.weights.how_to_serve_adapters()}"
         )
 
     async def _one_token(self, *, timeout_s: float | None = None, **params: Any) -> Generation:
@@ -197,7 +196,7 @@ class SGLangDialect:
         }
 
     def _adapter(self) -> dict[str, str]:
-        return {} if (name := self.weights.held.name) is None else {"lora_path": name}
+        return {} if (name := self.weights.adapter) is None else {"lora_path": name}
 
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))

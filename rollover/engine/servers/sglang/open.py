@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from rollover.clock import Clock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.config import is_server_url
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
@@ -20,10 +20,9 @@ from rollover.engine.servers.sglang.answers import Worker, Workers, WorkerUrls
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.weights import adapter_arguments
-from rollover.engine.servers.start.places import ServerPlaces
+from rollover.engine.servers.start.places import ServerProgram
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.adapters import AdapterShape
 
 _REMEDIES = {
     "torch_memory_saver": "engine.colocated = true needs the package torch-memory-saver in SGLang's environment:"
@@ -31,18 +30,8 @@ _REMEDIES = {
 }
 
 
-async def open_sglang(
-    config: SGLangConfig,
-    folder: Path,
-    *,
-    run: str,
-    places: ServerPlaces,
-    clock: Clock,
-    adapters: AdapterShape | None = None,
-    device: str | None = None,
-) -> EnginePool:
-    """See ``open_servers``; routers among the urls are replaced by their workers. ``adapters``: the shape of those that
-    the servers will be given, if any."""
+async def open_sglang(config: SGLangConfig, setup: EngineSetup) -> EnginePool:
+    """See ``open_servers``; routers among the urls are replaced by their workers."""
     if config.urls:
         clients = [HTTPClient(url, config) for url in config.urls]
         try:
@@ -56,21 +45,24 @@ async def open_sglang(
                 " give one number for all, or the servers' own urls"
             )
         config = replace(config, urls=workers)
-    model, folders = ModelFolder.read(folder), FolderDigests()
+    model, folders, adapters = ModelFolder.read(setup.folder), FolderDigests(), setup.adapters
 
     def kind_for(config: SGLangConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters, device),
-            arguments=lambda host, port: [
-                *launch_arguments(config, folder, port, host),
-                *adapter_arguments(adapters),
-            ],
-            env={},
-            program="SGLang",
+            name="SGLang",
+            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters, setup.device),
+            program=ServerProgram(
+                command=config.launch_command,
+                arguments=lambda host, port: [
+                    *launch_arguments(config, setup.folder, port, host),
+                    *adapter_arguments(adapters),
+                ],
+                more=config.launch_args,
+            ),
             remedies=_REMEDIES,
         )
 
-    return await open_servers(config, kind_for, model, run=run, places=places, clock=clock)
+    return await open_servers(config, setup, model, kind_for)
 
 
 async def worker_urls(clients: list[HTTPClient]) -> tuple[str, ...]:

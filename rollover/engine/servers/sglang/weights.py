@@ -18,13 +18,11 @@ What is peculiar to it:
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.background import refused
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
     ModelInfo,
@@ -33,85 +31,24 @@ from rollover.engine.servers.sglang.answers import (
     WeightChecks,
 )
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.weights.adapters import HeldAdapter
+from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
-from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
-from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.adapters import AdapterShape, holds_adapters
+from rollover.engine.servers.weights.read_back import HeldTensor, NoDigests
+from rollover.engine.servers.weights.transfer import TransferCalls
+from rollover.errors import EngineError
+from rollover.types import AdapterShape
 from rollover.weights.buckets import Bucket
 from rollover.weights.groups import GroupPlan
 
+_TAGS: dict[Part, list[str]] = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}
 
-class SGLangWeights:
-    """Implements ``WeightEndpoint``."""
 
-    def __init__(
-        self,
-        client: HTTPClient,
-        config: SGLangConfig,
-        model: ModelFolder,
-        folders: FolderDigests,
-        adapters: AdapterShape | None = None,
-        device: str | None = None,
-    ) -> None:
-        self.held = HeldAdapter(adapters)
-        self._base = model.path
-        self._client = client
-        self._config = config
-        self._device = device
-        self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
-        self._group_name = secrets.token_hex(4)
-        self.num_sends = 0
-        """Times that weights were sent, whether they arrived or not."""
+class SGLangWeights(WeightEndpoint[SGLangConfig]):
+    """Implements ``WeightEndpoint``. Memory is given back by SGLang's memory saver: weights, cache and recorded graphs.
 
-    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        """See ``WeightEndpoint.send``."""
-        self.num_sends += 1
-        if holds_adapters(source):
-            await self._send_adapter(label, source)
-            return
-        await self._send_full(label, source, keeps_kv=keeps_kv)
-        self.held.took_full(label, is_base=source == self._base)
-        await self._confirmation.of(source)
-
-    async def _send_full(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        if self._config.weight_transfer == "folder":
-            body = {
-                "model_path": str(source.resolve()),
-                "weight_version": label,
-                "abort_all_requests": False,
-                "flush_cache": not keeps_kv,
-            }
-            await self._post("/update_weights_from_disk", body)
-        else:
-            await send_folder(source, await self._receiver(label, keeps_kv=keeps_kv), self._config)
-
-    async def _send_adapter(self, label: str, source: Path) -> None:
-        if self.held.needs_base(await self.label()):
-            await self._send_full(label, self._base, keeps_kv=False)
-            self.held.took_full(label, is_base=True)
-        name = self.held.new_name(label)
-        try:
-            path = str(source.resolve())
-            there = await self._change_adapters("/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        except EngineTimeout:
-            raise
-        except EngineError as e:
-            raise EngineError(f"{e}; {how_to_serve_adapters(self.held.shape)}") from None
-        self.held.took_adapter(label, name)
-        for stale in self.held.stale(there):
-            await self._change_adapters("/unload_lora_adapter", {"lora_name": stale})
-        await self.set_label(label)
-        await self._confirmation.of(self._base)
-
-    async def _change_adapters(self, path: str, body: Mapping[str, str]) -> Collection[str]:
-        """Load or unload an adapter. Returns the names of those that are loaded then."""
-        limit_s = self._config.load_timeout_s
-        answer = await self._client.ask(AdapterOutcome, "POST", path, body=body, timeout_s=limit_s)
-        if not answer.success:
-            raise EngineError(f"{self._client} refused POST {path}: {answer.error_message or 'no reason given'}")
-        return answer.loaded_adapters or ()
+    Without ``--enable-memory-saver`` a server gives nothing back and does not report that, so its settings are looked
+    at first. It dies when it is asked to give memory back while it decodes, or to take what it has.
+    """
 
     async def label(self) -> str:
         return (await self._client.ask(ModelInfo, "GET", "/model_info")).weight_version
@@ -120,36 +57,40 @@ class SGLangWeights:
         body = {"new_version": label, "abort_all_requests": False}
         await self._client.call("POST", "/update_weight_version", body=body)
 
-    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """See ``WeightEndpoint.receiver``."""
-        self.num_sends += 1
-        return await self._receiver(label, keeps_kv=keeps_kv)
+    async def _load_folder(self, label: str, folder: Path, *, keeps_kv: bool) -> None:
+        body = {
+            "model_path": str(folder.resolve()),
+            "weight_version": label,
+            "abort_all_requests": False,
+            "flush_cache": not keeps_kv,
+        }
+        await self._post("/update_weights_from_disk", body)
 
-    async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """See ``WeightEndpoint.settle``: label and flush went with the last piece."""
-        self.held.took_full(label, is_base=False)
+    async def _load_adapter(self, name: str, folder: Path) -> Collection[str]:
+        body = {"lora_name": name, "lora_path": str(folder.resolve())}
+        return await self._change_adapters("/load_lora_adapter", body)
 
-    async def _receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
+    async def _unload_adapter(self, name: str) -> None:
+        await self._change_adapters("/unload_lora_adapter", {"lora_name": name})
+
+    async def _change_adapters(self, path: str, body: Mapping[str, str]) -> Collection[str]:
+        limit_s = self._config.load_timeout_s
+        answer = await self._client.ask(AdapterOutcome, "POST", path, body=body, timeout_s=limit_s)
+        if not answer.success:
+            raise EngineError(f"{self._client} refused POST {path}: {answer.error_message or 'no reason given'}")
+        return answer.loaded_adapters or ()
+
+    async def _transfer(
+        self, label: str, *, keeps_kv: bool
+    ) -> tuple[GroupPlan, Callable[[Mapping[str, Any]], TransferCalls]]:
         info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
-        backend = self._config.weight_transfer
-        is_flat = backend == "nccl"  # on a CPU copying into one piece costs more than many small broadcasts do
-        assert backend != "folder", "a group was asked of a server that reads folders"
         if info.dp_size != 1 or info.pp_size != 1:
             raise EngineError(
                 f"{self._client} is data or pipeline parallel and takes weights from folders only: set"
                 " engine.weight_transfer to 'folder'"
             )
-        plan = GroupPlan(
-            meets="torch",
-            backend=backend,
-            towards=self._client.url,
-            host=self._config.transfer_host,
-            name=f"{self._group_name}/{self.num_sends}",
-            num_workers=info.tp_size,
-            timeout_s=self._config.load_timeout_s,
-            device=self._device,
-            is_flat=is_flat,
-        )
+        backend = self._config.weight_transfer
+        is_flat = backend == "nccl"  # on a CPU, copying into one piece costs more than it saves
 
         def calls(address: Mapping[str, Any]) -> TransferCalls:
             name = {"group_name": address["group_name"]}
@@ -169,28 +110,41 @@ class SGLangWeights:
                 leave=("/destroy_weights_update_group", name),
             )
 
-        return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
+        return self._torch_plan(backend, self._config.transfer_host, num_workers=info.tp_size, is_flat=is_flat), calls
 
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
         body, limit_s = {"action": "checksum", "selector": "target"}, self._config.load_timeout_s
-        try:
+        with refused(lambda e: NoDigests(str(e))):
             found = await self._client.ask(WeightChecks, "POST", "/weights_checker", body=body, timeout_s=limit_s)
-        except EngineTimeout:
-            raise
-        except EngineError as e:
-            raise NoDigests(str(e)) from e
         return dict(held_tensors(found))
+
+    def how_to_serve_adapters(self) -> str:
+        arguments = " ".join(adapter_arguments(self.adapters or AdapterShape(rank=16, targets=("all",))))
+        return (
+            f"to take adapters, start it with {arguments}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
+        )
 
     async def _post(self, path: str, body: Any) -> None:
         answer = await self._client.ask(UpdateOutcome, "POST", path, body=body, timeout_s=self._config.load_timeout_s)
         if not answer.success:
             raise EngineError(f"{self._client} refused POST {path}: {answer.message or 'no reason given'}")
 
+    async def check_memory(self) -> None:
+        info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
+        if not info.enable_memory_saver:
+            raise EngineError(
+                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
+                " start it with --enable-memory-saver (it needs the package torch-memory-saver, and a GPU)"
+            )
 
-def how_to_serve_adapters(shape: AdapterShape | None) -> str:
-    """Say how a server is started that takes adapters of this shape."""
-    arguments = " ".join(adapter_arguments(shape or AdapterShape(rank=16, targets=("all",))))
-    return f"to take adapters, start it with {arguments}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
+    async def release_memory(self) -> None:
+        await self._occupy("/release_memory_occupation", [tag for tags in _TAGS.values() for tag in tags])
+
+    async def take_memory(self, part: Part) -> None:
+        await self._occupy("/resume_memory_occupation", _TAGS[part])
+
+    async def _occupy(self, path: str, tags: list[str]) -> None:
+        await self._client.call("POST", path, body={"tags": tags}, timeout_s=self._config.load_timeout_s)
 
 
 def adapter_arguments(shape: AdapterShape | None) -> list[str]:
@@ -208,35 +162,3 @@ def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
         for name, digest in worker.checksums.items():
             held = HeldTensor(name=name, part=place.tp_rank, num_parts=place.tp_size, replica=str(place.dp_rank))
             yield held, digest
-
-
-_TAGS: dict[Part, list[str]] = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}
-
-
-class SGLangMemory:
-    """Implements ``MemoryEndpoint`` by SGLang's memory saver: weights, cache and recorded graphs.
-
-    Without ``--enable-memory-saver`` a server gives nothing back and does not report that, so its settings are looked
-    at first. It dies when it is asked to give memory back while it decodes, or to take what it has.
-    """
-
-    def __init__(self, client: HTTPClient, config: SGLangConfig) -> None:
-        self._client = client
-        self._timeout_s = config.load_timeout_s
-
-    async def check(self) -> None:
-        info = await self._client.ask(SGLangServerInfo, "GET", "/server_info")
-        if not info.enable_memory_saver:
-            raise EngineError(
-                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
-                " start it with --enable-memory-saver (it needs the package torch-memory-saver, and a GPU)"
-            )
-
-    async def release(self) -> None:
-        await self._post("/release_memory_occupation", [tag for tags in _TAGS.values() for tag in tags])
-
-    async def take(self, part: Part) -> None:
-        await self._post("/resume_memory_occupation", _TAGS[part])
-
-    async def _post(self, path: str, tags: list[str]) -> None:
-        await self._client.call("POST", path, body={"tags": tags}, timeout_s=self._timeout_s)

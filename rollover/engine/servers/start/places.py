@@ -7,7 +7,7 @@ started again may come up at another address, to which its client has then moved
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -33,9 +33,9 @@ class ServerProgram:
     """Arguments with which the command serves the model at an address of its machine and a port."""
     more: Sequence[str]
     """Further arguments, which may overrule those."""
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
     """Variables that its environment needs."""
-    key_env: str | None
+    key_env: str | None = None
     """The environment variable from which it takes its API key; ``None`` if there is none."""
 
     def command_at(self, host: str, port: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasPath, Field
 
 from rollover.engine.servers.http.answer import Answer, Count, Event, TokenId
 
@@ -31,53 +31,22 @@ class Models(Answer):
     data: list[Model]
 
 
-class DeviceConfig(Answer):
-    """The device on which the server computes.
-
-    Example: ``{"device": "cuda"}``.
-    """
-
-    device: Any = None
-    """A name, where it is written as one."""
-
-
-class ModelSettings(Answer):
-    """The settings of the served model.
-
-    Example: ``{"enable_sleep_mode": true}`` of a server that can give its memory back.
-    """
-
-    enable_sleep_mode: bool = False
-
-
-class AdapterRoom(Answer):
-    """The adapters that the server has room for.
-
-    Example: ``{"max_lora_rank": 16}``.
-    """
-
-    max_lora_rank: Count
-
-
-class EngineSettings(Answer):
-    """The settings of the engine.
-
-    Example: ``{"device_config": {"device": "cuda"}, "model_config": {}, "lora_config": {"max_lora_rank": 16}}``.
-    """
-
-    device_config: DeviceConfig
-    model: ModelSettings = Field(default_factory=ModelSettings, alias="model_config")
-    lora_config: AdapterRoom | None = None
-    """Absent where it takes no adapters."""
-
-
 class VLLMServerInfo(Answer):
-    """The server's settings.
+    """The server's settings, as far as they are used.
 
-    Example: ``{"vllm_config": {"device_config": {"device": "cpu"}}}``.
+    Example: ``{"vllm_config": {"device_config": {"device": "cuda"}, "lora_config": {"max_lora_rank": 16}}}``.
     """
 
-    vllm_config: EngineSettings
+    device: Any = Field(default=None, validation_alias=AliasPath("vllm_config", "device_config", "device"))
+    """The name of the device on which it computes, if it is written as one."""
+    enable_sleep_mode: bool = Field(
+        default=False, validation_alias=AliasPath("vllm_config", "model_config", "enable_sleep_mode")
+    )
+    """It can give its memory back."""
+    max_lora_rank: Count | None = Field(
+        default=None, validation_alias=AliasPath("vllm_config", "lora_config", "max_lora_rank")
+    )
+    """The largest rank of adapters that it has room for; ``None`` if it takes no adapters."""
 
 
 class PauseState(Answer):

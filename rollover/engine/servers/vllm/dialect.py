@@ -19,24 +19,17 @@ from contextlib import aclosing
 from typing import Any
 
 from rollover.engine.base import GenerateRequest
+from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
+from rollover.engine.servers.http.answer import Answer
 from rollover.engine.servers.http.client import HTTPClient
-from rollover.engine.servers.vllm.answers import (
-    Choice,
-    Completion,
-    EngineSettings,
-    Models,
-    PauseState,
-    VLLMServerInfo,
-    WeightInfo,
-)
+from rollover.engine.servers.vllm.answers import Choice, Completion, Models, PauseState, WeightInfo
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMMemory, VLLMWeights, how_to_serve_adapters
-from rollover.errors import EngineError, EngineTimeout
-from rollover.types import FinishReason
-from rollover.weights.adapters import AdapterShape
+from rollover.engine.servers.vllm.weights import ChecksumRecord, VLLMWeights
+from rollover.errors import EngineError
+from rollover.types import AdapterShape, FinishReason
 
 _HOW_TO_START = (
     "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --logprobs-mode processed_logprobs (docs/engines.md)"
@@ -65,7 +58,6 @@ class VLLMDialect:
         keeps = config.kv_on_update == "keep" and not takes
         self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s, takes_adapters=takes)
         self.weights = VLLMWeights(client, config, model, checksums, adapters, device)
-        self.memory = VLLMMemory(client, config)
         self._client = client
         self._config = config
         self._model = model
@@ -87,19 +79,19 @@ class VLLMDialect:
         self._model_name = name
         self._model.check_served(models[name].root or "", self._client)
         self._context = models[name].max_model_len or self._model.max_context_tokens
-        for path, kind in (("/is_paused", PauseState), ("/weight_info", WeightInfo)):
-            try:
-                await self._client.ask(kind, "GET", path)
-            except EngineTimeout:
-                raise
-            except EngineError as e:
-                raise EngineError(f"{self._client} has no {path}: {_HOW_TO_START} ({e})") from None
+        await self._find(PauseState, "/is_paused")
+        await self._find(WeightInfo, "/weight_info")
+
+    async def _find(self, kind: type[Answer], path: str) -> None:
+        with refused(lambda e: EngineError(f"{self._client} has no {path}: {_HOW_TO_START} ({e})")):
+            await self._client.ask(kind, "GET", path)
 
     async def check_model(self) -> int:
-        if (shape := self.weights.held.shape) is not None:
-            await self._check_adapters(shape)
+        info = await self.weights.settings()
+        if (shape := self.weights.adapters) is not None:
+            self._check_adapters(shape, info.max_lora_rank)
         if self._config.seed_calls == "auto":
-            self._sends_seeds = await self._runs_on_a_gpu()
+            self._sends_seeds = isinstance(info.device, str) and not info.device.startswith("cpu")
         name = self._client.reader.shown(self._model_name)
         await check_vocabulary(
             f"{self._client}, which serves {name!r},",
@@ -108,27 +100,17 @@ class VLLMDialect:
         )
         return self._context
 
-    async def _runs_on_a_gpu(self) -> bool:
-        device = (await self._settings()).device_config.device
-        return isinstance(device, str) and not device.startswith("cpu")
-
-    async def _check_adapters(self, shape: AdapterShape) -> None:
-        room = (await self._settings()).lora_config
-        if room is None or room.max_lora_rank < shape.rank:
-            found = "no adapters" if room is None else f"adapters up to rank {room.max_lora_rank}"
+    def _check_adapters(self, shape: AdapterShape, max_rank: int | None) -> None:
+        if max_rank is None or max_rank < shape.rank:
+            found = "no adapters" if max_rank is None else f"adapters up to rank {max_rank}"
             raise EngineError(
                 f"{self._client} accepts {found}, but trainer.lora.publish = 'adapter' sends it adapters of rank"
-                f" {shape.rank}; {how_to_serve_adapters(shape)}"
+                f" {shape.rank}; {self.weights.how_to_serve_adapters()}"
             )
-
-    async def _settings(self) -> EngineSettings:
-        params, limit_s = {"config_format": "json"}, self._config.load_timeout_s
-        info = await self._client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
-        return info.vllm_config
 
     def _one_token(self, token: int) -> dict[str, Any]:
         return {
-            "model": self.weights.held.name or self._model_name,
+            "model": self.weights.adapter or self._model_name,
             "prompt": [token],
             "max_tokens": 1,
             "temperature": 0.0,
@@ -163,7 +145,7 @@ class VLLMDialect:
         """Name every field that a server default could change."""
         request, params = call.request, call.request.params
         return {
-            "model": self.weights.held.name or self._model_name,
+            "model": self.weights.adapter or self._model_name,
             "request_id": call.request_id,
             "prompt": [*request.prompt_ids, *request.response_ids],
             "add_special_tokens": False,

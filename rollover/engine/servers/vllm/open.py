@@ -6,15 +6,15 @@ import math
 import os
 from pathlib import Path
 
-from rollover.clock import Clock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool.pool import EnginePool
-from rollover.engine.servers.start.places import ServerPlaces
+from rollover.engine.servers.start.places import ServerProgram
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import ChecksumRecord, served_rank
-from rollover.weights.adapters import AdapterShape
+from rollover.types import AdapterShape
 
 SERVED_NAME = "policy"
 _RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -26,33 +26,29 @@ _REMEDIES = {
 }
 
 
-async def open_vllm(
-    config: VLLMConfig,
-    folder: Path,
-    *,
-    run: str,
-    places: ServerPlaces,
-    clock: Clock,
-    adapters: AdapterShape | None = None,
-    device: str | None = None,
-) -> EnginePool:
-    """See ``open_servers``; ``adapters``: the shape of those that the servers will be given, if any."""
-    checksums, model = ChecksumRecord(), ModelFolder.read(folder)
+async def open_vllm(config: VLLMConfig, setup: EngineSetup) -> EnginePool:
+    """See ``open_servers``."""
+    checksums, model = ChecksumRecord(), ModelFolder.read(setup.folder)
+    adapters = setup.adapters
 
     def kind_for(config: VLLMConfig) -> ServerKind:
         return ServerKind(
-            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters, device),
-            arguments=lambda host, port: [
-                *launch_arguments(config, folder, port, host),
-                *adapter_arguments(adapters),
-            ],
-            env={**launch_environment(config, folder), **({_RUNTIME_ADAPTERS: "1"} if adapters else {})},
-            program="vLLM",
+            name="vLLM",
+            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters, setup.device),
+            program=ServerProgram(
+                command=config.launch_command,
+                arguments=lambda host, port: [
+                    *launch_arguments(config, setup.folder, port, host),
+                    *adapter_arguments(adapters),
+                ],
+                more=config.launch_args,
+                env={**launch_environment(config, setup.folder), **({_RUNTIME_ADAPTERS: "1"} if adapters else {})},
+                key_env="VLLM_API_KEY",
+            ),
             remedies=_REMEDIES,
-            key_env="VLLM_API_KEY",
         )
 
-    return await open_servers(config, kind_for, model, run=run, places=places, clock=clock)
+    return await open_servers(config, setup, model, kind_for)
 
 
 def launch_arguments(config: VLLMConfig, folder: Path, port: int, host: str = "127.0.0.1") -> list[str]:

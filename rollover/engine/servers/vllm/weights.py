@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollover.engine.servers.background import refused
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.weights.adapters import HeldAdapter
+from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, LoadConfirmation, NoDigests
-from rollover.engine.servers.weights.transfer import Receiver, TransferCalls, send_folder
+from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, NoDigests
+from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import ConfigError, EngineError, EngineTimeout
-from rollover.weights.adapters import AdapterShape, holds_adapters
+from rollover.types import AdapterShape
 from rollover.weights.buckets import BUCKET_BYTES
 from rollover.weights.groups import GroupPlan
 
@@ -67,14 +68,18 @@ class ChecksumRecord:
             )
 
 
-class VLLMWeights:
-    """Implements ``WeightEndpoint``.
+class VLLMWeights(WeightEndpoint[VLLMConfig]):
+    """Implements ``WeightEndpoint``. Memory is given back by vLLM's sleep mode, level 2, which drops weights and cache.
+
+    A server that was started without ``--enable-sleep-mode`` answers that it sleeps and gives nothing back, so its
+    settings are looked at first; one on a CPU cannot be started with it. When the last part is taken again, the server
+    resumes by itself: it has not been sent a call yet.
 
     Args:
         checksums: of what the servers of a pool have loaded.
-        adapters: the shape of the adapters that it is given; ``None`` if it is given full weights alone.
-        device: the GPU from which weights of a folder are sent.
     """
+
+    sets_label = False
 
     def __init__(
         self,
@@ -85,59 +90,26 @@ class VLLMWeights:
         adapters: AdapterShape | None = None,
         device: str | None = None,
     ) -> None:
-        self.held = HeldAdapter(adapters)
-        self._base = model.path
-        self._client = client
-        self._config = config
-        self._device = device
+        super().__init__(client, config, model, checksums.folders, adapters, device)
         self._checksums = checksums
-        self._confirmation = LoadConfirmation(repr(client), config, model, checksums.folders, self._digests)
-
-    async def send(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        """See ``WeightEndpoint.send``."""
-        if holds_adapters(source):
-            await self._send_adapter(label, source)
-            return
-        await self._send_full(label, source, keeps_kv=keeps_kv)
-        await self.set_label(label)
-        self.held.took_full(label, is_base=source == self._base)
-        await self._confirmation.of(source)
-
-    async def _send_full(self, label: str, source: Path, *, keeps_kv: bool) -> None:
-        if self._config.weight_transfer == "folder":
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source.resolve())}}
-            await self._post("/collective_rpc", reload)
-        else:
-            await send_folder(source, await self.receiver(label, keeps_kv=keeps_kv), self._config)
-        await self._reset_prefix_cache(keeps_kv=keeps_kv)
-
-    async def _send_adapter(self, label: str, source: Path) -> None:
-        if self.held.needs_base(await self.label()):
-            await self._send_full(label, self._base, keeps_kv=False)
-            self.held.took_full(label, is_base=True)
-        name = self.held.new_name(label)
-        try:
-            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(source.resolve())})
-        except EngineTimeout:
-            raise
-        except EngineError as e:
-            raise EngineError(f"{e}; {how_to_serve_adapters(self.held.shape)}") from None
-        self.held.took_adapter(label, name)
-        there = await self._client.ask(Models, "GET", "/v1/models")
-        for stale in self.held.stale(model.id for model in there.data):
-            await self._post("/v1/unload_lora_adapter", {"lora_name": stale})
-        await self._reset_prefix_cache(keeps_kv=False)
-        await self.set_label(label)
-        await self._confirmation.of(self._base)
 
     async def label(self) -> str:
         return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
 
-    async def set_label(self, label: str) -> None:
-        await self._client.call("POST", "/update_weight_version", body={"new_version": label})
+    async def _load_folder(self, label: str, folder: Path, *, keeps_kv: bool) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+        await self._post("/collective_rpc", reload)
 
-    async def receiver(self, label: str, *, keeps_kv: bool) -> Receiver:
-        """See ``WeightEndpoint.receiver``."""
+    async def _load_adapter(self, name: str, folder: Path) -> Collection[str]:
+        await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
+        return [model.id for model in (await self._client.ask(Models, "GET", "/v1/models")).data]
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def _transfer(
+        self, label: str, *, keeps_kv: bool
+    ) -> tuple[GroupPlan, Callable[[Mapping[str, Any]], TransferCalls]]:
         answer = await self._client.ask(WorldSize, "GET", "/get_world_size", params={"include_dp": "true"})
         plan = GroupPlan(
             meets="nccl",
@@ -162,18 +134,9 @@ class VLLMWeights:
                 leave=("/shutdown_weight_transfer_engine", None),
             )
 
-        return Receiver(name=repr(self._client), plan=plan, calls=calls, post=self._post, ping=self.label)
+        return plan, calls
 
-    async def settle(self, label: str, *, keeps_kv: bool) -> None:
-        """See ``WeightEndpoint.settle``."""
-        await self._reset_prefix_cache(keeps_kv=keeps_kv)
-        await self.set_label(label)
-        self.held.took_full(label, is_base=False)
-
-    async def _post(self, path: str, body: Any) -> None:
-        await self._client.call("POST", path, body=body, timeout_s=self._config.load_timeout_s)
-
-    async def _reset_prefix_cache(self, *, keeps_kv: bool) -> None:
+    async def _forget_cache(self, *, keeps_kv: bool) -> None:
         """Free what was cached. Calls that are kept over the update hold their blocks; the salt keeps others off them.
         Those that were aborted hold theirs for a moment."""
         deadline_s = asyncio.get_running_loop().time() + self._config.control_timeout_s
@@ -187,25 +150,38 @@ class VLLMWeights:
             await asyncio.sleep(_RESET_RETRY_S)
 
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        """Ask for the server's checksums, and compare them with those of the other servers."""
+        """See ``WeightEndpoint``; compares the checksums with those of the other servers."""
         body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
-        try:
+        with refused(lambda e: NoDigests(str(e))):
             found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
-        except EngineTimeout:
-            raise
-        except EngineError as e:
-            raise NoDigests(str(e)) from e
         self._checksums.compare(source, repr(self._client), found.checksums)
         return dict(held_tensors(found.checksums))
 
+    def how_to_serve_adapters(self) -> str:
+        rank = 16 if self.adapters is None else served_rank(self.adapters.rank)
+        return (
+            "to take adapters, start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora"
+            f" --max-lora-rank {rank}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
+        )
 
-def how_to_serve_adapters(shape: AdapterShape | None) -> str:
-    """Say how a server is started that takes adapters of this shape."""
-    rank = 16 if shape is None else served_rank(shape.rank)
-    return (
-        "to take adapters, start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora"
-        f" --max-lora-rank {rank}, or set trainer.lora.publish = 'merged' (docs/how-to/lora.md)"
-    )
+    async def settings(self) -> VLLMServerInfo:
+        """Ask for the settings of the server."""
+        params, limit_s = {"config_format": "json"}, self._config.load_timeout_s
+        return await self._client.ask(VLLMServerInfo, "GET", "/server_info", params=params, timeout_s=limit_s)
+
+    async def check_memory(self) -> None:
+        if not (await self.settings()).enable_sleep_mode:
+            raise EngineError(
+                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
+                " start it with --enable-sleep-mode, on a GPU"
+            )
+
+    async def release_memory(self) -> None:
+        await self._client.call("POST", "/sleep", params={"level": "2"}, timeout_s=self._config.load_timeout_s)
+
+    async def take_memory(self, part: Part) -> None:
+        params = {"tags": "weights" if part == "weights" else "kv_cache"}
+        await self._client.call("POST", "/wake_up", params=params, timeout_s=self._config.load_timeout_s)
 
 
 def served_rank(rank: int) -> int:
@@ -232,35 +208,3 @@ def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str
                 replica=match["replica"],
             )
             yield place, checksums[key]
-
-
-_TAGS: dict[Part, str] = {"weights": "weights", "cache": "kv_cache"}
-
-
-class VLLMMemory:
-    """Implements ``MemoryEndpoint`` by vLLM's sleep mode, level 2, which drops weights and cache.
-
-    A server that was started without ``--enable-sleep-mode`` answers that it sleeps and gives nothing back, so its
-    settings are looked at first; one on a CPU cannot be started with it. When the last part is taken again, the server
-    resumes by itself: it has not been sent a call yet.
-    """
-
-    def __init__(self, client: HTTPClient, config: VLLMConfig) -> None:
-        self._client = client
-        self._timeout_s = config.load_timeout_s
-
-    async def check(self) -> None:
-        info = await self._client.ask(
-            VLLMServerInfo, "GET", "/server_info", params={"config_format": "json"}, timeout_s=self._timeout_s
-        )
-        if not info.vllm_config.model.enable_sleep_mode:
-            raise EngineError(
-                f"{self._client} cannot give its memory back to the trainer, which engine.colocated = true asks for:"
-                " start it with --enable-sleep-mode, on a GPU"
-            )
-
-    async def release(self) -> None:
-        await self._client.call("POST", "/sleep", params={"level": "2"}, timeout_s=self._timeout_s)
-
-    async def take(self, part: Part) -> None:
-        await self._client.call("POST", "/wake_up", params={"tags": _TAGS[part]}, timeout_s=self._timeout_s)

@@ -8,8 +8,9 @@ takes memory of its own.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from rollover.engine.servers.weights.endpoints import MemoryEndpoint
+from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
 from rollover.engine.servers.weights.served import ServedWeights
 from rollover.errors import EngineError, EngineTimeout
@@ -32,16 +33,12 @@ class ServerMemory:
     ``:asleep``; ``await memory.take(7, folder)`` leaves it with the weights of version 7 and an empty cache.
     """
 
-    def __init__(self, name: str, endpoint: MemoryEndpoint, served: ServedWeights) -> None:
+    def __init__(self, name: str, endpoint: WeightEndpoint[Any], served: ServedWeights) -> None:
         self.is_released = False
         """Calls cannot be answered: some part of it was given back."""
         self._name = name
         self._endpoint = endpoint
         self._served = served
-
-    async def check(self) -> None:
-        """Raise ``EngineError`` unless the server can give its memory back."""
-        await self._endpoint.check()
 
     async def find(self) -> None:
         """Find out whether an earlier run has left it without its memory."""
@@ -55,7 +52,7 @@ class ServerMemory:
         await self._served.mark(_ALL)
         self.is_released = True
         try:
-            await self._endpoint.release()
+            await self._endpoint.release_memory()
         except EngineTimeout:
             raise
         except EngineError:
@@ -68,10 +65,10 @@ class ServerMemory:
         is asked for the next time."""
         asleep = await self._served.parts_asleep()
         if "weights" in asleep:
-            await self._endpoint.take("weights")
+            await self._endpoint.take_memory("weights")
             await self._served.mark(_CACHE)
         await self._served.install(version, source, keeps_kv=False, asleep=_CACHE if asleep else ())
         if asleep:
-            await self._endpoint.take("cache")
+            await self._endpoint.take_memory("cache")
             await self._served.mark(())
         self.is_released = False

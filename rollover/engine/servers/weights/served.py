@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from rollover.engine.servers.http.client import HTTPClient
-from rollover.engine.servers.weights.endpoints import WeightEndpoint
+from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Ownership, Part, how_to_free
 from rollover.engine.servers.weights.transfer import Receiver
 from rollover.errors import EngineError
@@ -24,7 +25,7 @@ class ServedWeights:
     ``"rollover:r:7"``, and ``served.version`` is 7.
     """
 
-    def __init__(self, endpoint: WeightEndpoint, client: HTTPClient, ownership: Ownership, source: Path) -> None:
+    def __init__(self, endpoint: WeightEndpoint[Any], client: HTTPClient, ownership: Ownership, source: Path) -> None:
         self.version = 0
         self.source: Path | None = source
         self._ownership = ownership

@@ -14,7 +14,7 @@ from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.weights.adapters import AdapterShape
+from rollover.types import AdapterShape
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
 from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm.kit import RUN

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.open import launch_arguments, open_sglang, worker_urls
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.errors import EngineError
 from rollover.types import FinishReason
 from rollover.weights.sources import FolderWeights
@@ -613,9 +613,8 @@ def test_a_pool_is_opened_from_the_url_of_a_router(folder: Path, tmp_path: Path)
             router: Any = Router({"/workers": {"workers": [{"url": f"http://127.0.0.1:{port}"}]}})
             async with serve(router) as router_port:
                 config = settings(f"http://127.0.0.1:{router_port}")
-                pool = await open_sglang(
-                    config, folder, run="ours", places=ThisMachine(tmp_path / "logs"), clock=SystemClock()
-                )
+                setup = EngineSetup(folder=folder, run="ours", root=tmp_path, clock=SystemClock())
+                pool = await open_sglang(config, setup)
                 try:
                     assert repr(pool) == f"http://127.0.0.1:{port}"
                     assert len(tokens(await collect(pool, request("a")))) == 12

@@ -19,7 +19,7 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import ChecksumRecord
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.weights.adapters import AdapterShape
+from rollover.types import AdapterShape
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
 
 RUN = "ours"

@@ -17,7 +17,8 @@ from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import HeldTensor
 from rollover.errors import ConfigError, EngineError
-from rollover.weights.adapters import AdapterShape, AdapterSource, LowRank
+from rollover.types import AdapterShape
+from rollover.weights.adapters import AdapterSource, LowRank
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens

@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.engine import ServerEngine
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.errors import EngineError
@@ -191,9 +191,7 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
             config = settings(f"http://127.0.0.1:{port}")
 
             async def opened(run: str) -> Any:
-                return await open_vllm(
-                    config, folder, run=run, places=ThisMachine(tmp_path / "logs"), clock=SystemClock()
-                )
+                return await open_vllm(config, EngineSetup(folder=folder, run=run, root=tmp_path, clock=SystemClock()))
 
             first = await opened("first")
             call = asyncio.create_task(collect(first, request("a", max_new_tokens=LONG)))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollover.clock import SystemClock
+from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang import open as sglang_open
 from rollover.engine.servers.sglang.config import SGLangConfig
-from rollover.engine.servers.start.places import ThisMachine
 from rollover.engine.servers.vllm import open as vllm_open
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.weights.memory import MemoryHeld
@@ -374,8 +374,7 @@ def test_a_server_that_cannot_sleep_says_what_is_missing(
 ) -> None:
     command = (sys.executable, "-c", f"raise SystemExit({said!r})")
     made = config(launch=True, colocated=True, launch_command=command)
-    places = ThisMachine(tmp_path / "logs")
-    opening = opened(made, model_folder(tmp_path / "model"), run="r", places=places, clock=SystemClock())
+    setup = EngineSetup(folder=model_folder(tmp_path / "model"), run="r", root=tmp_path, clock=SystemClock())
     with pytest.raises(EngineError, match=rf"(?s){said}.*\nengine\.colocated = true {remedy}") as raised:
-        asyncio.run(opening)
+        asyncio.run(opened(made, setup))
     assert "another environment" not in str(raised.value)

@@ -74,12 +74,13 @@ def mean_over_prompts(values: Sequence[float]) -> MeanEstimate:
 
 
 def evaluate(
-    prompts: Iterable[ScoredPrompt], pass_scores: Mapping[str, float], ks: Sequence[int] = (1,)
+    prompts: Iterable[ScoredPrompt], pass_scores: Mapping[str, float], ks: Mapping[str, Sequence[int]]
 ) -> tuple[EvalRow, ...]:
     """Compute one row per source in order of appearance and, if there are several, a last row ``"all"`` over all
     prompts.
 
-    ``pass_scores`` gives the lowest reward at which a sample of a source counts as solved. Raises ``ValueError`` when
+    ``pass_scores`` gives the lowest reward at which a sample of a source counts as solved, and ``ks`` the values of k
+    for its pass@k; the last row has the values that all sources have. Raises ``ValueError`` when
     there is no prompt, a prompt without samples, or one with fewer samples than some k.
     """
     by_source: dict[str, list[ScoredPrompt]] = {}
@@ -89,9 +90,11 @@ def evaluate(
         by_source.setdefault(prompt.source, []).append(prompt)
     if not by_source:
         raise ValueError("there is no prompt to evaluate")
-    rows = [_row(source, group, pass_scores, ks) for source, group in by_source.items()]
+    rows = [_row(source, group, pass_scores, ks[source]) for source, group in by_source.items()]
     if len(rows) > 1:
-        rows.append(_row("all", [p for group in by_source.values() for p in group], pass_scores, ks))
+        shared = set.intersection(*(set(ks[source]) for source in by_source))
+        everything = [p for group in by_source.values() for p in group]
+        rows.append(_row("all", everything, pass_scores, sorted(shared)))
     return tuple(rows)
 
 

@@ -187,13 +187,15 @@ def _step_parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _eval_parts(metrics: Mapping[str, float]) -> list[str]:
-    """List ``accuracy`` first, then its parts by dataset, then pass@k."""
+    """List ``accuracy`` first, then its parts by dataset, then pass@k, and how many samples were scored."""
     errors = {standard_error_of(name) for name in metrics}
     parts = []
     for name, value in metrics.items():
         if name.startswith(("accuracy", "pass@")) and name not in errors:
             se = metrics.get(standard_error_of(name))
             parts.append(f"{name} {value:.3f}" + (f" ± {se:.3f}" if se is not None else ""))
+    if (samples := metrics.get("eval/samples")) is not None:
+        parts.append(f"{metrics['eval/scored']:.0f} of {samples:.0f} scored")
     return parts
 
 

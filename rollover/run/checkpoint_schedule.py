@@ -6,6 +6,7 @@ that ends before that event. The journal is on the disk before the checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class Checkpointer:
     trainer: Trainer
     driver: RolloutDriver
     journal: Journal
+    keep: Callable[[], Collection[int]]
+    """Versions whose checkpoints stay, however old they are."""
     _saved_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +52,7 @@ class Checkpointer:
 
     def save(self) -> None:
         """Save a checkpoint, unless the trainer's weights are saved already."""
-        from rollover.trainer.checkpoint import checkpoint_path, prune_checkpoints
+        from rollover.trainer.checkpoint import checkpoint_path
 
         version = self.trainer.version
         if version != self._saved_version:
@@ -58,7 +61,13 @@ class Checkpointer:
             self.trainer.save(checkpoint_path(self.folder, version), {_JOURNAL_SEQ: self.journal.last_seq})
             self._saved_version = version
             self.driver.saved(self._oldest_kept())
-        prune_checkpoints(self.folder, self.config.keep_last)  # an earlier process may have died before it did so
+        self.prune()  # an earlier process may have died before it did so
+
+    def prune(self) -> None:
+        """Delete the checkpoints that are not kept."""
+        from rollover.trainer.checkpoint import prune_checkpoints
+
+        prune_checkpoints(self.folder, self.config.keep_last, self.keep())
 
     def _oldest_kept(self) -> int:
         """Return the version of the oldest checkpoint that stays: older batches need no replay."""

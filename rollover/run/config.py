@@ -7,7 +7,7 @@ other. It is never changed afterwards. Importing this module does not import tor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +95,11 @@ class RunConfig:
         lora = self.trainer.lora
         return None if lora is None or lora.publish == "merged" else AdapterShape(rank=lora.rank, targets=lora.targets)
 
+    @property
+    def eval_sets(self) -> dict[str, EvalConfig]:
+        """Return how each source of ``tasks.eval`` is evaluated, by its name; as ``[eval]`` says if there is none."""
+        return {source.name: self.eval.of(source.name) for source in self.tasks.eval} or {"": self.eval}
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
@@ -140,7 +145,8 @@ def check_model_context(config: RunConfig, folder: Path, keys: Sequence[str] = (
 
 def context_needed(config: RunConfig, key: str) -> int:
     """Return the tokens of the longest admissible prompt and response of the section ``key``."""
-    budget: int = getattr(config, key).max_new_tokens or config.rollout.max_new_tokens
+    sections = [config.rollout] if key == "rollout" else config.eval_sets.values()
+    budget = max(each.max_new_tokens or config.rollout.max_new_tokens for each in sections)
     return config.tasks.max_prompt_tokens + budget
 
 
@@ -223,6 +229,30 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         yield from _too_long(config, can.max_context_tokens, can.context_key)
     if config.model.scratch is not None:
         yield from _too_long(config, config.model.scratch.max_position, "model.scratch.max_position")
+    yield from _about_evaluation(config)
+
+
+def _about_evaluation(config: RunConfig) -> Iterator[str]:
+    names = [source.name for source in config.tasks.eval]
+    for name in sorted(config.eval.sets.keys() - set(names)):
+        yield f"eval.sets.{name} is about no source of tasks.eval, which names {', '.join(names) or 'none'}"
+    if config.eval.keep_best or config.eval.patience:
+        measured = _measured(config.eval_sets) if names else []
+        if config.eval.metric not in measured:
+            remedy = f"use one of {', '.join(measured)}" if names else "add a source to tasks.eval"
+            yield f"eval.metric is {config.eval.metric!r}, which no evaluation measures: {remedy}"
+
+
+def _measured(sets: Mapping[str, EvalConfig]) -> list[str]:
+    """List the metrics of an evaluation by which weights can be compared."""
+    places: dict[str, Collection[int]] = {"": set.intersection(*(set(each.k) for each in sets.values()))}
+    if len(sets) > 1:
+        places |= {f"/{name}": each.k for name, each in sets.items()}
+    return [
+        f"{metric}{place}"
+        for place, ks in places.items()
+        for metric in ("accuracy", *(f"pass@{k}" for k in sorted(ks) if k > 1))
+    ]
 
 
 def _too_long(config: RunConfig, context: int, key: str) -> Iterator[str]:

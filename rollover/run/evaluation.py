@@ -16,6 +16,7 @@ from rollover.engine.complete import complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
+from rollover.rollout.events import SegmentEnded
 from rollover.rollout.generation import sample_seed
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
@@ -40,11 +41,21 @@ class Evaluation:
     """Response lengths in tokens, over all samples."""
     num_failed: int
     """Samples whose scoring failed; they count as reward 0."""
+    versions: tuple[int, int]
+    """The oldest and the newest weights that sampled the responses; two if training went on meanwhile."""
 
     def metrics(self) -> dict[str, float]:
         """Return ``accuracy`` and ``pass@k`` over everything and, if there are several sources, ``accuracy/<source>``,
-        each with its standard error ``_se``."""
-        numbers: dict[str, float] = {"eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths)}
+        each with its standard error ``_se``; how many samples there were and how many of them could be scored; and
+        the weights that they were sampled from."""
+        numbers: dict[str, float] = {
+            "eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths),
+            "eval/reward": self.rows[-1].reward.mean,
+            "eval/samples": len(self.lengths),
+            "eval/scored": len(self.lengths) - self.num_failed,
+            "eval/oldest_version": self.versions[0],
+            "eval/newest_version": self.versions[1],
+        }
         for row in self.rows:
             place = "" if row is self.rows[-1] else f"/{row.source.removeprefix('eval/')}"
             for k, estimate in row.pass_at.items():
@@ -53,6 +64,34 @@ class Evaluation:
                 if estimate.standard_error is not None:
                     numbers[f"{name}_se{place}"] = estimate.standard_error
         return numbers
+
+
+class IdleSlots:
+    """The slots of an engine that no rollout uses; evaluation takes no others while rollouts go on.
+
+    Example: with ``IdleSlots(64, lambda: 60)``, four of the blocks ``async with slots:`` run at a time.
+    """
+
+    def __init__(self, num_slots: int, num_running: Callable[[], int]) -> None:
+        self._num_slots = num_slots
+        self._num_running = num_running
+        self._num_taken = 0
+        self._freed = asyncio.Event()
+
+    def observe(self, event: object) -> None:
+        """Look again whether there is room after each segment of a rollout."""
+        if isinstance(event, SegmentEnded):
+            self._freed.set()
+
+    async def __aenter__(self) -> None:
+        while self._num_running() + self._num_taken >= self._num_slots:
+            self._freed.clear()
+            await self._freed.wait()
+        self._num_taken += 1
+
+    async def __aexit__(self, *error: object) -> None:
+        self._num_taken -= 1
+        self._freed.set()
 
 
 class Evaluator:
@@ -64,6 +103,7 @@ class Evaluator:
         stops: the tokens that end a response.
         on_progress: called with (samples done, samples in all).
         done_version: the version that an earlier process has evaluated already.
+        idle: where an evaluation between the first and the last one decodes beside the training steps, if it does.
     """
 
     def __init__(
@@ -77,15 +117,22 @@ class Evaluator:
         clock: Clock,
         on_progress: Callable[[int, int], None],
         done_version: int | None = None,
+        idle: IdleSlots | None = None,
     ) -> None:
         self._config = config.eval
         self._num_steps = config.steps
-        self._sampling = SamplingParams(
-            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-            temperature=config.eval.temperature,
-            stop_token_ids=stops,
-            stop_strings=config.rollout.stop_strings,
-        )
+        self._sets = {f"eval/{name}": each for name, each in config.eval_sets.items()}
+        self._sampling = {
+            name: SamplingParams(
+                max_new_tokens=each.max_new_tokens or config.rollout.max_new_tokens,
+                temperature=each.temperature,
+                top_p=each.top_p,
+                top_k=each.top_k,
+                stop_token_ids=stops,
+                stop_strings=config.rollout.stop_strings,
+            )
+            for name, each in self._sets.items()
+        }
         self._engine = engine
         self._scorer = scorer
         self._clock = clock
@@ -93,6 +140,9 @@ class Evaluator:
         self._prompts = [source.prompt(i) for source in sources for i in range(source.num_rows)]
         self._num_evaluations = 0
         self._done_version = done_version
+        self._idle = idle
+        self._beside: asyncio.Task[Evaluation] | None = None
+        """An evaluation that goes on while the run trains; of the weights ``_done_version``."""
 
     def is_due(self, version: int) -> bool:
         """Return whether the weights of ``version`` are due for evaluation."""
@@ -100,58 +150,88 @@ class Evaluator:
         due = version in (0, self._num_steps) or bool(every and version % every == 0)
         return bool(self._prompts) and due and version != self._done_version
 
-    async def run_when_due(self, version: int) -> Evaluation | None:
-        """Evaluate the weights of ``version``, which the engine has; ``None`` when they are not due."""
-        if not self.is_due(version):
-            return None
-        evaluation = await self.run()
-        self._done_version = version
-        return evaluation
+    @property
+    def pending(self) -> int | None:
+        """Return the version whose evaluation goes on beside training, if one does."""
+        return self._done_version if self._beside is not None else None
 
-    async def run(self) -> Evaluation:
+    async def run_when_due(self, version: int) -> list[tuple[int, Evaluation]]:
+        """Evaluate the weights of ``version``, which the engine has, if they are due, or begin to. Returns the
+        evaluations that have ended, with their versions."""
+        ended = []
+        if self._beside is not None and (self._beside.done() or self.is_due(version)):
+            assert self._done_version is not None
+            ended.append((self._done_version, await self._beside))
+            self._beside = None
+        if self.is_due(version):
+            self._done_version = version
+            if self._idle is not None and 0 < version < self._num_steps:
+                self._beside = asyncio.create_task(self.run(self._idle))
+            else:
+                ended.append((version, await self.run()))
+        return ended
+
+    async def close(self) -> None:
+        """Stop an evaluation that goes on beside training."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def run(self, slots: IdleSlots | None = None) -> Evaluation:
         """Evaluate the weights that the engine has, and report pass@1 and pass@k for each k of ``eval.k``.
+
+        Args:
+            slots: the slots of the engine that may be used; all of them when left out.
 
         Raises:
             EngineError: the engine fails.
             DataError: a reward function is wrong.
         """
         self._num_evaluations += 1
-        n = self._config.samples_per_prompt
-        room = asyncio.Semaphore(self._engine.capabilities.max_running)
-        ids = [SampleId(p, i) for p in range(len(self._prompts)) for i in range(n)]
-        done = 0
+        room = slots or asyncio.Semaphore(self._engine.capabilities.max_running)
+        ids = [
+            [SampleId(p, i) for i in range(self._sets[prompt.source].samples_per_prompt)]
+            for p, prompt in enumerate(self._prompts)
+        ]
+        num_samples, done = sum(map(len, ids)), 0
 
-        async def one(sample_id: SampleId) -> tuple[float, int, bool]:
+        async def one(sample_id: SampleId) -> tuple[Trajectory, float | None]:
             nonlocal done
             async with room:
                 trajectory = await self._generate(sample_id)
             try:
-                reward, failed = await self._scorer.score(trajectory), False
+                reward: float | None = await self._scorer.score(trajectory)
             except RewardError:
-                reward, failed = 0.0, True
+                reward = None
             done += 1
-            self._on_progress(done, len(ids))
-            return reward, trajectory.num_tokens, failed
+            self._on_progress(done, num_samples)
+            return trajectory, reward
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(i)) for i in ids]
+                tasks = [[group.create_task(one(i)) for i in siblings] for siblings in ids]
         except ExceptionGroup as failed:  # they all fail for one reason: the engine or a reward function
             raise failed.exceptions[0] from None
-        results = [task.result() for task in tasks]
+        results = [[task.result() for task in siblings] for siblings in tasks]
         scored = [
             ScoredPrompt(
                 source=prompt.source,
                 prompt_id=prompt.prompt_id,
-                rewards=tuple(reward for reward, _, _ in results[p * n : (p + 1) * n]),
+                rewards=tuple(reward or 0.0 for _, reward in siblings),
             )
-            for p, prompt in enumerate(self._prompts)
+            for prompt, siblings in zip(self._prompts, results, strict=True)
         ]
-        pass_scores = {p.source: self._scorer.pass_score(p.source) for p in self._prompts}
+        flat = [result for siblings in results for result in siblings]
+        versions = [segment.policy_version for trajectory, _ in flat for segment in trajectory.segments]
         return Evaluation(
-            rows=evaluate(scored, pass_scores, sorted({1, *self._config.k})),
-            lengths=tuple(length for _, length, _ in results),
-            num_failed=sum(failed for _, _, failed in results),
+            rows=evaluate(
+                scored,
+                {name: self._scorer.pass_score(name) for name in self._sets},
+                {name: sorted({1, *each.k}) for name, each in self._sets.items()},
+            ),
+            lengths=tuple(trajectory.num_tokens for trajectory, _ in flat),
+            num_failed=sum(reward is None for _, reward in flat),
+            versions=(min(versions), max(versions)),
         )
 
     async def _generate(self, sample_id: SampleId) -> Trajectory:
@@ -163,7 +243,7 @@ class Evaluator:
             sample_key=key,
             prompt_key=f"eval{self._num_evaluations}/g{sample_id.group}.",
             prompt_ids=prompt.token_ids,
-            params=self._sampling,
+            params=self._sampling[prompt.source],
             seed=sample_seed(_SEED, sample_id),
         )
         start_s = self._clock.now_s()

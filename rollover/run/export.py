@@ -16,7 +16,9 @@ from rollover.errors import ModelError, RunError
 from rollover.hf.companions import read_companions
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
+from rollover.report.metrics import read_metrics
 from rollover.run import directory
+from rollover.run.best import Scores
 from rollover.run.config import RunConfig
 from rollover.run.prepare import check_began_with
 
@@ -38,6 +40,22 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(run, checkpoint, target)
         return checkpoint
+
+
+def best_step(run: Path) -> int:
+    """Return the step whose weights have done best in the evaluations of a run, by its ``eval.metric``.
+
+    Raises:
+        RunError: there is no such run, it keeps no best checkpoint, or none of its checkpoints is the best.
+    """
+    config = directory.derived_config(run)
+    if not config.eval.keep_best:
+        raise RunError(f"{run} keeps no best checkpoint: give a --step, or set eval.keep_best = true in the next run")
+    best = Scores(config.eval.metric, read_metrics(run)).best
+    if not best:
+        begun = "" if best is None else ": the model that it began with is the best"
+        raise RunError(f"no checkpoint of {run} is the best by {config.eval.metric}{begun}")
+    return best
 
 
 def _write(run: Path, checkpoint: Path, target: Path) -> None:

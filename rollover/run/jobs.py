@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
+from rollover.environments.pass_at_k import MeanEstimate
 from rollover.errors import ConfigError, DataError, MissingExtra, RunError, require
 from rollover.garbage import rare_collections
 from rollover.privacy import Redactor
@@ -88,13 +89,20 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
     """Measure the initial policy on every source of ``tasks.eval``."""
     with _progress(config) as progress, MetricsWriter(run.path) as metrics:
         result = _run(_evaluate(config, run, progress, metrics))
-        table = Table("source", "samples", "reward", *(f"pass@{k}" for k in result.rows[0].pass_at))
+        ks = sorted({k for row in result.rows for k in row.pass_at})
+        table = Table("source", "samples", "reward", *(f"pass@{k}" for k in ks))
         for row in result.rows:
-            shown = (row.reward, *row.pass_at.values())
-            cells = [f"{e.mean:.3f}" + (f"±{e.standard_error:.3f}" if e.standard_error else "") for e in shown]
-            per_prompt = row.num_samples // row.num_prompts
-            table.add_row(row.source.removeprefix("eval/"), f"{row.num_prompts} x {per_prompt}", *cells)
+            shown = (row.reward, *(row.pass_at.get(k) for k in ks))
+            cells = [_estimate(e) if e else "" for e in shown]
+            each, rest = divmod(row.num_samples, row.num_prompts)
+            samples = str(row.num_samples) if rest else f"{row.num_prompts} x {each}"
+            table.add_row(row.source.removeprefix("eval/"), samples, *cells)
         progress.console.print(table)
+        progress.result(f"{len(result.lengths) - result.num_failed} of {len(result.lengths)} samples were scored")
+
+
+def _estimate(estimate: MeanEstimate) -> str:
+    return f"{estimate.mean:.3f}" + (f"±{estimate.standard_error:.3f}" if estimate.standard_error else "")
 
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:

@@ -10,6 +10,7 @@ any crash the journal and the newest checkpoint together are a state that the ru
 from __future__ import annotations
 
 import asyncio
+import math
 
 from rollover.errors import ConfigError, RolloverError
 from rollover.rollout.events import BatchTrained
@@ -29,7 +30,7 @@ async def train(session: Session, interrupt: Interrupt) -> None:
     with interrupt.deferred():
         await interrupt.unless(session.weights.publish())
         await interrupt.unless(_evaluate_when_due(session))
-        while session.version < session.config.steps and not interrupt.requested:
+        while session.version < session.config.steps and not interrupt.requested and not _is_settled(session):
             with meter.timed("time/rollout_s"):
                 batch = await interrupt.unless(session.driver.next_batch())
             if batch is None:
@@ -50,7 +51,15 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             await interrupt.unless(_evaluate_when_due(session))
         await session.driver.stop()
         session.checkpoints.save()
-        if session.version >= session.config.steps:
+        if _is_settled(session):
+            scores, resume = session.scores, session.resume_command
+            session.observe(
+                Notice(
+                    f"the run has ended: {scores.num_since_best} evaluations have found no better {scores.metric} than"
+                    f" at step {scores.best} (eval.patience); to continue: {resume} --eval.patience 0"
+                )
+            )
+        if session.version >= session.config.steps or _is_settled(session):
             session.driver.run_ended()
 
 
@@ -93,7 +102,19 @@ def _goes_on_asleep(session: Session) -> bool:
 
 
 async def _evaluate_when_due(session: Session) -> None:
+    keeps_best = session.config.eval.keep_best
+    if keeps_best and session.evaluator.is_due(session.version):
+        session.checkpoints.save()  # it may turn out to be the best
     with session.meter.paused():
-        evaluation = await session.evaluator.run_when_due(session.version)
-    if evaluation is not None:
-        session.observe(Evaluated(version=session.version, time_s=session.clock.now_s(), evaluation=evaluation))
+        ended = await session.evaluator.run_when_due(session.version)
+    for version, evaluation in ended:
+        session.scores.add(version, evaluation.metrics().get(session.scores.metric, math.nan))
+        session.observe(Evaluated(version=version, time_s=session.clock.now_s(), evaluation=evaluation))
+    if keeps_best and ended:
+        session.checkpoints.prune()
+
+
+def _is_settled(session: Session) -> bool:
+    """Return whether evaluations have stopped to improve for as long as ``eval.patience`` allows."""
+    patience = session.config.eval.patience
+    return bool(patience) and session.scores.num_since_best >= patience

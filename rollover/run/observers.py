@@ -139,6 +139,9 @@ class ProgressObserver:
             self.progress.message(f"response lengths before training: {describe_lengths(evaluation.lengths)}")
         if evaluation.num_failed:
             self.progress.message(f"{evaluation.num_failed} evaluation samples could not be scored and count as 0")
+        oldest, newest = evaluation.versions
+        if oldest != newest:
+            self.progress.message(f"its samples are of the weights after steps {oldest} to {newest}")
 
 
 def describe_lengths(lengths: Sequence[int]) -> str:

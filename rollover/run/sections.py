@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
 from rollover.settings.changes import Changeable, Fixed
@@ -43,6 +43,24 @@ class WarmupConfig(SFTConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSetConfig:
+    """Replaces settings of ``[eval]`` for one evaluation source."""
+
+    samples_per_prompt: int | None = None
+    """Replaces ``eval.samples_per_prompt``."""
+    k: tuple[int, ...] | None = None
+    """Replaces ``eval.k``."""
+    temperature: float | None = None
+    """Replaces ``eval.temperature``."""
+    top_p: float | None = None
+    """Replaces ``eval.top_p``."""
+    top_k: int | None = None
+    """Replaces ``eval.top_k``."""
+    max_new_tokens: int | None = None
+    """Replaces ``eval.max_new_tokens``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Accuracy on held-out prompts, before the first step, during training and after the last."""
 
@@ -56,8 +74,21 @@ class EvalConfig:
     """Values of k for which to report pass@k, the probability that at least one of k responses is right."""
     temperature: float = 1.0
     """1 measures the policy that is being trained; 0 is greedy decoding, which needs one sample per prompt."""
+    top_p: float = 1.0
+    """Samples from the most likely tokens with this total probability; 1 samples from all."""
+    top_k: int = 0
+    """Samples from this number of the most likely tokens; 0 samples from all."""
     max_new_tokens: int | None = None
     """Token budget of a response; `rollout.max_new_tokens` when left out."""
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Sampling of single sources, by their names: `[eval.sets.gsm8k]` followed by `temperature = 0.6`."""
+    metric: str = "accuracy"
+    """The metric that decides which checkpoint is best: ``accuracy``, ``pass@K``, or one of both of a single source,
+    such as ``accuracy/gsm8k``."""
+    keep_best: bool = False
+    """Saves a checkpoint of all weights that are evaluated, and keeps the best one beside the newest."""
+    patience: int = 0
+    """Ends the run when this number of evaluations in a row have found no better weights; 0 never does."""
 
     def __post_init__(self) -> None:
         for key, least in (
@@ -65,9 +96,13 @@ class EvalConfig:
             ("num_prompts", 1),
             ("samples_per_prompt", 1),
             ("temperature", 0),
+            ("top_k", 0),
+            ("patience", 0),
         ):
             if getattr(self, key) < least:
                 raise ValueError(f"eval.{key} must be at least {least}, got {getattr(self, key)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"eval.top_p must lie in (0, 1], got {self.top_p}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"eval.max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not self.k or min(self.k) < 1 or max(self.k) > self.samples_per_prompt:
@@ -80,3 +115,16 @@ class EvalConfig:
                 f"eval.samples_per_prompt is {self.samples_per_prompt}, but at eval.temperature 0 "
                 "all samples of a prompt are the same: raise the temperature or take one sample"
             )
+        if self.patience and not self.every_steps:
+            raise ValueError("eval.patience counts evaluations during training: set eval.every_steps too")
+        for name in self.sets:
+            try:
+                self.of(name)
+            except ValueError as error:
+                raise ValueError(f"eval.sets.{name}: with this table, {error}") from error
+
+    def of(self, source: str) -> EvalConfig:
+        """Return the settings for one source of ``tasks.eval``."""
+        own = self.sets.get(source, EvalSetConfig())
+        given = {f.name: value for f in fields(own) if (value := getattr(own, f.name)) is not None}
+        return replace(self, sets={}, **given)

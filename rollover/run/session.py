@@ -18,7 +18,7 @@ from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer
-from rollover.report.metrics import MetricsWriter, read_metrics
+from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics
 from rollover.report.progress import Progress
 from rollover.report.sinks import open_sinks
 from rollover.rollout.config import Limits
@@ -26,12 +26,13 @@ from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
+from rollover.run.best import Scores
 from rollover.run.checkpoint_schedule import Checkpointer, open_journal, step_to_resume
 from rollover.run.config import RunConfig, check_capabilities, check_context, check_model_context
 from rollover.run.directory import RunDir
 from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
-from rollover.run.evaluation import Evaluator
+from rollover.run.evaluation import Evaluator, IdleSlots
 from rollover.run.meter import StepMeter
 from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, to_all
 from rollover.run.prepare import check_model, initial_policy
@@ -59,6 +60,8 @@ class Session:
     driver: RolloutDriver
     weights: WeightSync
     evaluator: Evaluator
+    scores: Scores
+    """The results of all evaluations so far."""
     checkpoints: Checkpointer
     meter: StepMeter
     observe: Observer
@@ -79,29 +82,41 @@ async def open_session(
     """Open every part of a run, new or resumed; close them all at the end. ``skip_batch``: see ``journal.restart``."""
     async with AsyncExitStack() as stack:
         parts = await _open_parts(config, run, progress, stack, skip_batch)
-        observe = _observers(config, parts, progress)
+        can = parts.engine.engine.capabilities
+        idle = IdleSlots(can.max_running, lambda: len(parts.state.ledger.running))
+        observe = _observers(config, parts, progress, idle)
         driver = _driver(config, parts, observe)
         stack.push_async_callback(driver.stop)
         run.settle()
         overlaps = config.rollout.strategy.overlaps_training
         ledger, scorer, metrics = parts.state.ledger, parts.scorer, parts.engine.metrics
         meter = StepMeter(ledger, scorer, metrics, parts.clock, overlaps_training=overlaps)
+        evaluator = Evaluator(
+            config,
+            engine=parts.engine.engine,
+            sources=parts.evaluation,
+            scorer=scorer,
+            stops=parts.stops,
+            clock=parts.clock,
+            on_progress=progress.evaluating,
+            done_version=parts.trainer.version if parts.is_evaluated else None,
+            idle=idle if overlaps and can.in_flight_update else None,
+        )
+        stack.push_async_callback(evaluator.close)
+        scores = Scores(config.eval.metric, parts.evaluated)
+
+        def kept() -> set[int]:
+            kept = (scores.best, evaluator.pending) if config.eval.keep_best else ()
+            return {version for version in kept if version is not None}
+
         yield Session(
             config=config,
             trainer=parts.trainer,
             driver=driver,
             weights=_weight_sync(config, parts, driver, meter, observe),
-            evaluator=Evaluator(
-                config,
-                engine=parts.engine.engine,
-                sources=parts.evaluation,
-                scorer=scorer,
-                stops=parts.stops,
-                clock=parts.clock,
-                on_progress=progress.evaluating,
-                done_version=parts.trainer.version if parts.is_evaluated else None,
-            ),
-            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, parts.trainer, driver, parts.journal),
+            evaluator=evaluator,
+            scores=scores,
+            checkpoints=Checkpointer(config.checkpoint, run.checkpoints, parts.trainer, driver, parts.journal, kept),
             meter=meter,
             observe=observe,
             clock=parts.clock,
@@ -125,8 +140,13 @@ class _Parts(NamedTuple):
     journal: Journal
     state: RolloutState
     clock: Clock
-    is_evaluated: bool
-    """The trainer's version has been evaluated."""
+    evaluated: Sequence[MetricRow]
+    """The evaluations of the weights up to the trainer's version."""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Return whether the trainer's version has been evaluated."""
+        return any(row.step == self.trainer.version for row in self.evaluated)
 
 
 async def _open_parts(
@@ -139,7 +159,6 @@ async def _open_parts(
     step = step_to_resume(run, checkpoint)
     sinks = open_sinks(config.logging, run.path, run_config=resolved(config), resume_step=step)
     metrics = stack.enter_context(MetricsWriter(run.path, sinks=sinks))
-    evaluated = {row.step for row in read_metrics(run.path) if row.kind == "eval"}
     resuming = run.journal.exists()
     run.note(datasets=same_datasets(config.tasks, run.noted("datasets") if resuming else None))
     folder = initial_policy(config, run.model, progress, metrics)
@@ -152,6 +171,7 @@ async def _open_parts(
     stack.callback(trainer.close)
     engine = await open_engine_of(config, run, folder, progress.message)
     stack.push_async_callback(engine.engine.close)
+    evaluated = [row for row in read_metrics(run.path) if row.kind == "eval" and row.step <= trainer.version]
     capabilities = engine.engine.capabilities
     check_context(config, capabilities.max_context_tokens)
     check_capabilities(config, capabilities)
@@ -178,15 +198,16 @@ async def _open_parts(
         journal=journal,
         state=state,
         clock=SystemClock(journal.last_time_s),
-        is_evaluated=trainer.version in evaluated,
+        evaluated=evaluated,
     )
 
 
-def _observers(config: RunConfig, parts: _Parts, progress: Progress) -> Observer:
+def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleSlots) -> Observer:
     batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
     shown = ProgressObserver(progress, parts.state.ledger, batch_size)
     engine = parts.engine.metrics
-    return to_all([MetricsObserver(parts.metrics), shown, *(() if engine is None else (EngineObserver(engine),))])
+    of_engine = () if engine is None else (EngineObserver(engine),)
+    return to_all([MetricsObserver(parts.metrics), shown, idle.observe, *of_engine])
 
 
 def _weight_sync(

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,13 @@ def latest_checkpoint(root: Path) -> Path | None:
     return next(reversed(list_checkpoints(root)), None)
 
 
-def prune_checkpoints(root: Path, keep_last: int) -> None:
-    """Delete all but the newest ``keep_last`` checkpoints, and anything that a killed process left half written. A
-    checkpoint that another process reads stays until the next time."""
+def prune_checkpoints(root: Path, keep_last: int, keep: Collection[int] = ()) -> None:
+    """Delete all but the newest ``keep_last`` checkpoints and those after ``keep`` steps, and anything that a killed
+    process left half written. A checkpoint that another process reads stays until the next time."""
+    kept = {checkpoint_path(root, step) for step in keep}
     for path in list_checkpoints(root)[:-keep_last]:
+        if path in kept:
+            continue
         with locks.claimed(path / MANIFEST) as is_free:
             if is_free:
                 path.rename(root / f".partial-{path.name}")  # NFS deletes no folder with an open file

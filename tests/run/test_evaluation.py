@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from rollover.environments.rewards import ExactConfig
 from rollover.errors import DataError, EngineError, RewardError
+from rollover.report.metrics import MetricRow
+from rollover.rollout.events import SegmentEnded
+from rollover.run.best import Scores
 from rollover.run.config import RunConfig
-from rollover.run.evaluation import Evaluator
-from rollover.run.sections import EvalConfig, ModelConfig
-from rollover.types import Prompt
+from rollover.run.evaluation import Evaluation, Evaluator, IdleSlots
+from rollover.run.sections import EvalConfig, EvalSetConfig, ModelConfig
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.sources.jsonl import JsonlConfig
+from rollover.types import Prompt, SampleId
 from tests.engine.fake import FakeEngine
 from tests.engine.test_complete import Failing
+from tests.rollout.test_metrics import segment
 from tests.virtual_time import VirtualClock, run
 
 
+@dataclass
 class Source:
-    num_rows = 5
+    name: str = "p"
+    num_rows: int = 5
 
     def prompt(self, index: int) -> Prompt:
-        return Prompt(prompt_id=f"p/{index}@0", token_ids=(5, 6), text="?", source="p")
+        prompt_id = f"eval/{self.name}/{index}@0"
+        return Prompt(prompt_id=prompt_id, token_ids=(5, 6), text="?", source=f"eval/{self.name}")
 
 
 class Scorer:
@@ -38,20 +52,30 @@ class Refusing(Scorer):
         self.error = error
 
     async def score(self, trajectory: Any) -> float:
-        if trajectory.prompt.prompt_id == "p/0@0":
+        if trajectory.prompt.prompt_id == "eval/p/0@0":
             raise self.error
         return await super().score(trajectory)
 
 
-def evaluator(engine: FakeEngine, scorer: Scorer | None = None) -> Evaluator:
+def config(*names: str, **changes: Any) -> RunConfig:
+    sources = tuple(JsonlConfig(name=name, path="p.jsonl", reward=ExactConfig()) for name in names)
+    evaluation = {"samples_per_prompt": 2, "max_new_tokens": 9, **changes}
+    return RunConfig(model=ModelConfig(path="model"), tasks=TasksConfig(eval=sources), eval=EvalConfig(**evaluation))
+
+
+def evaluator(
+    engine: FakeEngine, scorer: Scorer | None = None, settings: RunConfig | None = None, idle: IdleSlots | None = None
+) -> Evaluator:
+    settings = settings or config("p")
     return Evaluator(
-        RunConfig(model=ModelConfig(path="model"), eval=EvalConfig(samples_per_prompt=2, max_new_tokens=9)),
+        settings,
         engine=engine,
-        sources=[Source()],  # type: ignore[list-item]
+        sources=[Source(source.name) for source in settings.tasks.eval],  # type: ignore[misc]
         scorer=scorer or Scorer(),  # type: ignore[arg-type]
         stops=(),
         clock=VirtualClock(),
         on_progress=lambda done, total: None,
+        idle=idle,
     )
 
 
@@ -68,6 +92,7 @@ def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
     async def main() -> None:
         result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
         assert (result.num_failed, result.rows[-1].reward.mean) == (2, 0.8)
+        assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
 
     run(main())
 
@@ -86,3 +111,68 @@ def test_an_engine_that_is_gone_is_one_error() -> None:
 
     with pytest.raises(EngineError, match="dead on arrival"):
         run(main())
+
+
+def test_each_source_is_sampled_as_its_own_table_says() -> None:
+    own = EvalSetConfig(samples_per_prompt=4, k=(1, 4), temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=7)
+    engine = FakeEngine(lambda request: 50, auto=True)
+
+    async def main() -> Evaluation:
+        return await evaluator(engine, settings=config("p", "q", k=(1, 2), sets={"q": own})).run()
+
+    result = run(main())
+    asked = Counter(
+        (each.params.temperature, each.params.top_p, each.params.top_k, each.params.max_new_tokens)
+        for each in engine.requests
+    )
+    assert asked == {(1.0, 1.0, 0, 9): 10, (0.6, 0.95, 20, 7): 20}
+    assert [(row.source, row.num_samples, *row.pass_at) for row in result.rows] == [
+        ("eval/p", 10, 1, 2),
+        ("eval/q", 20, 1, 4),
+        ("all", 30, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sets": {"q": EvalSetConfig()}}, "eval.sets.q is about no source of tasks.eval, which names p"),
+        ({"keep_best": True, "metric": "pass@8"}, "eval.metric is 'pass@8', which no evaluation measures: use one of"),
+        ({"patience": 2}, "set eval.every_steps too"),
+        ({"sets": {"p": EvalSetConfig(k=(4,))}}, "eval.sets.p: with this table, eval.k must list numbers from 1 to"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config("p", **changes)
+
+
+def test_an_evaluation_beside_training_takes_idle_slots_only() -> None:
+    engine = FakeEngine(lambda request: 50, max_running=4)
+    running = [4]
+
+    async def main() -> list[int]:
+        idle = IdleSlots(4, lambda: running[0])
+        beside = evaluator(engine, idle=idle, settings=config("p", every_steps=1))
+        assert await beside.run_when_due(1) == [] and beside.pending == 1
+        counts = []
+        for running[0] in (4, 2, 4, 1, 0):
+            idle.observe(SegmentEnded(0.0, SampleId(0, 0), segment(1, 1)))
+            await engine.tick()
+            counts.append(engine.stats().num_running)
+        while not (ended := await beside.run_when_due(1)):
+            await engine.tick()
+        [(version, result)] = ended
+        assert (version, len(result.lengths), beside.pending) == (1, 10, None)
+        return counts
+
+    assert run(main()) == [0, 2, 2, 3, 4]
+
+
+def test_best_and_patience_count_evaluations() -> None:
+    rows = [MetricRow(kind="eval", step=s, time_s=0.0, values={"accuracy": v}) for s, v in ((0, 0.3), (20, 0.5))]
+    scores = Scores("accuracy", [*rows, MetricRow(kind="step", step=30, time_s=0.0, values={"accuracy": 0.9})])
+    for version, value in ((40, 0.5), (60, math.nan), (80, 0.4)):
+        scores.add(version, value)
+    assert (scores.best, scores.num_since_best) == (20, 2)
+    assert (Scores("pass@8", rows).best, Scores("pass@8", rows).num_since_best) == (None, 0)

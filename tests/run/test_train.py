@@ -40,8 +40,9 @@ EVERY_VERSION = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10"
 
 
 def train(*argv: str) -> Path:
-    """A run of ``run.toml`` in ``out``."""
-    assert cli.main(["train", "run.toml", "--run-dir", "out", *argv]) == 0
+    """A run of ``run.toml`` in ``out``, or one that resumes there."""
+    new = [] if argv[:1] == ("--resume",) else ["run.toml", "--run-dir", "out"]
+    assert cli.main(["train", *new, *argv]) == 0
     return Path("out")
 
 
@@ -297,6 +298,38 @@ def test_eval_of_a_run_measures_its_newest_checkpoint(experiment: Path) -> None:
     assert cli.main(["eval", "out", "--run-dir", "again"]) == 0
     [measured] = runs.rows(Path("again"), "eval")
     assert measured["accuracy"] == runs.rows(run, "eval")[-1]["accuracy"]
+
+
+def test_the_best_checkpoint_stays_and_a_run_that_settles_ends(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    plain = ("--logging.progress", "plain")
+    judged = ("--eval.every_steps", "1", "--eval.keep_best", "true", "--eval.patience", "3", "--steps", "40")
+    run = train(*judged, "--checkpoint.keep_last", "1", "--checkpoint.every_steps", "1", *plain)
+    rows = runs.rows(run, "eval")
+    best = max(rows, key=lambda row: (row["accuracy"], -row["step"]))["step"]
+    last = rows[-1]["step"]
+    assert last == best + 3 < 40 and len(runs.batches(run)) == last
+    assert best > 0
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step_{best}", f"step_{last}"}
+    assert f"3 evaluations have found no better accuracy than at step {best}" in capsys.readouterr().out
+    assert cli.main(["export", "out", "model-best", "--best"]) == 0
+    assert f"(step_{best})" in capsys.readouterr().out
+    train("--resume", "out")
+    assert len(runs.batches(run)) == last  # it has settled
+    train("--resume", "out", "--eval.patience", "0", "--steps", str(last + 1))
+    assert len(runs.batches(run)) == last + 1
+
+
+def test_evaluation_goes_on_beside_training_and_knows_its_versions(experiment: Path) -> None:
+    Path("run.toml").write_text(runs.CONFIG + runs.UNSEEN)
+    run = train("--rollout.strategy", "bounded_async", "--eval.every_steps", "2", "--steps", "6")
+    rows = runs.rows(run, "eval")
+    assert [row["step"] for row in rows] == [0, 2, 4, 6]
+    for row in rows:
+        assert row["step"] == row["eval/oldest_version"] <= row["eval/newest_version"] <= row["step"] + 2
+    assert rows[0]["eval/newest_version"] == 0 and rows[-1]["eval/newest_version"] == 6
 
 
 def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

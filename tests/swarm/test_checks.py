@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from rollover.engine.base import Engine
@@ -114,10 +115,13 @@ def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> None:
     async def law() -> None:
         hub, checks, _ = checked_swarm()
         begun: list[tuple[int, bool]] = []
+        lost = asyncio.Event()
 
         async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
             begun.append((version, draws))
-            await asyncio.sleep(10 if draws else 0.1)  # a step takes a second
+            with suppress(TimeoutError):  # a step takes a second
+                await asyncio.wait_for(lost.wait(), 10 if draws else 0.1)
+                raise EngineError("a is gone")
 
         checks.check_logprobs_with(check)
         for version in (0, 1):
@@ -132,6 +136,14 @@ def test_short_steps_do_not_starve_a_member_whose_draws_take_long() -> None:
         checks.begin("a", 1)
         await asyncio.sleep(1)
         assert begun[-1] == (1, True)
+        join(hub, ModelWorker("a"))  # its connection is lost during the check
+        checks.begin("a", 1)
+        lost.set()
+        await asyncio.sleep(0)
+        lost.clear()
+        await asyncio.sleep(1)
+        assert begun[-1] == (1, False)
+        assert hub.members["a"].checked_version == 1
         await checks.close()
 
     run(law())

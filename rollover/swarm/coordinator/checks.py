@@ -78,8 +78,8 @@ class MemberChecks:
         shell.begin_check = self.begin
         self._check: LogprobCheck | None = None
         self._running: dict[str, _Running] = {}
-        self._drawn: dict[str, int | None] = {}
-        """The lease under which a member's sampling check was last begun."""
+        self._drawn: dict[str, tuple[int, int] | None] = {}
+        """The lease and the version under which a member's sampling check was last begun."""
 
     def check_logprobs_with(self, check: LogprobCheck) -> None:
         """Give a member calls under a version only once it has passed ``check``, from now on."""
@@ -134,11 +134,13 @@ class MemberChecks:
 
     async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
         member, reported = self._coordinator.members[name], ""
-        # Newer weights give a check up. If its many draws began again each time, short steps would starve the member.
-        draws = self._drawn.get(name) != member.lease
-        self._drawn[name] = member.lease
         for attempt in itertools.count(1):
             again.clear()
+            # If the many draws began again with each version, or each time that the connection is lost, they would
+            # starve the member: so they begin once a lease and once a version.
+            lease, drawn = member.lease, self._drawn.get(name)
+            draws = drawn is None or (lease != drawn[0] and version != drawn[1])
+            self._drawn[name] = (lease, version) if draws else drawn
             try:
                 async with asyncio.timeout(CHECK_TIMEOUT_S):
                     is_known = member.checked_version is not None
@@ -148,6 +150,8 @@ class MemberChecks:
                 return
             except EngineError as e:  # it was lost, or nothing is known yet to compare it with
                 problem = str(e)
+                if member.lease == lease:
+                    self._drawn[name] = drawn
             except TimeoutError:
                 problem = f"{name} has not answered within {CHECK_TIMEOUT_S:g} s"
             else:

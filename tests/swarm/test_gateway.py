@@ -10,7 +10,7 @@ import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -29,6 +29,7 @@ from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.transports import gateway as gateway_module
+from rollover.swarm.coordinator.transports import ports
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
@@ -45,6 +46,7 @@ from rollover.swarm.wire.messages import (
     Heartbeat,
     HeldCall,
     Hello,
+    ProtocolError,
     Welcome,
     decode_down,
     encode,
@@ -249,6 +251,8 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
                 await socket.send(bytes(MAX_FRAME_BYTES + 1))
                 told = await socket.recv()
                 assert not told, "the connection ended with a message"
+        with pytest.raises(ProtocolError, match="above the protocol's"):
+            encode(1, CallFailed(call_id="a", reason="x" * MAX_FRAME_BYTES))
         async with joined(engine, ModelWorker("b")):
             pass
 
@@ -260,6 +264,7 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
         (b"", "a frame begins with nothing"),
         (b"\x00\xc1", "a frame of 2 bytes cannot be read"),
         (b"\x01nonsense", "cannot be read"),
+        (b"\x00" + b"\x91" * 100_000, "cannot be read"),
         ("text", "it sent a text frame, but all frames are binary"),
         (encode(0, head(1)), "cannot be read"),
         (b"\x00\x81\xa5lease\xa2\xff\xfe", "cannot be read: Expected `int`"),
@@ -369,6 +374,31 @@ async def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> Non
         assert (await http.get(base + DIGEST)).status_code == 401
         for name in ("0" * 64, "..%2f" + DIGEST, DIGEST.upper()):
             assert (await http.get(base + name, headers=member)).status_code == 404
+
+
+async def test_a_connection_without_a_request_is_closed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.2)
+    whole = f"GET /v1/blobs/{DIGEST} HTTP/1.1\r\nHost: trainer\r\nAuthorization: Bearer a\r\n\r\n".encode()
+    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")):
+        assert engine.gateway is not None
+        port = int(engine.gateway.url.rpartition(":")[2])
+
+        async def answered(sent: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            received = b""
+            with suppress(ConnectionError):
+                while part := await reader.read(2**16):
+                    received += part
+            writer.close()
+            return received
+
+        nothing, part, then_part = await asyncio.gather(*map(answered, (b"", whole[:-2], whole + whole[:-2])))
+        assert nothing == part == b""
+        assert then_part.count(b"HTTP/1.1 200") == 1 and then_part.endswith(CONTENT)
+        assert engine.coordinator.members["a"].is_connected, "a session is a request"
 
 
 async def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_path: Path) -> None:

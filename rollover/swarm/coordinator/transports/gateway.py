@@ -11,8 +11,7 @@ It is a ``Transport``, and decides nothing.
 
 Invariants: a peer without a token of this run gets no further than the refusal; a frame of a connection is
 handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one
-that reads learns that the run is over, whatever it is sending itself. A port that strangers can reach should stand
-behind a server that limits connections without a request, such as nginx.
+that reads learns that the run is over, whatever it is sending itself.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
@@ -36,7 +34,7 @@ from websockets.exceptions import InvalidState
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.transports.base import Sessions
-from rollover.swarm.coordinator.transports.ports import QUIET, PortServer, listen_on
+from rollover.swarm.coordinator.transports.ports import PortServer, Punctual, listen_on
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, Goodbye, Hello, ProtocolError, decode_up, encode
@@ -97,9 +95,7 @@ class Gateway:
             WebSocketRoute("/{path:path}", _no_session),  # the framework's answer is 403, as to a refused token
             Route(f"{BLOBS_PATH}/{{digest}}", self._blob, methods=["GET"]),
         ]
-        settings = uvicorn.Config(
-            Starlette(routes=routes),
-            **QUIET,
+        settings = Punctual(Starlette(routes=routes)).settings(
             ws=WebSocketsSansIOProtocol,
             ws_max_size=MAX_FRAME_BYTES,
             ws_ping_interval=self._config.lease_s / 3,

@@ -1,4 +1,7 @@
-"""Listening on a port, in the event loop of its owner: the gateway and the live page both do."""
+"""Listening on a port, in the event loop of its owner: the gateway and the live page both do.
+
+Invariant: a connection that waits longer than ``REQUEST_TIMEOUT_S`` for the head of its next request is closed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,58 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollover.errors import ConfigError
 
-QUIET: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
-"""Settings of uvicorn inside another program."""
+REQUEST_TIMEOUT_S = 30.0
+"""Seconds that a peer may take from its connection, or from the end of its last request, to the end of the next
+request's head."""
+
+
+class Punctual:
+    """An ASGI application that ends connections on which no request comes in time; uvicorn itself waits for ever.
+
+    Example: ``Punctual(app).settings()`` are the settings of a server for ``app``.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._waiting: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        """Connections without a request, by the peer's address."""
+
+    def settings(self, **changes: Any) -> uvicorn.Config:
+        """Return settings of uvicorn inside another program."""
+        owner = self
+
+        class Protocol(H11Protocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                owner._wait(self.client, transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                owner._waits_no_more(self.client)
+                super().connection_lost(exc)
+
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
+        # A proxy's word for who the peer is would hide the connection.
+        return uvicorn.Config(self, http=Protocol, proxy_headers=False, **quiet, **changes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        transport = self._waits_no_more(scope["client"])
+        await self._app(scope, receive, send)
+        if scope["type"] == "http" and transport is not None and not transport.is_closing():
+            self._wait(scope["client"], transport)
+
+    def _wait(self, peer: Any, transport: asyncio.Transport) -> None:
+        self._waiting[peer] = transport, asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
+
+    def _waits_no_more(self, peer: Any) -> asyncio.Transport | None:
+        transport, timer = self._waiting.pop(peer, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return transport
 
 
 class PortServer(uvicorn.Server):

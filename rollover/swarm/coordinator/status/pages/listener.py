@@ -21,7 +21,6 @@ import time
 from importlib import resources
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -30,7 +29,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
-from rollover.swarm.coordinator.transports.ports import QUIET, PortServer, listen_on
+from rollover.swarm.coordinator.transports.ports import PortServer, Punctual, listen_on
 from rollover.swarm.wire.address import is_loopback
 
 _GUARDS = {
@@ -64,7 +63,7 @@ class AdminListener:
 
     def bind(self) -> None:
         """Take the address. Raises ``ConfigError`` when it is in use or cannot be had."""
-        settings = uvicorn.Config(application(self._board), **QUIET, timeout_graceful_shutdown=1)
+        settings = Punctual(application(self._board)).settings(timeout_graceful_shutdown=1)
         self._server = PortServer(settings, listen_on(self._address, setting="engine.admin", backlog=64))
 
     async def serve(self) -> None:

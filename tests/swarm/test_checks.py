@@ -10,9 +10,10 @@ from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
+from rollover.swarm.coordinator.machine.effects import Fail
 from rollover.swarm.coordinator.shell import Shell
 from rollover.swarm.coordinator.status.weight_log import WeightLog
-from tests.swarm.kit import ModelWorker, head
+from tests.swarm.kit import ModelWorker, head, request
 from tests.swarm.test_coordinator import coordinator, join
 from tests.virtual_time import VirtualClock, run
 
@@ -52,6 +53,25 @@ def test_a_member_that_never_answers_is_named_and_asked_again() -> None:
         assert member.last_error == "log-prob check of version 0, attempt 1: a has not answered within 300 s"
         await asyncio.sleep(CHECK_TIMEOUT_S + 2 * AGAIN_S)
         assert asked == 3 and member.serves(checked=True) == 0
+        await checks.close()
+
+    run(law())
+
+
+def test_what_is_said_of_a_member_that_is_cut_off_does_not_grow() -> None:
+    async def law() -> None:
+        hub, checks, _ = checked_swarm()
+
+        async def check(engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+            (failed,) = hub.opened(request("check."), only="a")
+            assert isinstance(failed, Fail)
+            raise EngineError(failed.reason)
+
+        hub.disconnected(hub.members["a"].lease, 0.0)
+        checks.check_logprobs_with(check)
+        checks.begin("a", 0)
+        await asyncio.sleep(2.5 * AGAIN_S)
+        assert hub.members["a"].last_error == "log-prob check of version 0, attempt 3: a is not connected"
         await checks.close()
 
     run(law())

@@ -35,7 +35,7 @@ from rollover.swarm.coordinator.machine.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember, brief
-from rollover.swarm.coordinator.machine.publications import EarlierPublication, Publications
+from rollover.swarm.coordinator.machine.publications import Epoch, Publications
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Beat,
@@ -88,7 +88,7 @@ class Coordinator:
         exact: bool,
         checks: bool,
         blob_urls: tuple[str, ...] = (),
-        earlier: Iterable[EarlierPublication] = (),
+        earlier: Iterable[tuple[Epoch, Head]] = (),
         secret: bytes | None = None,
     ) -> None:
         self.run = run
@@ -423,4 +423,5 @@ class Coordinator:
         if member.serves(checked=False) is not None:
             return self._assignments.assign(call_id, call, member)
         self._calls.ended(call_id)
-        return [Fail(call_id, f"{only} is gone: {member.last_error}")]
+        what = "is not connected" if member.lease else f"is gone: {member.last_error}"
+        return [Fail(call_id, f"{only} {what}")]

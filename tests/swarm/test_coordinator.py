@@ -24,7 +24,6 @@ from rollover.swarm.coordinator.machine.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.publications import EarlierPublication
 from rollover.swarm.wire.messages import (
     PROTOCOL,
     Abort,
@@ -346,7 +345,7 @@ def test_a_call_that_is_longer_than_the_response_may_be_is_not_resumed(end: int)
     assert not sent(effects, Adopt) and sent(effects, Release) == [Release(call_ids=("g0.0#0.",))]
 
 
-def restarted(epoch: int, *, at: int, earlier: Iterable[EarlierPublication] = ()) -> Coordinator:
+def restarted(epoch: int, *, at: int, earlier: Iterable[tuple[int, Head]] = ()) -> Coordinator:
     """Return the coordinator of a run that was started again from a checkpoint."""
     run = RunIdentity(run_id="run", run_epoch=epoch, vocab_size=VOCAB, max_context_tokens=64)
     nothing, settings = Head(version=0, manifest=""), {"exact": False, "checks": False}
@@ -355,8 +354,8 @@ def restarted(epoch: int, *, at: int, earlier: Iterable[EarlierPublication] = ()
     return hub
 
 
-def of_epoch(epoch: int, *versions: int) -> list[EarlierPublication]:
-    return [EarlierPublication(run_epoch=epoch, head=head(version, epoch)) for version in versions]
+def of_epoch(epoch: int, *versions: int) -> list[tuple[int, Head]]:
+    return [(epoch, head(version, epoch)) for version in versions]
 
 
 def decoding_at(version: int) -> ModelWorker:
@@ -384,7 +383,7 @@ def decoding_at(version: int) -> ModelWorker:
     ],
 )
 def test_tokens_of_an_earlier_start_need_weights_that_the_run_has_kept(
-    earlier: list[EarlierPublication], epoch: int, restart_at: int, head_now: int, kept: bool
+    earlier: list[tuple[int, Head]], epoch: int, restart_at: int, head_now: int, kept: bool
 ) -> None:
     """The worker has served version 3 in epoch 1; a run that resumed from version 2 has made another version 3 since."""
     worker = decoding_at(3)

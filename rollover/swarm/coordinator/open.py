@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rollover.clock import Clock
@@ -25,7 +26,6 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.machine.publications import EarlierPublication
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
 from rollover.swarm.coordinator.status.snapshot import StatusFile
@@ -84,7 +84,7 @@ async def open_swarm(
         exact=config.mode == "pull",
         checks=checks,
         blob_urls=config.blob_sources(os.environ),
-        earlier=_earlier(publisher),
+        earlier=[(kept.run_epoch, Head(version=kept.version, manifest=kept.manifest)) for kept in publisher.kept],
         secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )
     credentials = Credentials(root / "workers.json")
@@ -96,7 +96,7 @@ async def open_swarm(
         _publishing(publisher, weight_log, board),
         clock,
         number_format=number_format(folder),
-        check_source=_Fits(folder),
+        check_source=_fits(folder),
         valid_names=credentials.hashes,
         board=board,
         weight_log=weight_log,
@@ -106,14 +106,6 @@ async def open_swarm(
     gateway.bind()
     await _open_page(engine, config, board)
     return engine
-
-
-def _earlier(publisher: SwarmPublisher) -> tuple[EarlierPublication, ...]:
-    """Return the publications of earlier starts of the run, as far as they are on record."""
-    return tuple(
-        EarlierPublication(run_epoch=kept.run_epoch, head=Head(version=kept.version, manifest=kept.manifest))
-        for kept in publisher.kept
-    )
 
 
 def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:
@@ -142,19 +134,19 @@ async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoar
     board.page = engine.admin.url
 
 
-class _Fits:
-    """Refuses weights that are not those of the run's model."""
+def _fits(folder: Path) -> Callable[[WeightSource], None]:
+    """Return the function that refuses weights which are not those of the run's model."""
+    shapes = {name: info.shape for name, info in read_weight_infos(folder).items()}
 
-    def __init__(self, folder: Path) -> None:
-        self._shapes = {name: info.shape for name, info in read_weight_infos(folder).items()}
-
-    def __call__(self, source: WeightSource) -> None:
+    def check(source: WeightSource) -> None:
         given = {spec.name: spec.shape for spec in source.manifest.tensors}
-        for name, shape in self._shapes.items():
+        for name, shape in shapes.items():
             if given.get(name) != shape:
                 raise EngineError(
                     f"the swarm: tensor {name!r} has the shape {given.get(name)}, but the model's has {shape}"
                 )
+
+    return check
 
 
 def _next_epoch(file: Path) -> int:

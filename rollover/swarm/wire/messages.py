@@ -317,30 +317,23 @@ class Goodbye(_Message, frozen=True, kw_only=True):
 FromCoordinator = Welcome | Head | Assign | Adopt | Abort | Ack | Release | Beat | Goodbye
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message with the lease under which it was sent; 0 for ``Hello``.
-
-    Example: ``Envelope(lease=3)``: the message that follows was sent under the third lease.
-    """
-
-    lease: int
-
-
-class UpEnvelope(Envelope, frozen=True, kw_only=True):
-    """An envelope from a worker.
+class UpEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a worker with the lease under which it was sent; 0 for ``Hello``.
 
     Example: ``UpEnvelope(lease=3, message=Leaving(reason="stopped"))``
     """
 
+    lease: int
     message: FromWorker
 
 
-class DownEnvelope(Envelope, frozen=True, kw_only=True):
-    """An envelope from the coordinator.
+class DownEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of the coordinator with the lease under which it was sent.
 
     Example: ``DownEnvelope(lease=3, message=Abort(call_ids=("a#1.",)))``
     """
 
+    lease: int
     message: FromCoordinator
 
 

@@ -25,7 +25,6 @@ from rollover.clock import Clock
 from rollover.errors import RolloverError, refusal
 from rollover.privacy import redacted_text
 from rollover.swarm.publication.fetch import WeightFetcher
-from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.publication.manifest import PublicationRefused
 from rollover.swarm.wire.messages import Head, NotServing, Welcome
 from rollover.swarm.worker.host import EngineBroken, EngineHost
@@ -129,9 +128,7 @@ class HeadFollower:
         )
         if not await _first(fetching, self._changes.until(lambda: self._beginnings != beginning)):
             return
-        fetched: FetchedWeights = fetching.result()
-        _check(fetched, head)
-        await self._host.take(fetched)
+        await self._host.take(fetching.result())
 
     async def _wait(self, seconds: float, head: Head, beginning: int) -> None:
         """Wait before the next attempt; another head, or another epoch, is tried at once."""
@@ -149,11 +146,3 @@ async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, None]) -> b
         for pending in (task, competitor):
             pending.cancel()
         await asyncio.gather(task, competitor, return_exceptions=True)
-
-
-def _check(fetched: FetchedWeights, head: Head) -> None:
-    if (fetched.version, fetched.digest) != (head.version, head.manifest):
-        raise RolloverError(
-            f"version {fetched.version} ({fetched.digest}) was fetched, but version"
-            f" {head.version} ({head.manifest}) was requested"
-        )

@@ -197,14 +197,14 @@ class Assignments:
         if not self._calls.num_running or not self._crowd.has_room(0):
             return effects
         found = rule.moves(self._movable(), self._crowd, self.remaining.expected, max_silent_s=self._max_silent_s)
-        for each in list(found):
-            member = self._members[each.member]
-            member.found_slow(each.tokens_per_s)
+        for call, tokens_per_s, left_s in list(found):
+            member = self._members[call.member]
+            member.found_slow(tokens_per_s)
             self.changed(member)
-            self._calls.acknowledgements.dropped(each.call_id)
-            reason = f"{member.name} would have taken another {each.left_s:.0f} s, while other workers are idle"
-            effects += self._calls.failed(member, reason, {each.call_id}, is_displaced=True)
-            effects.append(Send(member.lease, Release(call_ids=(each.call_id,))))
+            self._calls.acknowledgements.dropped(call.call_id)
+            reason = f"{member.name} would have taken another {left_s:.0f} s, while other workers are idle"
+            effects += self._calls.failed(member, reason, {call.call_id}, is_displaced=True)
+            effects.append(Send(member.lease, Release(call_ids=(call.call_id,))))
             self._counters.moved_calls += 1
         return effects
 

@@ -12,35 +12,25 @@ only if it is on record, so a digest that was never published is not known under
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 
 from rollover.swarm.wire.messages import Head
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierPublication:
-    """A publication of an earlier start of the run.
-
-    Example: ``EarlierPublication(run_epoch=1, head=Head(version=7, manifest="9c1e..."))``
-    """
-
-    run_epoch: int
-    """The number of that start: 1 for the first."""
-    head: Head
+Epoch = int
+"""The number of a start of the run: 1 for the first."""
 
 
 class Publications:
     """The publications of a run, by version and digest.
 
     Args:
-        earlier: those of earlier starts that are on record, oldest first.
+        earlier: those of earlier starts that are on record, oldest first, each with its start.
 
     Example: epoch 1 published versions 5, 6 and 7, and epoch 2 began with 6. Then versions 5 and 6 of epoch 1 are known
     as well as version 6 of epoch 2, and version 7 of epoch 1 is not.
     """
 
-    def __init__(self, earlier: Iterable[EarlierPublication] = ()) -> None:
+    def __init__(self, earlier: Iterable[tuple[Epoch, Head]] = ()) -> None:
         self._earlier = tuple(earlier)
         self._resumed: frozenset[Head] = frozenset()
         self._of_this_start: dict[int, str] = {}
@@ -60,11 +50,11 @@ class Publications:
         return self.is_of_this_start(head.version, head.manifest) or head in self._resumed
 
 
-def _resumed(earlier: Iterable[EarlierPublication], began_at: int) -> frozenset[Head]:
+def _resumed(earlier: Iterable[tuple[Epoch, Head]], began_at: int) -> frozenset[Head]:
     """Return what is left of earlier publications now that a start has begun with version ``began_at``: each start
     replaces the versions above the one that it began with."""
     left: list[Head] = []
-    for _, group in groupby(earlier, key=lambda each: each.run_epoch):
-        heads = [each.head for each in group]
+    for _, group in groupby(earlier, key=lambda each: each[0]):
+        heads = [head for _, head in group]
         left = [head for head in left if head.version <= heads[0].version] + heads
     return frozenset(head for head in left if head.version <= began_at)

@@ -104,19 +104,6 @@ class RunningCall:
     """Time since its last token, or since the member has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A call that is better off elsewhere.
-
-    Example: ``Move(call_id="a#1.", member="phone", tokens_per_s=0.5, left_s=400.0)``
-    """
-
-    call_id: str
-    member: str
-    tokens_per_s: float
-    left_s: float
-
-
 _Key = tuple[float, str]
 """Minus the speed of a member, 0 if it is not known, and its name."""
 
@@ -226,8 +213,9 @@ def _ends_s(member: MemberFacts, call: CallFacts, speed: float, newest: int, age
 
 def moves(
     calls: Iterable[RunningCall], crowd: Crowd, expected: Callable[[int, int], float], *, max_silent_s: float
-) -> Iterator[Move]:
-    """Yield the calls that are to be moved, the longest first, no more than there is room for.
+) -> Iterator[tuple[RunningCall, float, float]]:
+    """Yield the calls that are to be moved, the longest first, no more than there is room for; each with its speed in
+    tokens/s where it is and the seconds that it would take there.
 
     Args:
         expected: returns the tokens that a call has left, given those that it has and may have.
@@ -242,9 +230,9 @@ def moves(
         if call.silent_s >= max_silent_s:
             speed = min(speed, 1 / call.silent_s)
         if 2 * speed < free[0][0]:  # of thousands of calls few are
-            slow.append((expected(call.num_decoded, call.limit) / speed, call.call_id, speed, call))
+            slow.append((expected(call.num_decoded, call.limit) / speed, speed, call))
     rooms = {name: facts.places - facts.num_running for _, facts, name in free}
-    for left_s, call_id, speed, call in sorted(slow, key=lambda found: (-found[0], found[1])):
+    for left_s, speed, call in sorted(slow, key=lambda found: (-found[0], found[2].call_id)):
         if not any(rooms.values()):
             return
         better = (
@@ -255,7 +243,7 @@ def moves(
         tokens_per_s, name = next(better, (0.0, ""))
         if tokens_per_s and left_s > 2 * left_s * speed / tokens_per_s + MARGIN_S:
             rooms[name] -= 1
-            yield Move(call_id=call_id, member=call.member, tokens_per_s=speed, left_s=left_s)
+            yield call, speed, left_s
 
 
 def pause_s(num_failures: int) -> float:

@@ -113,6 +113,7 @@ class LossMetrics:
             "rejected": correction.rejected_T,
             "rollout_proximal_k1": -log_rho_T,
             "rollout_proximal_k3": k3(-log_rho_T),
+            "proximal_k3": k3(tokens.proximal_logprobs_T - tokens.trainer_logprobs_T),
             "ref_k3": ref_k3_T,
             "abs_advantage": tokens.advantages_T.abs(),
         }
@@ -181,6 +182,7 @@ class LossMetrics:
             "ess/sample": math.exp(2 * log_w - log_w2) / samples if samples else 0.0,
             "kl/rollout_proximal_k1": _share(total, "rollout_proximal_k1"),
             "kl/rollout_proximal_k3": _share(total, "rollout_proximal_k3"),
+            "kl/proximal": _share(total, "proximal_k3"),
             "kl/ref": _share(total, "ref_k3"),
             "advantage/abs_mean": _share(total, "abs_advantage"),
             "staleness/off_policy_tokens": stale / max(total["tokens"], 1),

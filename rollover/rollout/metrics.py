@@ -66,13 +66,16 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
     weigh every token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's staleness.
+    ``prompt/repeated`` is the share of the rows of the dataset whose prompt is that of another row of the batch.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
     heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
     lag = LagSummary.of(token_lags(batch), heads)
     signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
+    rows = {g.prompt.prompt_id.partition("@")[0]: g.prompt.token_ids for g in batch.groups}
     return {
+        "prompt/repeated": 1 - len(set(rows.values())) / len(rows),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/groups_with_signal": signal / len(batch.groups),

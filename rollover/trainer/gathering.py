@@ -75,6 +75,25 @@ def _fields(metrics: LossMetrics) -> list[Tensor]:
     return [*sums, metrics.log_weight_sums_2, metrics.untrained_C]
 
 
+ENDS = (0, 16, 64, 256)
+"""Numbers of tokens before the end of a response at which ranges begin, for entropies by position."""
+
+
+def entropy_metrics(lengths_B: NDArray[np.int64], entropy_T: NDArray[np.float64]) -> dict[str, float]:
+    """Return the mean of the measured entropies, in nats, and by their distance from the end of the response:
+    ``entropy/end_16`` is the mean over the tokens that 16 to 63 tokens follow.
+
+    Args:
+        entropy_T: of each token of the responses, one after the other; NaN where it was not measured.
+    """
+    following_T = np.repeat(np.cumsum(lengths_B), lengths_B) - 1 - np.arange(len(entropy_T))
+    range_T = np.where(np.isnan(entropy_T), -1, np.digitize(following_T, ENDS) - 1)
+    by_range = {f"entropy/end_{first}": entropy_T[range_T == i] for i, first in enumerate(ENDS)}
+    return {name: float(np.mean(values)) for name, values in by_range.items() if len(values)} | {
+        "entropy": float(np.nanmean(entropy_T))
+    }
+
+
 def measured_drift(
     trajectories: Sequence[Trajectory], distance_T: NDArray[np.float64], *, step: int
 ) -> dict[str, Drift]:

@@ -33,7 +33,7 @@ from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.context import open_context
-from rollover.trainer.gathering import gathered_losses, gathered_tokens, measured_drift, of_nothing
+from rollover.trainer.gathering import entropy_metrics, gathered_losses, gathered_tokens, measured_drift, of_nothing
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.logprobs import all_logprobs, response_logits, response_logprobs, vocab_size
 from rollover.trainer.minibatch import BatchTensors, MiniBatch, StepConstants, shuffled, split
@@ -200,7 +200,7 @@ class LocalTrainer:
             "learning_rate": rate,
             "time/step_s": elapsed_s,
             "tokens/per_s": data.num_tokens / elapsed_s,
-            "entropy": float(np.nanmean(entropy_T)),
+            **entropy_metrics(data.lengths_B.cpu().numpy(), entropy_T),
             **_batch_metrics(data, minis),
             **metrics.finalize(),
         }

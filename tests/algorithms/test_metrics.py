@@ -53,6 +53,8 @@ def test_metrics_have_their_hand_worked_values() -> None:
         # beh - prox = -(0 + ln 3 - ln 2); rho - 1 - ln rho sums to 4.5 - 3 - ln 1.5
         "kl/rollout_proximal_k1": -math.log(1.5) / 3,
         "kl/rollout_proximal_k3": (1.5 - math.log(1.5)) / 3,
+        # ratio - 1 - ln ratio
+        "kl/proximal": (3.1 - 3 - math.log(1.5 * 0.9 * 0.7)) / 3,
         # d = 0.1, 0.2, -0.3
         "kl/ref": (math.exp(-0.1) + math.exp(-0.2) + math.exp(0.3) - 3) / 3,
         "advantage/abs_mean": 1,

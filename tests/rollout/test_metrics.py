@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
@@ -51,6 +53,16 @@ def test_a_group_has_signal_when_its_rewards_differ() -> None:
     assert numbers["reward/groups_with_signal"] == 0.25
     assert numbers["reward/mean"] == pytest.approx(3 / 8)
     assert numbers["reward/std"] == pytest.approx((3 / 8 * 5 / 8) ** 0.5)
+
+
+def test_rows_of_one_batch_with_the_same_prompt_are_counted() -> None:
+    def group(number: int, row: int, epoch: int, *token_ids: int) -> Group:
+        prompt = replace(PROMPT, prompt_id=f"p/{row}@{epoch}", token_ids=token_ids)
+        return Group(group_id=number, prompt=prompt, trajectories=(trajectory(0, 1.0, segment(0, 1), group=number),))
+
+    groups = (group(0, 0, 0, 1, 2), group(1, 0, 1, 1, 2), group(2, 1, 0, 1, 2), group(3, 2, 0, 3), group(4, 3, 0, 4))
+    assert batch_metrics(Batch(step=0, groups=groups))["prompt/repeated"] == 0.25
+    assert batch_metrics(Batch(step=0, groups=groups[:2]))["prompt/repeated"] == 0, "one row twice is no repetition"
 
 
 def test_a_batch_without_a_token_divides_nothing_by_zero() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.trainer.gathering import entropy_metrics
 from rollover.trainer.packing import TrainingSample
 from rollover.types import Batch, Trajectory
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
@@ -44,6 +46,14 @@ def mixed_batch() -> tuple[Batch, dict[str, int]]:
             trajectories.append(recorded(t, engine=engine, kv_version=0 if i < 2 else -1))
         groups.append(replace(group, trajectories=tuple(trajectories)))
     return replace(batch, groups=tuple(groups)), counts
+
+
+def test_entropies_are_told_by_their_distance_from_the_end() -> None:
+    entropy_T = np.full(300, np.nan)
+    # Sample 0 has 280 tokens, sample 1 has 20; followed by 279, 24 and 0 tokens, and by 16 tokens.
+    entropy_T[[0, 255, 279, 283]] = 4.0, 3.0, 1.0, 2.0
+    found = entropy_metrics(np.array([280, 20]), entropy_T)
+    assert found == {"entropy/end_0": 1.0, "entropy/end_16": 2.5, "entropy/end_256": 4.0, "entropy": 2.5}
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 40}, {"mini_batches": 2, "learning_rate": 1.0}])

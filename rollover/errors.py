@@ -105,7 +105,7 @@ class MissingExtra(RolloverError, ImportError):
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("torch", "transformers", "tokenizers", "safetensors"),
     "tasks": ("reasoning_gym", "math_verify", "datasets", "pyarrow"),
-    "report": ("plotly", "tensorboard"),
+    "report": ("tensorboard",),
     "plan": ("scipy", "huggingface_hub"),
     "swarm": ("msgspec", "zstandard", "cryptography", "prometheus_client", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),

@@ -380,8 +380,6 @@ def test_a_name_that_is_too_long_for_the_file_system_is_refused(
         (["train", "--resume", "out"], "train"),
         (["sft", "run.toml"], "train"),
         (["eval", "run.toml"], "train"),
-        (["report", "out"], "report"),
-        (["simulate", "light-8k", "--out", "page.html"], "report"),
         (["plan", "8xh100", "--model", "."], "plan"),
         (["workload", "fit", "lengths.jsonl"], "plan"),
         (["calibrate", "--out", "mine.toml"], "plan"),

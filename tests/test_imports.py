@@ -31,7 +31,7 @@ def test_help_answers_within_half_a_second_and_without_torch() -> None:
         times_s.append(cpu_s_of_children() - start_s)
     imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
     assert "click" in imported
-    assert not {"torch", "transformers", "numpy", "pydantic", "datasets", "plotly"} & imported
+    assert not {"torch", "transformers", "numpy", "pydantic", "datasets"} & imported
     # CPU time, the least of five: what the program needs, not what else the machine was doing.
     assert min(times_s) < 0.5
 

@@ -38,14 +38,13 @@ environment core "$wheel"
 import rollover
 [getattr(rollover, name) for name in rollover.__all__ if name not in ('EmbeddedEngine', 'LocalTrainer')]"
 "$work/core/bin/rollover" --help >/dev/null
-"$work/core/bin/rollover" simulate light-8k --strategies april --steps 12 --seeds 1 >simulated.txt
+"$work/core/bin/rollover" simulate light-8k --strategies april --steps 12 --seeds 1 --out page.html >simulated.txt
 grep -q recommended simulated.txt
+grep -q "plotly.js (basic" page.html
 sed -n '/^```python$/,/^```$/{//!p}' "$root/docs/embedding.md" >embedding.py
 "$work/core/bin/python" embedding.py >printed.txt
 [ "$(grep "^decoded" printed.txt)" = "$(grep "^decoded" "$root/docs/embedding.md")" ]
 refused train "$work/core/bin/rollover" train
-refused report "$work/core/bin/rollover" simulate light-8k --out page.html
-refused report "$work/core/bin/rollover" report .
 refused plan "$work/core/bin/rollover" plan 8xh100 --model .
 refused plan "$work/core/bin/rollover" workload fit lengths.jsonl
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from rollover.errors import nearest, require
+from rollover.errors import nearest
 
 OVERRIDES = "rollover.overrides"
 """The key under which a context keeps the ``--section.key value`` pairs of a ``ConfiguredCommand``."""
@@ -118,14 +118,6 @@ class OutputFile(click.Path):
         if not is_there:
             self.fail(f"{file}: the folder {str(file.parent)!r} does not exist", param, ctx)
         return file
-
-
-class PageFile(OutputFile):
-    """An HTML page to write: the package that draws it must be installed before the work begins."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        require("plotly", purpose=f"a page ({param.opts[0] if param else value})")
-        return super().convert(value, param, ctx)
 
 
 MOST = 10**9

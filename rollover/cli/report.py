@@ -6,18 +6,37 @@ from pathlib import Path
 
 import click
 
-from rollover.errors import require
-
 
 @click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--open", "open_browser", is_flag=True, help="Open it in the browser.")
-def command(run: Path, open_browser: bool) -> None:
+@click.option("--serve", is_flag=True, help="Serve it on this machine instead, always up to date, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), help="With --serve: 8377 by default, 0 for any that is free.")
+def command(run: Path, open_browser: bool, serve: bool, port: int | None) -> None:
     """Write RUN/report.html, even while the run is in progress."""
-    require("plotly", purpose="rollover report")
+    if serve:
+        _serve(run, 8377 if port is None else port, open_browser=open_browser)
+        return
+    if port is not None:
+        raise click.UsageError("--port has no effect without --serve")
     from rollover.report.run_report import write_report
 
     path = write_report(run)
     click.echo(f"report: {path}")
     if open_browser:
         click.launch(str(path))
+
+
+def _serve(run: Path, port: int, *, open_browser: bool) -> None:
+    """Serve the live page until Ctrl-C, which ends it with exit code 0."""
+    from rollover.report.live import HOST, open_server
+
+    with open_server(run, port) as server:
+        url = f"http://{HOST}:{server.server_port}/"
+        click.echo(f"report: {url} (Ctrl-C ends it)")
+        if open_browser:
+            click.launch(url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            click.echo()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from rollover.report.samples import ORDERS, Order, TrainedSample, in_order, read_batch
+from rollover.report.samples import (
+    ORDERS,
+    Order,
+    TrainedSample,
+    in_order,
+    printable,
+    read_batch,
+    response_pieces,
+    tokenizer_of,
+)
 
 _COLOURS = ((-0.1, 245), (-0.7, 250), (-2.3, 220), (-4.6, 208))
 """Log-probs down to which a token has a colour of the terminal, from likely (grey) to unlikely (orange)."""
@@ -33,9 +43,7 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
     rollover samples runs/quickstart-20260101-120000 --sort length
     rollover samples runs/quickstart-20260101-120000 --step 3 --sort reward --reverse
     """
-    from rollover.errors import RunError, require
-
-    require("transformers", purpose="rollover samples")
+    from rollover.errors import RunError
     from rollover.privacy import Redactor
     from rollover.report.record import read_config
 
@@ -47,29 +55,22 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
         known = ", ".join(sorted({s.prompt.source for s in batch.samples}))
         raise RunError(f"step {batch.step} trained no sample of source {source!r}; it trained samples of {known}")
     ordered = in_order(samples, sort)
-    tokenizer = _tokenizer(run, config)
+    tokenizer = tokenizer_of(run, config)
     state = "trained" if batch.is_trained else "is training"
     click.echo(f"step {batch.step} {state} {len(batch.samples)} samples")
     for sample in (ordered[::-1] if reverse else ordered)[:show]:
         click.echo("\n" + redact(_described(sample)))
         if sample.prompt.columns:
             columns = json.dumps(dict(sample.prompt.columns), ensure_ascii=False)
-            click.echo(redact(_printable(columns))[:_MOST_COLUMNS])
-        click.echo(redact(_printable(sample.prompt.text)))
+            click.echo(printable(redact(columns))[:_MOST_COLUMNS])
+        click.echo(printable(redact(sample.prompt.text)))
         click.echo(click.style("── response ──", bold=True))
-        click.echo(redact(_coloured(sample, tokenizer)))
-
-
-def _tokenizer(run: Path, config: dict[str, Any]) -> Any:
-    from rollover.hf.hub import resolve_model
-    from rollover.hf.tokenizer import load_tokenizer
-
-    own = run / "model"
-    return load_tokenizer(own if own.is_dir() else resolve_model(config["model"]["path"], weights=False))
+        click.echo(_coloured(sample, tokenizer, redact))
 
 
 def _described(sample: TrainedSample) -> str:
-    shaping = f" {sample.shaping:+.3g}" if sample.shaping else ""
+    components = ", ".join(f"{name} {value:.4g}" for name, value in sample.components.items())
+    shaping = (f" {sample.shaping:+.3g}" if sample.shaping else "") + (f" ({components})" if components else "")
     cut = ", cut at the limit" if sample.is_cut else ""
     return click.style(
         f"{sample.sample_id}  {sample.prompt.prompt_id}  reward {sample.reward:.4g}{shaping}  against its group"
@@ -78,22 +79,14 @@ def _described(sample: TrainedSample) -> str:
     )
 
 
-def _coloured(sample: TrainedSample, tokenizer: Any) -> str:
+def _coloured(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> str:
     """Return the response with the places where it was interrupted."""
-    from rollover.hf.pieces import pieces
-
-    ids = [token for segment in sample.segments for token in segment.token_ids]
     logprobs = [p for segment in sample.segments for p in segment.rollout_logprobs]
     breaks = dict(sample.breaks)
     text = []
-    for number, (piece, logprob) in enumerate(zip(pieces(tokenizer, ids), logprobs, strict=True)):
+    for number, (piece, logprob) in enumerate(zip(response_pieces(sample, tokenizer, redact), logprobs, strict=True)):
         if number in breaks:
             text.append(click.style(f"⟦{breaks[number]}⟧", reverse=True))
         colour = next((colour for least, colour in _COLOURS if logprob >= least), _RAREST)
-        text.append(click.style(_printable(piece), fg=colour))
+        text.append(click.style(piece, fg=colour))
     return "".join(text)
-
-
-def _printable(text: str) -> str:
-    """Write control characters out, which a model may send to the reader's terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

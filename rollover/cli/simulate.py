@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rollover.cli.command import Count, OutputFile, PageFile, listed
+from rollover.cli.command import Count, OutputFile, listed
 
 MAX_REPLICAS = 10_000
 
@@ -59,7 +59,7 @@ MAX_REPLICAS = 10_000
 @click.option(
     "--jobs", type=Count(min=1, max=1024), default=1, show_default=True, metavar="N", help="Number of processes."
 )
-@click.option("--out", "page", type=PageFile(), metavar="FILE", help="Write an HTML page with all results.")
+@click.option("--out", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with all results.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write all figures as JSON.")
 def command(**options: Any) -> None:
     """Compare rollout strategies on given response lengths before paying for any of them.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from rollover.cli.command import Commands, Count, OutputFile, PageFile
+from rollover.cli.command import Commands, Count, OutputFile
 from rollover.errors import require
 
 
@@ -18,7 +18,9 @@ def command() -> None:
 @command.command()
 @click.argument("source", metavar="RUN|FILE")
 @click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap on the lengths in FILE.")
-@click.option("--html", "page", type=PageFile(), metavar="FILE", help="Write an HTML page with lengths, tail and fit.")
+@click.option(
+    "--html", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with lengths, tail and fit."
+)
 @click.option(
     "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML) instead of the terminal."
 )

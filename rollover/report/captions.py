@@ -6,6 +6,13 @@ LEARNING = (
     "Left: over training steps; right: over wall-clock, including evaluations. A method that learns the same per"
     " step but steps faster is ahead only on the right. Bars on the accuracy are standard errors."
 )
+SAMPLES = (
+    "Of the newest batch, the longest responses, the worst by their reward, the most changed (those whose tokens were"
+    " sampled by the oldest weights on average; the log-probs of the trained policy are not on record), and some at"
+    " random. A token's tooltip is the log-prob with which it was sampled, that of a stretch its version. By gradient,"
+    " tokens are struck out that had none; tokens that a correction rejected are not on record. For other steps:"
+    " rollover samples RUN --step N."
+)
 TIMELINE = (
     "Each bar is a sample, coloured by the policy version that sampled it; a thin line is a sample parked"
     " until a later step. A row that changes colour without ending was rolled over to newer weights. A cross means"
@@ -37,7 +44,13 @@ TIME = (
     "The phases of a training step. If the first one is large, rollout is the bottleneck; the gap between"
     " the two throughputs is the cost of training, publishing and idling."
 )
-HEALTH = "Signals to check when learning stalls."
+HEALTH = (
+    "Signals to check when learning stalls. An entropy that falls to almost 0 leaves groups of equal responses. A"
+    " surprise that stays below the entropy comes from an engine that draws from a part of the distribution (top_k,"
+    " top_p, a lower temperature), or from a selection of responses. KL divergences and a small effective sample size"
+    " measure how far the trained policy is from the weights that sampled. Right answers that are shorter or longer"
+    " than wrong ones pull the length of all responses with them. Curves that are 0 throughout are left out."
+)
 COMPARED = (
     "Ratios are to the first run. Throughput counts tokens that had a gradient, and never stands alone: read lag,"
     " waste and re-prefilled tokens with it."

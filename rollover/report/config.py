@@ -20,6 +20,9 @@ class LoggingConfig:
     """Weights & Biases project to log to; needs ``pip install 'rollover[wandb]'``."""
     trackio: str | None = None
     """Trackio project to log to; needs ``pip install 'rollover[trackio]'``."""
+    samples_every_steps: int = 10
+    """Training steps from one table of samples at W&B and Trackio to the next: a dozen prompts and responses, with
+    secrets blanked. 0 sends none."""
     run_name: str | None = None
     """Name of the run at W&B and Trackio; by default the run directory's name."""
     progress: Mode = "auto"
@@ -31,6 +34,8 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         if self.plain_every_steps < 1:
             raise ValueError(f"logging.plain_every_steps must be at least 1, got {self.plain_every_steps}")
+        if self.samples_every_steps < 0:
+            raise ValueError(f"logging.samples_every_steps must be at least 0, got {self.samples_every_steps}")
         for key, project in (("wandb", self.wandb), ("trackio", self.trackio)):
             if project is not None and not project.strip():
                 raise ValueError(f"logging.{key} must name a project, got {project!r}; omit it to switch it off")

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
 from rollover.rollout.metrics import LagSummary, weighted_quantile
@@ -60,6 +61,26 @@ def lengths(values: Sequence[int]) -> LengthSummary | None:
         p95=weighted_quantile(counts, 0.95),
         max=max(values),
     )
+
+
+def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple[float, float]]]:
+    """Return (step, (mean length of the responses above the mean reward of the step's batch, and of those below)), for
+    the steps that have both.
+
+    Example: right answers of 10 and 30 tokens and a wrong answer of 50 tokens in step 3 make ``(3.0, (20.0, 50.0))``.
+    """
+    by_step: dict[int, list[SampleTrace]] = {}
+    for sample in samples:
+        if sample.trained_step is not None and sample.reward is not None:
+            by_step.setdefault(sample.trained_step, []).append(sample)
+    found = []
+    for step, batch in sorted(by_step.items()):
+        mean = fmean(s.reward or 0.0 for s in batch)
+        above = [s.num_tokens for s in batch if (s.reward or 0.0) > mean]
+        below = [s.num_tokens for s in batch if (s.reward or 0.0) < mean]
+        if above and below:
+            found.append((float(step), (fmean(above), fmean(below))))
+    return found
 
 
 def waste_curves(points: Sequence[WastePoint]) -> dict[WasteCause, tuple[tuple[float, int], ...]]:

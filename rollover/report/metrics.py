@@ -46,6 +46,9 @@ class Sink(Protocol):
 
     def write(self, row: MetricRow) -> None: ...
 
+    def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Take a table of samples of a step, of texts and numbers."""
+
     def close(self) -> None: ...
 
 
@@ -71,6 +74,11 @@ class MetricsWriter:
             raise ResourceError(f"cannot write {self.path}: {e}; free some disk space, then --resume the run") from e
         for sink in self._sinks:
             sink.write(row)
+
+    def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Hand a table of samples to the sinks; it is not in the file, since the journal has all samples."""
+        for sink in self._sinks:
+            sink.write_samples(step, columns, rows)
 
     def close(self) -> None:
         self._file.close()

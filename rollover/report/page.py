@@ -5,10 +5,13 @@ Everything passed as text is escaped here; only the names of this package's own 
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -61,18 +64,25 @@ class Page:
         buttons = _choices(name, labels, pressed) if len(variants) > 1 else ""
         return f'<div class="card">{heading}{buttons}<div id="{name}" style="min-height:{height}px"></div></div>'
 
-    def render(self) -> str:
-        from plotly.offline import get_plotlyjs
-
+    def render(self, *, is_live: bool = False) -> str:
+        """Return the page. ``is_live``: it asks its server for a newer one now and then."""
         assets = resources.files("rollover.report") / "assets"
         return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
             title=escape(self._title),
             css=(assets / "page.css").read_text(encoding="utf-8"),
             body="\n".join(self._body),
             figures=script_json(self._figures),
-            plotly=get_plotlyjs(),
+            plotly=_packed((assets / "plotly-basic.min.js").read_bytes()),
+            connections="'self'" if is_live else "'none'",
+            live=" data-live" if is_live else "",
             script=(assets / "page.js").read_text(encoding="utf-8"),
         )
+
+
+@cache
+def _packed(script: bytes) -> str:
+    """Return a script as text that is half as long, which the page unpacks."""
+    return base64.b64encode(gzip.compress(script, mtime=0)).decode()
 
 
 def write_page(path: Path, text: str, *, private: bool = False) -> Path:
@@ -107,6 +117,12 @@ def header(eyebrow: str, title: str, facts: Iterable[str]) -> str:
         f'<header><p class="eyebrow">{escape(eyebrow)}</p><h1>{escape(title)}</h1>'
         f'<p class="facts">{" · ".join(escape(f) for f in facts)}</p></header>'
     )
+
+
+def alarm_list(alarms: Sequence[str]) -> str:
+    """Draw the alarms of a run as a list; nothing without alarms."""
+    items = "".join(f"<li>{escape(alarm)}</li>" for alarm in alarms)
+    return f'<ul class="card alarms" role="alert">{items}</ul>' if items else ""
 
 
 def tiles(entries: Iterable[tuple[str, str, str, str]]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, cycle
 from statistics import fmean
 from typing import Any
 
 from rollover.report import downsampling, measures, phases
-from rollover.report.colours import PHASE_COLOURS, WASTE_COLOURS
+from rollover.report.colours import CURVE_COLOURS, PHASE_COLOURS, WASTE_COLOURS
+from rollover.report.health import Curve
 from rollover.report.metrics import Kind, accuracies_by_dataset, series, standard_error_of
 from rollover.report.plot import LEGEND, Figure, axis, bar, figure, line, smoothed, step_axis, time_unit
 from rollover.report.record import RunRecord
@@ -233,18 +235,47 @@ def _moving(record: RunRecord, speed: Speed) -> tuple[list[float], list[float]]:
     return [x for x, _, s in spent if s > 0], [n / s for _, n, s in spent if s > 0]
 
 
-def small(record: RunRecord, name: str) -> Figure | None:
-    """Draw one metric over steps, small."""
-    x, y = points(record, "step", name)
-    if not y:
+def small(record: RunRecord, curves: Sequence[Curve]) -> Figure | None:
+    """Draw some curves over steps, small; curves that are not measured are left out, and of several those that are 0
+    throughout."""
+    rows = [row for row in record.metrics if row.kind == "step"]
+    found = []
+    for curve in curves:
+        points = [(float(row.step), y) for row in rows if math.isfinite(y := curve.value(row.values))]
+        if points and (len(curves) == 1 or any(y for _, y in points)):
+            found.append((curve.name, [x for x, _ in points], [y for _, y in points]))
+    return _small(found)
+
+
+def by_name(record: RunRecord, prefix: str) -> Figure | None:
+    """Draw the metrics ``prefix`` + name over steps, a smoothed curve for each name."""
+    metrics = {name: None for row in record.metrics if row.kind == "step" for name in row.values}
+    found = [(name.removeprefix(prefix), *points(record, "step", name)) for name in metrics if name.startswith(prefix)]
+    return _small([(name, x, smoothed(y)) for name, x, y in found if y], height=270)
+
+
+def lengths_by_reward(record: RunRecord) -> Figure | None:
+    """Draw the mean length of the responses above and below the mean reward of their batch."""
+    found = measures.lengths_by_reward(record.timeline.samples)
+    steps = [step for step, _ in found]
+    names = ("above the mean reward", "below the mean reward")
+    return _small([(name, steps, [pair[i] for _, pair in found]) for i, name in enumerate(names)]) if found else None
+
+
+def _small(curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], height: int = 180) -> Figure | None:
+    """Draw curves (name, x, y); a single one with the band of its steps."""
+    if not curves:
         return None
-    margin = {"l": 40, "r": 8, "t": 8, "b": 28}
-    curve = line(*downsampling.coarsened(x, y), name, "--blue", line={"color": "--blue", "width": 1.6})
+    data = downsampling.band(*curves[0][1:], "--blue") if len(curves) == 1 else []
+    for (name, x, y), colour in zip(curves, cycle(CURVE_COLOURS), strict=False):
+        data.append(line(*downsampling.coarsened(x, y), name, colour, line={"color": colour, "width": 1.6}))
+    several = len(curves) > 1
     return figure(
-        [*downsampling.band(x, y, "--blue"), curve],
-        height=150,
-        margin=margin,
-        showlegend=False,
-        xaxis=step_axis(1, "") if len(x) == 1 else axis(showgrid=False, nticks=5),
+        data,
+        height=height,
+        margin={"l": 40, "r": 8, "t": 30 if several else 8, "b": 28},
+        showlegend=several,
+        xaxis=step_axis(1, "") if len(curves[0][1]) == 1 else axis(showgrid=False, nticks=5),
         yaxis=axis(nticks=4),
+        hovermode="x unified",
     )

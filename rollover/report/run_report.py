@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.report import captions, measures, run_figures
+from rollover.report import captions, health, measures, run_figures
 from rollover.report.colours import WASTE_COLOURS
 from rollover.report.measures import StepWindow
 from rollover.report.member_lanes import has_members, member_lanes
-from rollover.report.page import Page, details, fate_bar, header, preformatted, table, tiles, write_page
+from rollover.report.page import Page, alarm_list, details, fate_bar, header, preformatted, table, tiles, write_page
 from rollover.report.record import RunRecord, read_run
+from rollover.report.sample_cards import read_cards
 from rollover.report.summary import (
     Accuracy,
     RunSummary,
@@ -28,15 +29,6 @@ FILE_NAME = "report.html"
 WINDOW_STEPS = 6
 _MAX_WINDOWS = 6
 
-HEALTH = (
-    ("loss", "Loss"),
-    ("grad_norm", "Gradient norm"),
-    ("reward/std", "Reward spread"),
-    ("response/mean_tokens", "Response length, mean"),
-    ("response/truncated", "Share cut at the limit"),
-    ("rollout/resumes_per_sample", "Resumes per sample"),
-)
-
 
 def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
     """Write ``run_dir/report.html`` from what the directory holds so far, and return its path. ``record``: its
@@ -46,15 +38,25 @@ def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
         RunError: it is not a run directory, or one of its files is damaged.
     """
     record = record or read_run(run_dir)
-    return write_page(run_dir / FILE_NAME, render_report(record), private=record.has_secrets)
+    page = render_report(record, read_cards(run_dir))
+    return write_page(run_dir / FILE_NAME, page, private=True)  # it has prompts and responses, as the journal has
 
 
-def render_report(record: RunRecord) -> str:
+def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False) -> str:
+    """Render the page of a run.
+
+    Args:
+        samples: the samples to read, as HTML.
+        is_live: whether the page replaces itself by what its server has later.
+    """
     summary = summarize(record.metrics, record.timeline)
     page = Page(f"{record.name} · Rollover")
     page.add(header("Rollover run", record.name, run_facts(record, summary)))
+    page.add(alarm_list(summary.alarms))
     page.add(tiles(_key_numbers(summary)))
     _learning(page, record)
+    if samples:
+        page.section("Samples", captions.SAMPLES, samples, layout="column")
     _timeline(page, record)
     _lag(page, record)
     _tokens(page, record, summary)
@@ -64,7 +66,7 @@ def render_report(record: RunRecord) -> str:
     page.add(f'<div class="card">{table(summary_rows(summary))}</div>')
     page.add(details("Resolved configuration", preformatted(record.config)))
     page.add("</section>")
-    return page.render()
+    return page.render(is_live=is_live)
 
 
 _FOR_RESUMES = ("datasets", "identity")
@@ -135,7 +137,22 @@ def _learning(page: Page, record: RunRecord) -> None:
         captions.LEARNING,
         page.figure("Over steps", run_figures.learning(record, over_time=False), "Nothing measured yet."),
         page.figure("Over wall-clock", run_figures.learning(record, over_time=True), "Nothing measured yet."),
+        *(page.figure(title, run_figures.by_name(record, prefix), "") for prefix, title in _named(record)),
     )
+
+
+_BY_NAME = (
+    ("reward/source/", "Reward by source, smoothed"),
+    ("reward/component/", "Reward by component, smoothed"),
+    ("pass_rate/source/", "Pass rate by source, smoothed"),
+)
+"""Metrics of which there is one for each name, and the titles of their figures."""
+
+
+def _named(record: RunRecord) -> list[tuple[str, str]]:
+    """Return the entries of ``_BY_NAME`` that the run has measured."""
+    metrics = {name for row in record.metrics if row.kind == "step" for name in row.values}
+    return [entry for entry in _BY_NAME if any(name.startswith(entry[0]) for name in metrics)]
 
 
 def _timeline(page: Page, record: RunRecord) -> None:
@@ -212,7 +229,8 @@ def _time(page: Page, record: RunRecord) -> None:
 
 
 def _health(page: Page, record: RunRecord) -> None:
-    drawn = [(title, run_figures.small(record, name)) for name, title in HEALTH]
+    drawn = [(title, run_figures.small(record, curves)) for title, curves in health.FIGURES]
+    drawn.append(("Mean response length by reward, tokens", run_figures.lengths_by_reward(record)))
     cards = [page.figure(title, figure, "") for title, figure in drawn if figure is not None]
     if cards:
         page.section("Health", captions.HEALTH, *cards, layout="grid small")

@@ -1,19 +1,28 @@
-"""The samples that a step trained, as the journal recorded them."""
+"""The samples that a step trained, as the journal recorded them, and their texts without secrets.
+
+What a model writes is never trusted: control characters and marks that change the direction of a text are written out.
+"""
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from rollover.errors import RunError
+from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.errors import RunError, require
+from rollover.hf.hub import resolve_model
+from rollover.hf.pieces import pieces
+from rollover.hf.tokenizer import load_tokenizer
+from rollover.privacy import HIDDEN
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import FinishReason, Prompt, SampleId, Segment, append_segment
+from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, append_segment
 
 Order = Literal["reward", "length", "lag", "advantage"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -33,8 +42,10 @@ class TrainedSample:
     reward: float
     shaping: float
     """The amount that the algorithm added to the reward."""
-    relative: float
+    relative: float = 0.0
     """The shaped reward minus the mean of the group."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The parts of the reward by name, if it has several."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +61,23 @@ class TrainedSample:
     def is_cut(self) -> bool:
         """Return whether the response reached the limit of its length."""
         return self.segments[-1].finish_reason is FinishReason.LENGTH
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    def untrained(self, algorithm: Algorithm | None) -> list[str]:
+        """Return for each segment why its tokens had no gradient, as far as the journal tells; empty if they had one.
+        Tokens that a correction rejected are not known."""
+        if algorithm is None:
+            return [""] * len(self.segments)
+        if not algorithm.trains_sample(self.segments[-1].finish_reason or FinishReason.STOP):
+            return ["masked: cut at the limit"] * len(self.segments)
+        has_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if self.relative == 0 and algorithm.advantage in ("group_std", "group_mean", "leave_one_out") and not has_kl:
+            return ["advantage 0"] * len(self.segments)
+        masks_stale = algorithm.correction == "mask_stale"
+        return ["masked: stale" if masks_stale and s.policy_version < self.step else "" for s in self.segments]
 
     @property
     def breaks(self) -> list[tuple[int, str]]:
@@ -110,24 +138,146 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
                 append_segment(segments.setdefault(event.sample_id, []), event.segment)
         elif isinstance(event, SampleScored) and event.sample_id.group in groups:
             scored[event.sample_id] = event
-    found = []
-    for group in group_ids:
-        siblings = [one for one in sorted(scored) if one.group == group]
-        mean = statistics.fmean(scored[one].reward + scored[one].shaping for one in siblings)
-        found += [
+    found = [
+        TrainedSample(
+            sample_id=one,
+            prompt=prompts[one.group],
+            segments=tuple(segments[one]),
+            step=step,
+            reward=score.reward,
+            shaping=score.shaping,
+            components=getattr(score, "components", {}),
+        )
+        for one, score in sorted(scored.items(), key=lambda each: (group_ids.index(each[0].group), each[0]))
+        if segments.get(one)
+    ]
+    return compared(found)
+
+
+def of_batch(batch: Batch, shaping: Callable[[int], float]) -> tuple[TrainedSample, ...]:
+    """Return the samples of a batch. ``shaping``: what the algorithm adds to the reward of so many tokens."""
+    return compared(
+        [
             TrainedSample(
-                sample_id=one,
-                prompt=prompts[group],
-                segments=tuple(segments[one]),
-                step=step,
-                reward=scored[one].reward,
-                shaping=scored[one].shaping,
-                relative=scored[one].reward + scored[one].shaping - mean,
+                sample_id=t.sample_id,
+                prompt=t.prompt,
+                segments=t.segments,
+                step=batch.step,
+                reward=t.reward or 0.0,
+                shaping=shaping(t.num_tokens),
+                components=getattr(t, "components", {}),
             )
-            for one in siblings
-            if segments.get(one)
+            for t in batch.trajectories
         ]
+    )
+
+
+def compared(samples: Iterable[TrainedSample]) -> tuple[TrainedSample, ...]:
+    """Return the samples with their rewards relative to their groups."""
+    found = []
+    for _, siblings in groupby(samples, key=lambda sample: sample.sample_id.group):
+        group = list(siblings)
+        mean = statistics.fmean(s.reward + s.shaping for s in group)
+        found += [replace(s, relative=s.reward + s.shaping - mean) for s in group]
     return tuple(found)
+
+
+def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
+    """Return what a run's config says about the gradient of its tokens; None if it was not written by ``train``."""
+    settings = config.get("algorithm", {})
+    wanted = ("name", "advantage", "correction", "mask_truncated", "kl_coef", "kl_in")
+    try:
+        return resolve(AlgorithmConfig(**{key: settings[key] for key in wanted}))
+    except (KeyError, ValueError):
+        return None
+
+
+def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
+    """Open the tokenizer of a run.
+
+    Raises:
+        RolloverError: transformers is not installed, or the model is not where it was.
+    """
+    require("transformers", purpose="reading responses")
+    own, named = run_dir / "model", config.get("model", {}).get("path")
+    if not own.is_dir() and not named:
+        raise RunError(f"the config of {run_dir} names no model, whose tokenizer is needed to read responses")
+    return load_tokenizer(own if own.is_dir() else resolve_model(named, weights=False))
+
+
+def printable(text: str) -> str:
+    """Write out control characters and marks of direction, which a model may send to the reader's screen."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def response_pieces(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> list[str]:
+    """Return the text that each token of the response adds, ready to be shown."""
+    return [printable(piece) for piece in blanked(pieces(tokenizer, sample.token_ids), redact)]
+
+
+def blanked(parts: Sequence[str], redact: Callable[[str], str]) -> list[str]:
+    """Return the parts of a text without the secrets that ``redact`` finds in the whole of it.
+
+    Example: ``blanked(["pass", "word=hun", "ter2!!"], redacted_text)`` is ``["pass", "word=[hidden]", ""]``.
+    """
+    whole = "".join(parts)
+    first, *rest = redact(whole).split(HIDDEN)
+    if not rest:
+        return list(parts)
+    shown, end = [*first, *[""] * (len(whole) - len(first))], len(first)
+    for number, kept in enumerate(rest, start=1):
+        # A secret has at least one character, and the last part ends the text.
+        start = len(whole) - len(kept) if number == len(rest) else whole.find(kept, end + 1)
+        shown[end] = HIDDEN
+        shown[start : start + len(kept)] = kept
+        end = start + len(kept)
+    ends = [*accumulate(len(part) for part in parts)]
+    return ["".join(shown[end - len(part) : end]) for part, end in zip(parts, ends, strict=True)]
+
+
+def chosen(samples: Sequence[TrainedSample], each: int = 3) -> list[tuple[str, TrainedSample]]:
+    """Choose samples to read, with the reason: the longest, the worst, the samples whose weights had changed most
+    between sampling and training (the highest lag), and some at random, which depend on the step alone."""
+    shuffled = random.Random(samples[0].step).sample(samples, len(samples)) if samples else []
+    orders = {
+        "longest": in_order(samples, "length"),
+        "worst": in_order(samples, "reward")[::-1],
+        "most changed": [s for s in in_order(samples, "lag") if s.lag > 0],
+        "random": shuffled,
+    }
+    found: dict[SampleId, tuple[str, TrainedSample]] = {}
+    for reason, ordered in orders.items():
+        new = [sample for sample in ordered if sample.sample_id not in found]
+        found |= {sample.sample_id: (reason, sample) for sample in new[:each]}
+    return list(found.values())
+
+
+COLUMNS = (
+    *("step", "chosen as", "sample", "source", "prompt", "response", "reward", "components"),
+    *("advantage before scaling", "tokens", "lag", "interruptions"),
+)
+"""Columns of the table that trackers get."""
+
+
+def table_rows(samples: Sequence[TrainedSample], tokenizer: Any, redact: Callable[[str], str]) -> list[list[Any]]:
+    """Return the chosen samples as rows of ``COLUMNS``: texts and numbers."""
+    return [
+        [
+            sample.step,
+            reason,
+            str(sample.sample_id),
+            sample.prompt.source,
+            printable(redact(sample.prompt.text)),
+            printable(redact(tokenizer.decode(sample.token_ids, skip_special_tokens=False))),
+            sample.reward,
+            ", ".join(f"{name} {value:.4g}" for name, value in sample.components.items()),
+            sample.relative,
+            sample.num_tokens,
+            sample.lag,
+            "; ".join(f"after {place} tokens: {text}" for place, text in sample.breaks),
+        ]
+        for reason, sample in chosen(samples)
+    ]
 
 
 def in_order(samples: Sequence[TrainedSample], order: Order) -> list[TrainedSample]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +78,9 @@ class TensorBoardSink:
             self._warmup = self._open(self._log_dir / "warmup")
         self._warmup.add_event(event)
 
+    def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Do nothing: TensorBoard has no tables."""
+
     def close(self) -> None:
         self._writer.close()
         if self._warmup is not None:
@@ -92,6 +95,7 @@ class WandbSink:
 
     def __init__(self, project: str, name: str, run_dir: Path, run_config: Mapping[str, Any]) -> None:
         wandb = _tracker("wandb")
+        self._table = wandb.Table
         self._run = wandb.init(
             project=project,
             name=name,
@@ -109,6 +113,10 @@ class WandbSink:
         axis = "warmup_step" if row.kind == "warmup" else "train_step"
         self._run.log({axis: row.step, **tagged(row)})
 
+    def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({"train_step": step, "samples": table})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -118,10 +126,15 @@ class TrackioSink:
 
     def __init__(self, project: str, name: str, run_config: Mapping[str, Any]) -> None:
         trackio = _tracker("trackio")
+        self._table = trackio.Table
         self._run = trackio.init(project=project, name=name, resume="allow", config=dict(run_config))
 
     def write(self, row: MetricRow) -> None:
         self._run.log(tagged(row), step=row.step)
+
+    def write_samples(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

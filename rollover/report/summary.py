@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollover.report import measures, phases
+from rollover.report.alarms import alarms
 from rollover.report.measures import LengthSummary
 from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, standard_error_of
 from rollover.report.record import RunRecord
@@ -79,6 +80,8 @@ class RunSummary:
     peak_memory_bytes: int | None
     late_rewards: int
     """Checks against a known answer that were late and scored 0."""
+    alarms: tuple[str, ...]
+    """Sentences of ``rollover.report.alarms``."""
 
     @property
     def wasted_by_rollout(self) -> Mapping[WasteCause, int]:
@@ -106,6 +109,8 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
     generated = measures.lengths(measures.generated_lengths(timeline.samples))
     trained_lengths = measures.lengths(measures.trained_lengths(timeline.samples))
     memory = _values(rows, "memory/peak_bytes")
+    wasted, decoded = timeline.wasted_tokens, timeline.decoded_tokens
+    filtered = wasted.get(WasteCause.FILTER_ZERO_SIGNAL, 0) / decoded if decoded else 0.0
     return RunSummary(
         num_steps=len(loop) or len(timeline.steps),
         loop_s=loop_s or None,
@@ -116,10 +121,10 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         },
         reward_first=_mean(rewards[:tenth]),
         reward_last=_mean(rewards[-tenth:]),
-        decoded_tokens=timeline.decoded_tokens,
+        decoded_tokens=decoded,
         trained_tokens=timeline.trained_tokens,
         live_tokens=timeline.live_tokens,
-        wasted_tokens=dict(sorted(timeline.wasted_tokens.items())),
+        wasted_tokens=dict(sorted(wasted.items())),
         reprefilled_tokens=timeline.num_reprefilled_tokens,
         rollout_tokens_per_s=DECODED.over(steps),
         trained_tokens_per_s=TRAINED.over(steps),
@@ -131,6 +136,7 @@ def summarize(rows: Sequence[MetricRow], timeline: Timeline) -> RunSummary:
         phase_s=_phases(rows, timeline),
         peak_memory_bytes=int(max(memory)) if memory else None,
         late_rewards=int(sum(_values(rows, "reward/late"))),
+        alarms=alarms(rows, filtered=filtered),
     )
 
 
@@ -203,6 +209,8 @@ def summary_table(record: RunRecord, summary: RunSummary) -> Table:
     table.add_column()
     for row in summary_rows(summary):
         table.add_row(*map(Text, row))
+    for alarm in summary.alarms:
+        table.add_row(Text("alarm", style="bold red"), Text(alarm))
     return table
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from rollover.report import measures
 from rollover.report.colours import version_colours
+from rollover.report.downsampling import stretches
 from rollover.report.measures import StepWindow
 from rollover.report.plot import Figure, axis, figure, line
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.types import FinishReason
 
-MAX_SPANS = 1500
-"""Bars per picture; of a larger window every k-th group is drawn."""
+MAX_SPANS = 600
+"""Bars per picture; of a larger window every k-th group is drawn. Each takes 100 bytes of the page."""
+_MAX_CHANGES = 400
+"""Changes of the number of active samples that are drawn."""
 
 
 def gantt(
@@ -36,7 +39,7 @@ def gantt(
     data += _by_version(placed, window, origin_s)
     data += _wasted(placed, window, origin_s)
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
-    data.append(_active(active, origin_s))
+    data.append(_active([part[-1] for part in stretches(active, _MAX_CHANGES)], origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
     right = start + length_s if length_s is not None else stop
     return figure(

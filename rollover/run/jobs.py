@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from rollover.environments.pass_at_k import MeanEstimate
-from rollover.errors import ConfigError, DataError, MissingExtra, RunError, require
+from rollover.errors import ConfigError, DataError, RunError
 from rollover.garbage import rare_collections
 from rollover.privacy import Redactor
 from rollover.report.metrics import MetricsWriter
@@ -108,7 +108,7 @@ def _estimate(estimate: MeanEstimate) -> str:
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """Train one run and report; ``resume`` is the command that continues it."""
     from rollover.report.record import read_run
-    from rollover.report.run_report import FILE_NAME, write_report
+    from rollover.report.run_report import write_report
     from rollover.report.summary import summarize, summary_table
     from rollover.run.interrupt import Interrupt
     from rollover.run.loop import train as train_loop
@@ -126,11 +126,7 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
         _run(work())
     record = read_run(run.path)
     progress.console.print(summary_table(record, summarize(record.metrics, record.timeline)))
-    try:
-        require("plotly", purpose=FILE_NAME)
-        write_report(run.path, record)
-    except MissingExtra as missing:
-        progress.message(str(missing))
+    write_report(run.path, record)
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
 

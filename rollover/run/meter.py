@@ -95,7 +95,7 @@ class StepMeter:
         self._measured.clear()
         self._at_last_step = counters
         self._step_began_s = now_s
-        return StepEnded(step=batch.step, time_s=now_s, metrics=metrics)
+        return StepEnded(step=batch.step, batch=batch, time_s=now_s, metrics=metrics)
 
     def _counters(self) -> _Counters:
         scored = self._scorer.stats

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollover.engine.base import EngineMetrics
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
+from rollover.report.samples import COLUMNS
 from rollover.rollout.events import Event
 from rollover.rollout.ledger import Ledger
 from rollover.run.evaluation import Evaluation
+from rollover.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +24,11 @@ class StepEnded:
     """A batch was trained and its weights are in the engines.
 
     Example:
-        ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
+        ``StepEnded(step=3, batch=batch, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
     """
 
     step: int
+    batch: Batch
     time_s: float
     """Seconds since the run began, over all its processes."""
     metrics: Mapping[str, float]
@@ -85,6 +89,23 @@ class MetricsObserver:
                 self.writer.write("step", event.step, event.time_s, event.metrics)
             case Evaluated():
                 self.writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesObserver:
+    """Sends some samples of every so many steps to the trackers.
+
+    Example: with ``every_steps`` 10, the trackers get samples of steps 0, 10 and 20.
+    """
+
+    writer: MetricsWriter
+    every_steps: int
+    rows: Callable[[Batch], list[list[Any]]]
+    """Makes rows of ``report.samples.COLUMNS`` of a batch."""
+
+    def __call__(self, event: RunEvent) -> None:
+        if isinstance(event, StepEnded) and event.step % self.every_steps == 0:
+            self.writer.write_samples(event.step, COLUMNS, self.rows(event.batch))
 
 
 @dataclass(frozen=True, slots=True)

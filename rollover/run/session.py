@@ -11,15 +11,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer
+from rollover.privacy import Redactor
 from rollover.report.metrics import MetricRow, MetricsWriter, read_metrics
 from rollover.report.progress import Progress
+from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
@@ -34,13 +36,14 @@ from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator, IdleSlots
 from rollover.run.meter import StepMeter
-from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, to_all
+from rollover.run.observers import EngineObserver, MetricsObserver, Observer, ProgressObserver, SamplesObserver, to_all
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
 from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
+from rollover.types import Batch
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -131,8 +134,7 @@ class _Parts(NamedTuple):
     trainer: Trainer
     trainer_format: str
     engine: OpenedEngine
-    num_tokens: int
-    """Size of the tokenizer's vocabulary."""
+    tokenizer: Any
     stops: tuple[int, ...]
     source: PromptSource
     evaluation: Sequence[RowSource]
@@ -190,7 +192,7 @@ async def _open_parts(
         trainer=trainer,
         trainer_format=logprob_format(config.trainer, folder),
         engine=engine,
-        num_tokens=len(tokenizer),
+        tokenizer=tokenizer,
         stops=stops,
         source=source,
         evaluation=evaluation,
@@ -206,8 +208,17 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleS
     batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
     shown = ProgressObserver(progress, parts.state.ledger, batch_size)
     engine = parts.engine.metrics
-    of_engine = () if engine is None else (EngineObserver(engine),)
-    return to_all([MetricsObserver(parts.metrics), shown, idle.observe, *of_engine])
+    observers: list[Observer] = [MetricsObserver(parts.metrics), shown, idle.observe]
+    if config.logging.samples_every_steps and (config.logging.wandb or config.logging.trackio):
+        rows = partial(_sample_rows, config, parts)
+        observers.append(SamplesObserver(parts.metrics, config.logging.samples_every_steps, rows))
+    return to_all([*observers, *(() if engine is None else (EngineObserver(engine),))])
+
+
+def _sample_rows(config: RunConfig, parts: _Parts, batch: Batch) -> list[list[Any]]:
+    """Return samples of a batch as rows for the trackers."""
+    shaping = partial(resolve(config.algorithm).overlong_punishment, config.rollout.max_new_tokens)
+    return table_rows(of_batch(batch, shaping), parts.tokenizer, Redactor(resolved(config)).text)
 
 
 def _weight_sync(
@@ -221,7 +232,7 @@ def _weight_sync(
             config,
             engine,
             parts.trainer,
-            num_tokens=parts.num_tokens,
+            num_tokens=len(parts.tokenizer),
             trainer_format=parts.trainer_format,
             replayed=parts.state.ledger.replay,
         ),

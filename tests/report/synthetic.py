@@ -36,8 +36,10 @@ def length_of(rng: random.Random) -> int:
 class Simulation:
     """``april`` when ``over_sampling > 1``: launch more groups than a step needs and park the unfinished."""
 
-    def __init__(self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0) -> None:
-        self.num_steps, self.needed = num_steps, groups_per_step
+    def __init__(
+        self, *, num_steps: int, groups_per_step: int = 8, over_sampling: float = 1.75, seed: int = 0, engine: str = ""
+    ) -> None:
+        self.num_steps, self.needed, self.engine = num_steps, groups_per_step, engine
         self.launched = round(groups_per_step * over_sampling)
         self.rng = random.Random(seed)
         self.now_s = 2.0
@@ -164,6 +166,7 @@ class Simulation:
             start_s=began_s,
             end_s=self.now_s,
             num_prefilled_tokens=self.done[sample_id],
+            engine=self.engine,
         )
         self.done[sample_id] += n
         self.versions[sample_id].append((version, n))

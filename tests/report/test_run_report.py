@@ -19,20 +19,22 @@ import pytest
 from rich.console import Console
 
 from rollover.errors import RunError
-from rollover.report import run_figures
+from rollover.report import health, run_figures, sample_cards
 from rollover.report.colours import version_colours
 from rollover.report.comparison import compare_table, comparison, render_comparison, write_comparison
 from rollover.report.downsampling import MAX_POINTS
-from rollover.report.measures import window_of, windows
-from rollover.report.metrics import MetricRow
+from rollover.report.measures import lengths_by_reward, window_of, windows
+from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.page import script_json
 from rollover.report.plot import smoothed
 from rollover.report.record import RunRecord, read_run
 from rollover.report.run_report import render_report, write_report
-from rollover.report.summary import summarize
+from rollover.report.summary import summarize, summary_table
 from rollover.report.timeline import Timeline
 from rollover.report.timeline_figure import MAX_SPANS, gantt, thinned
-from rollover.rollout.events import Event, Restarted
+from rollover.rollout.events import BatchConsumed, Event, Restarted, SampleScored
+from rollover.types import FinishReason, SampleId
+from tests.environments.words import char_tokenizer
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER, ended, opened, started
 
@@ -199,8 +201,77 @@ def test_a_run_of_2000_steps_is_drawn_with_a_bounded_number_of_points(tmp_path: 
             if any("decoding" in d.get("hovertemplate", "") for d in drawn["data"]):
                 continue  # the timeline shows a few steps, each change of the samples decoding
             assert max(len(d["x"]) for d in drawn["data"]) <= 2 * MAX_POINTS, name
-    assert len(json.dumps(_figures(page))) < 0.5e6, "beside the 4.8 MB of Plotly"
-    assert len(page) < 6e6
+    assert len(json.dumps(_figures(page))) < 0.5e6
+
+
+def test_a_report_of_500_steps_has_less_than_2_megabytes(tmp_path: Path) -> None:
+    """Timeline and members are drawn to their limits, and so would be samples of 800 tokens and more."""
+    run = write_run(tmp_path / "long", Simulation(num_steps=500, groups_per_step=16, engine="gpu-2"))
+    char_tokenizer().save_pretrained(run / "model")
+    names = [f"{kind}/source/{i}" for kind in ("reward", "pass_rate") for i in range(6)]
+    names += ["entropy", "surprise", *(f"entropy/end_{n}" for n in (0, 16, 64, 256)), "kl/ref", "clip/low", "clip/high"]
+    with MetricsWriter(run) as writer:
+        for step in range(500):
+            writer.write("step", step, float(step), {name: 0.1 + 0.01 * (step % 31) for name in names})
+    page = write_report(run).read_text()
+    assert page.count('<details class="card sample">') == 12
+    spans = [sum(len(d["x"]) for d in v["data"] if d["type"] == "bar") for vs in _figures(page).values() for v in vs]
+    assert max(spans) > 0.9 * MAX_SPANS
+    longest_samples = 12 * sample_cards.MOST_TOKENS * len('<i class="p0" title="-0.50">token</i>')
+    assert len(page.encode()) + longest_samples < 2e6
+
+
+def test_rewards_and_pass_rates_are_drawn_by_source_and_component() -> None:
+    values = {
+        "reward/source/sums": 0.5,
+        "reward/source/words": 0.25,
+        "reward/component/format": 1.0,
+        "pass_rate/source/sums": 0.75,
+    }
+    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
+    drawn = [v["data"] for (v, *_) in _figures(render_report(_record([], rows))).values()]
+    curves = [{d["name"]: d["y"] for d in data} for data in drawn]
+    assert {"sums": [0.5] * 3, "words": [0.25] * 3} in curves
+    assert {"format": [1.0] * 3} in curves and {"sums": [0.75] * 3} in curves
+
+
+def test_health_draws_what_is_measured_and_not_0_throughout() -> None:
+    values = {
+        "reward/groups_with_signal": 0.75,
+        "response/truncated": 0.0,
+        "clip/low": 0.0,
+        "clip/high": 0.0,
+        "loss": 0.0,
+    }
+    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(3))
+    found = {title: run_figures.small(_record([], rows), curves) for title, curves in health.FIGURES}
+    drawn = {title: [(d["name"], d["y"]) for d in figure["data"]] for title, figure in found.items() if figure}
+    assert drawn == {
+        "Share without signal, share cut at the limit": [("groups of equal rewards", [0.25] * 3)],
+        "Loss": [("loss", [0.0] * 3)],
+    }
+
+
+def test_lengths_by_reward_compare_with_the_mean_of_the_batch() -> None:
+    events: list[Event] = [opened(0, 3)]
+    for i, (tokens, reward) in enumerate([(10, 1.0), (30, 1.0), (50, 0.0)]):
+        events += [
+            started(0, i, 0.0, 0),
+            ended(0, i, 0.0, 1.0, 0, tokens, FinishReason.STOP),
+            SampleScored(1.0, SampleId(0, i), reward),
+        ]
+    events.append(BatchConsumed(2.0, 0, (0,)))
+    assert lengths_by_reward(Timeline.of(events).samples) == [(0.0, (20.0, 50.0))]
+
+
+def test_alarms_are_at_the_top_of_the_page_and_in_the_closing_summary() -> None:
+    values = {"reward/mean": 0.0, "reward/groups_with_signal": 0.0}
+    rows = tuple(MetricRow(kind="step", step=step, time_s=float(step), values=values) for step in range(10))
+    record = _record([], rows)
+    page, out = render_report(record), io.StringIO()
+    assert "<li>every reward of the last 10 steps is 0" in page[: page.index("Held-out accuracy")]
+    Console(file=out, width=200).print(summary_table(record, summarize(record.metrics, record.timeline)))
+    assert "every reward of the last 10 steps is 0: nothing is learned." in out.getvalue()
 
 
 def test_the_timeline_draws_spans_by_version_and_gaps_as_parked() -> None:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rollover import cli
+from rollover.algorithms.config import algorithm
 from rollover.hf.pieces import pieces
-from rollover.report.samples import in_order, read_batch
+from rollover.privacy import redacted_text
+from rollover.report.sample_cards import sample_cards
+from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, in_order, read_batch
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
 from rollover.types import FinishReason, Prompt, SampleId, Segment
@@ -64,7 +70,10 @@ def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.C
     journal = Journal(run / "journal.sqlite")
     list(journal.read())
     prompt = Prompt(prompt_id="sums/5@0", token_ids=(3,), text="\x1b[31mabcdefgh12345678", source="other")
-    more = [GroupOpened(5.0, 8, prompt, 1, 2), SegmentEnded(6.0, SampleId(8, 0), segment(3, "x", FinishReason.LENGTH))]
+    more = [
+        GroupOpened(5.0, 8, prompt, 1, 2),
+        SegmentEnded(6.0, SampleId(8, 0), segment(3, "key abcdefgh12345678.", FinishReason.LENGTH)),
+    ]
     journal.append([*more, SampleScored(6.0, SampleId(8, 0), 0.0), BatchConsumed(7.0, 4, (8,))])
     journal.close()
     assert cli.main(["samples", str(run)]) == 0
@@ -94,3 +103,86 @@ def test_pieces_join_to_the_text() -> None:
     found = pieces(Bytes(), list(text.encode()))
     assert "".join(found) == text
     assert found[2:5] == ["", "", "→"]
+
+
+def sample(
+    index: int, *texts: str, reward: float = 0.0, relative: float = 0.5, step: int = 3, cut: bool = False
+) -> TrainedSample:
+    """A sample of some segments, each sampled by a version of its own, the last by that of the step."""
+    last = len(texts) - 1
+    reasons = [FinishReason.ABORT] * last + [FinishReason.LENGTH if cut else FinishReason.STOP]
+    return TrainedSample(
+        sample_id=SampleId(7, index),
+        prompt=Prompt(prompt_id="sums/4@0", token_ids=ids("1+8"), text="1+8", source="sums"),
+        segments=tuple(segment(step - last + i, text, reasons[i]) for i, text in enumerate(texts)),
+        step=step,
+        reward=reward,
+        shaping=0.0,
+        relative=relative,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["my pass", "word = hun", "ter2222!"], ["my pass", "word = [hidden]", ""]),
+        (["hf_", "a" * 16, " and ", "hf_" + "b" * 16, " end"], ["[hidden]", "", " and ", "[hidden]", " end"]),
+        (["no", "thing"], ["no", "thing"]),
+        (["aa hf_", "a" * 20, "\naa"], ["aa [hidden]", "", "\naa"]),
+    ],
+)
+def test_a_secret_over_several_tokens_is_blanked(parts: list[str], expected: list[str]) -> None:
+    assert blanked(parts, redacted_text) == expected
+    assert "".join(expected) == redacted_text("".join(parts))
+
+
+def test_samples_are_chosen_by_length_reward_lag_and_at_random() -> None:
+    samples = [sample(i, "x" * (i + 1), reward=float(i)) for i in range(20)]
+    samples += [sample(20 + i, *["y"] * (i + 2), reward=50.0) for i in range(4)]
+    found = chosen(samples)
+    by_reason = {reason: [s.sample_id.index for why, s in found if why == reason] for reason, _ in found}
+    assert by_reason["longest"] == [19, 18, 17]
+    assert by_reason["worst"] == [0, 1, 2]
+    assert by_reason["most changed"] == [23, 22, 21]
+    assert len(by_reason["random"]) == 3 and found == chosen(samples)
+    assert len({s.sample_id for _, s in found}) == 12
+    assert chosen([]) == []
+
+
+def test_tokens_without_a_gradient_are_known_from_the_algorithm() -> None:
+    old = sample(0, "a", "b")
+    assert old.untrained(algorithm("grpo")) == ["", ""]
+    assert old.untrained(algorithm("grpo", correction="mask_stale")) == ["masked: stale", ""]
+    assert sample(0, "a", cut=True).untrained(algorithm("grpo", mask_truncated=True)) == ["masked: cut at the limit"]
+    assert sample(0, "a", relative=0.0).untrained(algorithm("grpo")) == ["advantage 0"]
+    assert sample(0, "a", relative=0.0).untrained(algorithm("grpo", kl_coef=0.1)) == [""]
+    assert old.untrained(None) == ["", ""]
+
+
+EVIL = "</div></textarea><script>alert(1)</script>\u202eevil"
+
+
+def test_what_a_model_writes_is_shown_as_text(run: Path) -> None:
+    tokens = list(EVIL) + [" hf_"] + ["a"] * 16
+    tokenizer = SimpleNamespace(decode=lambda token_ids, **_: "".join(tokens[i] for i in token_ids))
+    reasons = (FinishReason.ABORT, FinishReason.STOP)
+    segments = [
+        Segment(3 + i, tuple(part), (-0.05,) * len(part), reason, 3 + i, 0.0, 1.0)
+        for i, (part, reason) in enumerate(zip((range(5), range(5, len(tokens))), reasons, strict=True))
+    ]
+    prompt = Prompt(prompt_id=EVIL, token_ids=(3,), text=EVIL, source=EVIL, columns={EVIL: EVIL})
+    one = replace(sample(0, "x", step=4), prompt=prompt, segments=tuple(segments), components={EVIL: 0.25})
+    page = sample_cards(TrainedBatch(4, (one,), True), algorithm("grpo"), tokenizer, redacted_text)
+    assert "<script" not in page and "</textarea" not in page and "\u202e" not in page
+    assert "aaaaa" not in page and "[hidden]" in page
+    assert page.count("\\u202eevil") == 5, "prompt, its id, two of its column and the component"
+    assert "<mark>parked, version 3 → 4</mark>" in page
+    assert '<i class="p0" title="-0.05">&lt;</i>' in page
+    assert re.search(r'title="version 3, lag 1".*title="version 4, lag 0"', page)
+
+
+def test_the_middle_of_a_long_response_is_left_out() -> None:
+    text = "a" * 400 + "b" * 5000 + "c" * 400
+    page = sample_cards(TrainedBatch(3, (sample(0, text),), True), None, char_tokenizer(), redacted_text)
+    shown = re.findall(r"<i [^>]*>(.)</i>|<mark>([^<]*)</mark>", page)
+    assert [t or mark for t, mark in shown] == [*"a" * 400, "5,000 tokens are left out", *"c" * 400]

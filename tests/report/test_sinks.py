@@ -12,10 +12,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollover.errors import MissingExtra
-from rollover.privacy import HIDDEN
+from rollover.privacy import HIDDEN, redacted_text
 from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricsWriter
+from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
+from rollover.run.observers import SamplesObserver, StepEnded
+from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from tests.environments.words import char_tokenizer, ids
 
 
 def _scalars(log_dir: Path, tag: str) -> list[tuple[int, float]]:
@@ -62,12 +66,12 @@ class _Run:
 
     def __init__(self, **init: Any) -> None:
         self.init = init
-        self.rows: list[tuple[dict[str, float], int | None]] = []
+        self.rows: list[tuple[dict[str, Any], int | None]] = []
         self.finished = False
 
     def define_metric(self, name: str, step_metric: str) -> None: ...
 
-    def log(self, row: dict[str, float], step: int | None = None) -> None:
+    def log(self, row: dict[str, Any], step: int | None = None) -> None:
         self.rows.append((row, step))
 
     def finish(self) -> None:
@@ -81,8 +85,23 @@ def _fake_tracker(monkeypatch: pytest.MonkeyPatch, name: str) -> list[_Run]:
         runs.append(_Run(**settings))
         return runs[-1]
 
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, Table=_Table))
     return runs
+
+
+class _Table:
+    """Stands in for ``wandb.Table`` (0.31) and ``trackio.Table`` (0.43), which begin with the same arguments."""
+
+    def __init__(
+        self,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        rows: list[list[Any]] | None = None,
+        dataframe: Any = None,
+    ) -> None:
+        assert columns is not None and data is not None and rows is dataframe is None
+        assert all(len(row) == len(columns) for row in data)
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
 
 
 def test_wandb_gets_our_step_as_the_axis_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +138,39 @@ def test_trackio_gets_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert runs[0].rows == [({"loss": 0.5}, 4)]
 
 
-@pytest.mark.parametrize("wrong", [{"plain_every_steps": 0}, {"wandb": " "}, {"trackio": ""}])
+@pytest.mark.parametrize(("tracker", "axis", "step"), [("wandb", {"train_step": 20}, None), ("trackio", {}, 20)])
+def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, axis: dict[str, int], step: int | None
+) -> None:
+    runs = _fake_tracker(monkeypatch, tracker)
+    chosen: dict[str, Any] = {tracker: "april"}
+    prompt = Prompt(prompt_id="sums/4@0", token_ids=ids("1+8"), text="1+8", source="sums")
+    parked = Segment(18, ids("x "), (-0.5, -0.5), FinishReason.ABORT, 18, 0.0, 1.0)
+    resumed = Segment(20, ids("hf_" + 16 * "a"), (-0.5,) * 19, FinishReason.STOP, 20, 2.0, 3.0)
+    trajectories = (
+        Trajectory(sample_id=SampleId(3, 0), prompt=prompt, segments=(parked, resumed), reward=1.0),
+        Trajectory(sample_id=SampleId(3, 1), prompt=prompt, segments=(resumed,), reward=0.0),
+    )
+    batch = Batch(step=20, groups=(Group(group_id=3, prompt=prompt, trajectories=trajectories),))
+    sinks = open_sinks(LoggingConfig(tensorboard=True, **chosen), tmp_path, run_config={})
+    with MetricsWriter(tmp_path, sinks=sinks) as writer:
+        observe = SamplesObserver(
+            writer, 10, lambda b: table_rows(of_batch(b, lambda n: 0.0), char_tokenizer(), redacted_text)
+        )
+        for number in (19, 20):
+            observe(StepEnded(step=number, batch=batch, time_s=0.0, metrics={}))
+    ((logged, at),) = runs[0].rows
+    table = logged.pop("samples")
+    assert (logged, at) == (axis, step)
+    (first, second) = table.rows
+    assert (first["sample"], first["reward"], first["advantage before scaling"]) == ("g3.0", 1.0, 0.5)
+    assert first["interruptions"] == "after 2 tokens: parked, version 18 → 20"
+    assert first["response"] == "x [hidden]" and second["response"] == "[hidden]"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"samples_every_steps": -1}, {"plain_every_steps": 0}, {"wandb": " "}, {"trackio": ""}]
+)
 def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"logging.{next(iter(wrong))}"):
         LoggingConfig(**wrong)

@@ -1,8 +1,15 @@
 "use strict";
-(() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
-  const chosen = {};
+(async () => {
   const config = { responsive: true, displayModeBar: false };
+  const chosen = {}; // the variant of each figure that has several
+  let figures;
+
+  // Plotly is packed; browsers unpack it since 2023.
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const plotly = document.createElement("script");
+  plotly.textContent = await new Response(unpacked).text();
+  document.head.append(plotly);
 
   // Figures name colours by the page's CSS variables, so that they follow the theme.
   const names = ["page", "surface", "ink", "muted", "line", "grid", "blue", "orange", "green", "violet", "red", "pink",
@@ -18,24 +25,53 @@
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, painted(item, colours)]));
   };
   const draw = (id) => {
-    const variant = figures[id][chosen[id] ?? 0];
-    const { data, layout } = painted(variant, palette());
+    const { data, layout } = painted(figures[id][chosen[id]] ?? figures[id][0], palette());
     return Plotly.react(id, data, layout, config);
   };
   const drawAll = () => Object.keys(figures).forEach(draw);
 
-  document.querySelectorAll("button[data-figures]").forEach((button) => {
-    button.addEventListener("click", () => {
-      button.parentElement.querySelectorAll("button").forEach((b) => b.setAttribute("aria-pressed", String(b === button)));
-      for (const id of button.dataset.figures.split(" ")) {
-        chosen[id] = Number(button.dataset.variant);
-        draw(id);
-      }
-    });
-    if (button.getAttribute("aria-pressed") === "true") {
-      for (const id of button.dataset.figures.split(" ")) chosen[id] = Number(button.dataset.variant);
-    }
+  const press = (button) => button.parentElement.querySelectorAll("button")
+    .forEach((each) => each.setAttribute("aria-pressed", String(each === button)));
+  const choose = ({ figures: ids, variant }) => ids.split(" ").forEach((id) => { chosen[id] = Number(variant); });
+  document.addEventListener("click", ({ target }) => {
+    const button = target.closest("button");
+    if (!button) return;
+    press(button);
+    if (button.dataset.colouring) document.body.dataset.colouring = button.dataset.colouring;
+    if (!button.dataset.figures) return;
+    choose(button.dataset);
+    button.dataset.figures.split(" ").forEach(draw);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  drawAll();
+
+  const show = () => {
+    figures = JSON.parse(document.getElementById("figures").textContent);
+    document.querySelectorAll("button[data-figures]").forEach((button) => {
+      const [id] = button.dataset.figures.split(" ");
+      if (id in chosen ? chosen[id] === Number(button.dataset.variant) : button.getAttribute("aria-pressed") === "true") {
+        press(button);
+        choose(button.dataset);
+      }
+    });
+    document.querySelectorAll(`button[data-colouring="${document.body.dataset.colouring}"]`).forEach(press);
+    drawAll();
+  };
+  show();
+
+  // A live page replaces its content by what the server has now, unless someone reads a text in it. Making the page
+  // costs the training machine time: a twentieth at most.
+  const refresh = async () => {
+    const began = performance.now();
+    try {
+      const answer = document.querySelector("details[open]") ? null : await fetch(location.href);
+      if (answer?.ok) {
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+        document.querySelectorAll(".js-plotly-plot").forEach((figure) => Plotly.purge(figure));
+        for (const part of ["main", "#figures"]) document.querySelector(part).replaceWith(page.querySelector(part));
+        show();
+      }
+    } catch { /* the server is gone; it may come back */ }
+    setTimeout(refresh, Math.max(5000, 20 * (performance.now() - began)));
+  };
+  if (document.body.hasAttribute("data-live")) setTimeout(refresh, 5000);
 })();

@@ -1,0 +1,131 @@
+"""Alarms: what a person should look at before training on, in words, computed from a run's metrics alone.
+
+Invariants: an alarm is raised by several steps together, never by one; a run that has not measured a quantity raises no
+alarm about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from rollover.report.metrics import MetricRow, series
+
+RECENT = 10
+"""Newest steps over which a quantity is averaged."""
+_FEWEST = 5
+"""Steps that must have measured it."""
+_LOW_ENTROPY = 0.05
+"""Nats per token below which responses are nearly copies of one another."""
+_MISSING_SURPRISE = 0.2
+"""Share of the entropy by which tokens may be less surprising than the policy; batches of right answers alone stay
+below a tenth (docs/engines.md)."""
+
+_LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "response/truncated",
+        lambda share: share > 0.5,
+        "{value:.0%} of the recent responses are cut at rollout.max_new_tokens: the answer at their end is never"
+        " written. Raise the limit, or read under Samples whether they end at all.",
+    ),
+    (
+        "prompt/repeated",
+        lambda share: share >= 0.5,
+        "{value:.0%} of the rows of a batch have the same prompt as another row: the chat template may drop the"
+        " question. Read the prompts under Samples.",
+    ),
+    (
+        "ess/token",
+        lambda share: share < 0.3,
+        "the effective sample size is {value:.0%} of the tokens: the policy is far from the weights that sampled them."
+        " Lower rollout.max_staleness or the learning rate, and check the drift of the engine.",
+    ),
+)
+"""(metric, condition on its mean over the recent steps, text)."""
+
+
+def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ...]:
+    """Return the alarms of a run, each a sentence with its numbers and what to look at.
+
+    Args:
+        rows: the rows of ``metrics.jsonl``, of which training steps count.
+        filtered: the share of the decoded tokens that ``algorithm.group_filter`` dropped.
+
+    Example: after ten steps with ``reward/mean`` 0 and ``reward/groups_with_signal`` 0, the only alarm begins "every
+    reward of the last 10 steps is 0".
+    """
+    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows)]
+    for metric, is_wrong, text in _LIMITS:
+        value = _recent(rows, metric)
+        if value is not None and is_wrong(value):
+            found.append(text.format(value=value))
+    return tuple(alarm for alarm in found if alarm)
+
+
+def _signal(rows: Sequence[MetricRow], filtered: float) -> str | None:
+    """Look for rewards that teach nothing because siblings have equal ones."""
+    advice = "Read responses and their rewards under Samples: is a right answer recognised?"
+    if filtered > 0.9:
+        return (
+            f"{filtered:.0%} of the decoded tokens were dropped by algorithm.group_filter, because the rewards of"
+            f" their groups are equal. {advice}"
+        )
+    share = _recent(rows, "reward/groups_with_signal")
+    if share is None or share >= 0.1:
+        return None
+    rewards = _values(rows, "reward/mean")[-RECENT:]
+    steps = f"the last {len(rewards)} steps"
+    if share > 0:
+        level = "easy" if fmean(rewards) > 0.5 else "hard"
+        return (
+            f"{1 - share:.0%} of the groups of {steps} have equal rewards, {fmean(rewards):.2f} on average: the prompts"
+            f" are too {level}, or the reward tells no responses apart. {advice}"
+        )
+    if min(rewards) == max(rewards):
+        return f"every reward of {steps} is {rewards[-1]:g}: nothing is learned. {advice}"
+    return f"all rewards within a group of {steps} are equal: nothing is learned. {advice}"
+
+
+def _entropy(rows: Sequence[MetricRow]) -> str | None:
+    """Look for an entropy that fell to almost nothing from twice the limit or more."""
+    found = series(rows, "step", "entropy")
+    means = [
+        (step, fmean(v for _, _, v in found[max(0, i - _FEWEST + 1) : i + 1])) for i, (step, _, _) in enumerate(found)
+    ]
+    if len(means) < _FEWEST or means[-1][1] >= _LOW_ENTROPY:
+        return None
+    high = [i for i, (_, mean) in enumerate(means) if mean >= 2 * _LOW_ENTROPY]
+    if not high:
+        return None
+    begin, before = means[high[-1]]
+    end = next(step for step, mean in means[high[-1] :] if mean < _LOW_ENTROPY)
+    return (
+        f"entropy fell below {_LOW_ENTROPY} in {end - begin} steps: from {before:.2f} at step {begin} to"
+        f" {means[-1][1]:.3f} now. Responses to a prompt become copies of one another, and groups lose their signal."
+        " A larger algorithm.clip_high, a KL term or a lower learning rate keeps more of it."
+    )
+
+
+def _surprise(rows: Sequence[MetricRow]) -> str | None:
+    """Look for tokens that are less surprising than the policy that should have sampled them. If the run asked for
+    truncated sampling (``kept/mass``), they should be."""
+    entropy, surprise = _recent(rows, "entropy"), _recent(rows, "surprise")
+    if entropy is None or surprise is None or _recent(rows, "kept/mass") is not None:
+        return None
+    if entropy - surprise < max(_LOW_ENTROPY, _MISSING_SURPRISE * entropy):
+        return None
+    return (
+        f"trained tokens are less surprising than the policy: {surprise:.2f} against an entropy of {entropy:.2f} nats."
+        " An engine that draws from a part of the distribution does this: look for top_k, top_p, min_p or a"
+        " temperature in its settings and in the model's generation_config.json."
+    )
+
+
+def _recent(rows: Sequence[MetricRow], name: str) -> float | None:
+    """Return the mean over the recent steps, or None if too few have measured it."""
+    values = _values(rows, name)
+    return fmean(values[-RECENT:]) if len(values) >= _FEWEST else None
+
+
+def _values(rows: Sequence[MetricRow], name: str) -> list[float]:
+    return [v for _, _, v in series(rows, "step", name)]

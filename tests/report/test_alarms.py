@@ -1,0 +1,85 @@
+"""Alarms name what is wrong in words and numbers, and a healthy run raises none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from rollover.report.alarms import alarms
+from rollover.report.metrics import MetricRow
+
+
+def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[MetricRow, ...]:
+    """Rows of steps whose metrics (named with ``__`` for a slash) are healthy but for ``curves``."""
+    healthy = {"reward/mean": 0.5, "reward/groups_with_signal": 0.7, "entropy": 0.5, "surprise": 0.5}
+    given = {name.replace("__", "/"): curve for name, curve in curves.items()}
+    return tuple(
+        MetricRow(
+            kind="step",
+            step=step,
+            time_s=float(step),
+            values={k: float(v(step) if callable(v) else v) for k, v in (healthy | given).items()},
+        )
+        for step in range(num_steps)
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
+def test_a_reward_that_never_differs_is_named_with_its_value(value: float) -> None:
+    (alarm,) = alarms(rows(12, reward__mean=value, reward__groups_with_signal=0.0))
+    assert alarm.startswith(f"every reward of the last 10 steps is {value:g}: nothing is learned.")
+
+
+def test_equal_rewards_within_groups_teach_nothing() -> None:
+    (alarm,) = alarms(rows(6, reward__mean=lambda step: step / 10, reward__groups_with_signal=0.0))
+    assert alarm.startswith("all rewards within a group of the last 6 steps are equal")
+
+
+@pytest.mark.parametrize(("mean", "level"), [(0.02, "too hard"), (0.99, "too easy")])
+def test_prompts_without_signal_are_too_hard_or_too_easy(mean: float, level: str) -> None:
+    (alarm,) = alarms(rows(10, reward__mean=mean, reward__groups_with_signal=0.05))
+    assert alarm.startswith("95% of the groups of the last 10 steps have equal rewards") and level in alarm
+
+
+def test_groups_that_a_filter_drops_are_counted_without_a_step() -> None:
+    assert alarms((), filtered=0.9) == ()
+    (alarm,) = alarms((), filtered=0.97)
+    assert alarm.startswith("97% of the decoded tokens were dropped by algorithm.group_filter")
+
+
+def test_a_fall_of_the_entropy_is_told_with_its_steps() -> None:
+    falling = [0.4] * 10 + [0.4 - 0.02 * i for i in range(20)] + [0.01] * 10
+    (alarm,) = alarms(rows(40, entropy=falling.__getitem__, surprise=falling.__getitem__))
+    # Means of five steps: 0.104 at step 27 is the last above 0.1, 0.046 at step 30 the first below 0.05.
+    assert alarm.startswith("entropy fell below 0.05 in 3 steps: from 0.10 at step 27 to 0.010 now.")
+    assert alarms(rows(40, entropy=0.04, surprise=0.04)) == (), "an entropy that never was higher has not fallen"
+
+
+def test_an_engine_that_draws_from_a_part_of_the_distribution_shows() -> None:
+    (alarm,) = alarms(rows(10, entropy=0.8, surprise=0.6))
+    assert alarm.startswith("trained tokens are less surprising than the policy: 0.60 against an entropy of 0.80 nats.")
+    assert "top_k" in alarm and "generation_config.json" in alarm
+    assert alarms(rows(10, entropy=0.8, surprise=0.72)) == (), "a batch of right answers alone shows as much"
+    assert alarms(rows(10, entropy=0.1, surprise=0.06)) == ()
+
+
+@pytest.mark.parametrize(
+    ("metric", "bad", "good", "words"),
+    [
+        ("response/truncated", 0.6, 0.5, "60% of the recent responses are cut at rollout.max_new_tokens"),
+        ("prompt/repeated", 0.75, 0.4, "75% of the rows of a batch have the same prompt as another row"),
+        ("ess/token", 0.2, 0.3, "the effective sample size is 20% of the tokens"),
+    ],
+)
+def test_a_share_beyond_its_limit_is_named(metric: str, bad: float, good: float, words: str) -> None:
+    (alarm,) = alarms(rows(10, **{metric: bad}))
+    assert alarm.startswith(words)
+    assert alarms(rows(10, **{metric: good})) == ()
+
+
+def test_no_alarm_is_raised_before_five_steps_or_without_a_measurement() -> None:
+    assert alarms(rows(4, reward__mean=0.0, reward__groups_with_signal=0.0, response__truncated=1.0)) == ()
+    missing = MetricRow(kind="step", step=0, time_s=0.0, values={"loss": 1.0, "entropy": math.nan})
+    assert alarms([missing] * 20) == ()

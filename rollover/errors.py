@@ -6,6 +6,7 @@ Tree::
       ConfigError                 a key of the run's TOML file or a command-line override
       DataError                   a dataset, a row or a reward function
         RewardError               ... one response that cannot be scored; its sample fails and the run continues
+          NoReward                ... or that no reward applies to
       ModelError                  a model folder, a tokenizer or a checkpoint
       RunError                    the run directory: in use, of another config, not resumable
       EngineError                 an inference engine that answers wrongly, late or not at all
@@ -59,6 +60,10 @@ class RewardError(DataError):
     Example: ``raise RewardError("the verifier has timed out")`` in ``Scorer.score`` fails this sample, and its tokens
     count as wasted. Any other error ends the run.
     """
+
+
+class NoReward(RewardError):
+    """A response that its reward does not apply to: a reward function returned ``None``."""
 
 
 class ModelError(RolloverError, ValueError):

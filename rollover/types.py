@@ -190,6 +190,31 @@ MAX_REWARD = 1e15
 """Largest size of a reward. Advantages are float32, which can still square and sum those of a batch at this size."""
 
 
+NO_COMPONENTS: Mapping[str, float] = {}
+
+
+class Score(float):
+    """A reward with what is known about it: its components, and whether the response solved its prompt.
+
+    Examples:
+        >>> score = Score(1.05, components={"exact": 1.0, "format": 0.5}, solved=True)
+        >>> score > 1, score.components["format"], Score(0.25).components
+        (True, 0.5, {})
+    """
+
+    components: Mapping[str, float]
+    """The numbers that the reward is the weighted sum of, by name; empty for a reward without parts."""
+    solved: bool | None
+    """``None`` if that is not known."""
+
+    def __new__(
+        cls, reward: float, *, components: Mapping[str, float] = NO_COMPONENTS, solved: bool | None = None
+    ) -> Score:
+        score = super().__new__(cls, reward)
+        score.components, score.solved = components, solved
+        return score
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """A prompt and the response so far. Segments tile the response.
@@ -211,6 +236,9 @@ class Trajectory:
     prompt: Prompt
     segments: tuple[Segment, ...] = ()
     reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=lambda: NO_COMPONENTS)
+    """See ``Score``."""
+    solved: bool | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -327,7 +355,7 @@ class Batch:
 class WasteCause(StrEnum):
     """The cause for which decoded tokens were never trained.
 
-    The first five never reach the trainer; the others are in a batch, and the loss gives them no gradient. A token
+    The first six never reach the trainer; the others are in a batch, and the loss gives them no gradient. A token
     whose ratio is clipped is trained: the clip ends a movement that it made.
 
     Example: ``WasteCause("zero_advantage").is_by_rollout`` is false, and ``WasteCause.FAILED.is_by_rollout`` true.
@@ -343,6 +371,9 @@ class WasteCause(StrEnum):
     """An engine sampled it whose log-probs are not those of the trainer\'s policy."""
     FAILED = "failed_or_crashed"
     """Its sample failed, or too few of its siblings succeeded, or the process died before it was on record."""
+    NO_REWARD = "no_reward"
+    """Its reward does not apply to it (``None``), or to so many of its siblings that nothing is left to compare it
+    with."""
     SKIPPED = "skipped_batch"
     """The user skipped its batch."""
     MASKED_TRUNCATED = "masked_truncated"
@@ -370,6 +401,7 @@ _BY_ROLLOUT = frozenset(
         WasteCause.FILTER_ZERO_SIGNAL,
         WasteCause.UNTRUSTED_ENGINE,
         WasteCause.FAILED,
+        WasteCause.NO_REWARD,
     }
 )
 

@@ -7,22 +7,22 @@ micro-batches. Arithmetic is float64 inside; results have the dtype of the rewar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollover.algorithms.registry import Algorithm
+from rollover.algorithms.registry import ADVANTAGES, Algorithm
 from rollover.errors import DataError
 from rollover.types import MAX_REWARD
 
 
-def shaped_rewards(algorithm: Algorithm, *, rewards_B: Tensor, lengths_B: Tensor, max_response_tokens: int) -> Tensor:
-    """Return the rewards ``[B]`` plus the overlong punishment for their response lengths."""
-    if algorithm.overlong_buffer == 0:
-        return rewards_B
-    shaping = [algorithm.overlong_punishment(max_response_tokens, n) for n in lengths_B.tolist()]
-    return rewards_B + rewards_B.new_tensor(shaping)
+def shaping(algorithm: Algorithm, lengths_B: Tensor, *, max_response_tokens: int) -> Tensor:
+    """Return what the algorithm adds to the rewards, the overlong punishment for their response lengths, ``[B]``,
+    float64."""
+    punishments = [algorithm.overlong_punishment(max_response_tokens, n) for n in lengths_B.tolist()]
+    return lengths_B.new_tensor(punishments, dtype=torch.float64)
 
 
 def compute_advantages(
@@ -33,6 +33,7 @@ def compute_advantages(
     sample_T: Tensor,
     loss_mask_T: Tensor,
     baseline_B3: Tensor | None = None,
+    components: ComponentRewards | None = None,
     proximal_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -45,6 +46,7 @@ def compute_advantages(
         loss_mask_T: 1.0 where the token trains.
         baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many siblings they
             stand for; only ``history`` needs it.
+        components: only ``component_std`` needs them.
         proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
 
     A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward that is not
@@ -56,8 +58,25 @@ def compute_advantages(
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
         kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
     baseline_B3 = None if baseline_B3 is None else baseline_B3.double()
-    batch = BatchRewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3)
-    return _FUNCTIONS[algorithm.advantage](algorithm, batch).to(rewards_B.dtype)
+    batch = BatchRewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3, components)
+    advantages_T = _FUNCTIONS[algorithm.advantage](algorithm, batch)
+    if ADVANTAGES[algorithm.advantage].compares == "siblings":
+        advantages_T = torch.where(batch.counts_B[sample_T] > 1, advantages_T, 0.0)
+    return advantages_T.to(rewards_B.dtype)
+
+
+class ComponentRewards(NamedTuple):
+    """The components of the rewards of ``B`` samples, float64, one column for each of ``K`` names.
+
+    Example: two samples of a source with weights of 1 and 0.5, the second of which lacks the second component, have
+    ``values_BK`` of ``((1, 0.2), (0, nan))`` and ``weights_BK`` of ``((1, 0.5), (1, 0.5))``.
+    """
+
+    values_BK: Tensor
+    """NaN for a component that a sample does not have."""
+    weights_BK: Tensor
+    shaping_B: Tensor
+    """Punishment for the length, which the algorithm adds to the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +91,9 @@ class BatchRewards:
     group_B: Tensor
     sample_T: Tensor
     mask_T: Tensor
-    kl_T: Tensor | None
-    baseline_B3: Tensor | None
+    kl_T: Tensor | None = None
+    baseline_B3: Tensor | None = None
+    components: ComponentRewards | None = None
 
     @property
     def counts_B(self) -> Tensor:
@@ -138,6 +158,24 @@ def whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
 @_advantage
 def group_mean_whitened(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
     return _whiten(algorithm, batch.centred_B[batch.sample_T], batch.mask_T)
+
+
+@_advantage
+def component_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
+    """Return the advantage of GDPO (arXiv 2601.05242): each component is normalised within its group like the reward of
+    ``group_std``, and the weighted sums are divided by their root mean square over the samples of the batch, whose mean
+    is 0. Samples that lack a component are not compared in it.
+    """
+    assert batch.components is not None, "the sources of the run have rewards with components"
+    values_BK, weights_BK, shaping_B = batch.components
+    sums_B = replace(batch, rewards_B=shaping_B).centred_B
+    for values_B, weights_B in zip(values_BK.unbind(1), weights_BK.unbind(1), strict=True):
+        present_B = ~values_B.isnan()
+        part = replace(batch, rewards_B=values_B[present_B], group_B=batch.group_B[present_B])
+        std_B = part.group_std_B(algorithm.advantage_ddof)
+        sums_B[present_B] += weights_B[present_B] * part.centred_B / (std_B + algorithm.advantage_eps)
+    rms = (sums_B**2).mean().sqrt()
+    return (sums_B / (rms + algorithm.advantage_eps))[batch.sample_T]
 
 
 @_advantage

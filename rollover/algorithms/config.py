@@ -38,7 +38,10 @@ class AlgorithmConfig:
     """``group_std``: reward minus the group's mean, divided by the group's standard deviation (GRPO). ``group_mean``:
     without the division (Dr.GRPO). ``leave_one_out``: reward minus the mean of the siblings (RLOO). ``whitened``:
     reward to go per token, whitened over the whole batch (REINFORCE++). ``group_mean_whitened``: the group's mean is
-    subtracted first. ``history``: the value that ``group_std`` would give among seven siblings with the mean and
+    subtracted first. ``component_std``: each component of the reward minus its mean in the group, divided by its
+    standard deviation there, weighted and summed up; a punishment for length is added without the division; the sums
+    are divided by their root mean square over the batch (GDPO, arXiv 2601.05242). For sources with ``rewards``.
+    ``history``: the value that ``group_std`` would give among seven siblings with the mean and
     standard deviation of earlier rewards, fixed before the sample began; for samples that are trained one by one
     (``rollout.unit``). It is below 2.475 for any rewards, and 0 before any reward is known."""
     advantage_eps: float | None = None

@@ -11,8 +11,8 @@ run and the generated page need nothing else (``tests/algorithms/test_adding_an_
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from rollover.errors import nearest
@@ -30,6 +30,8 @@ class AdvantageRow:
     """The rewards that a reward is compared with: the rewards of its group, of the whole batch, or earlier ones."""
     divides: bool
     """True if it is divided by a deviation, so that ``advantage_eps`` and ``advantage_ddof`` have an effect."""
+    by_component: bool = False
+    """True if it compares the components of rewards rather than their sum."""
 
 
 ADVANTAGES: dict[str, AdvantageRow] = {
@@ -38,6 +40,7 @@ ADVANTAGES: dict[str, AdvantageRow] = {
     "leave_one_out": AdvantageRow(compares="siblings", divides=False),
     "whitened": AdvantageRow(compares="batch", divides=True),
     "group_mean_whitened": AdvantageRow(compares="siblings", divides=True),
+    "component_std": AdvantageRow(compares="siblings", divides=True, by_component=True),
     "history": AdvantageRow(compares="history", divides=True),
 }
 """The advantages by name; the function of that name in ``advantages`` computes each."""
@@ -82,6 +85,10 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_k2grad", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 KlIn = Literal["loss", "reward"]
 GroupFilter = Literal["none", "zero_signal"]
+Weights = Mapping[str, Mapping[str, float]]
+"""The weights of the rewards of each source, by their names."""
+Compared = float | tuple[tuple[str, float], ...]
+"""A reward, or its components by name."""
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "none": (0.0, math.inf),
@@ -125,6 +132,8 @@ class Algorithm:
     overlong_buffer: float = 0.0
     mask_truncated: bool = False
     group_filter: GroupFilter = "none"
+    reward_weights: Weights = field(default_factory=dict, hash=False)
+    """Given by the run that uses the row, not by the row."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -147,8 +156,8 @@ class Algorithm:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that decides how the algorithm trains, by name."""
-        return {key: value for key, value in asdict(self).items() if key != "paper"}
+        """Return everything in the row that decides how the algorithm trains, by name."""
+        return {key: value for key, value in asdict(self).items() if key not in ("paper", "reward_weights")}
 
     @property
     def needs_ref(self) -> bool:
@@ -169,13 +178,20 @@ class Algorithm:
         sees_rollout = self.old == "rollout" and OBJECTIVES[self.objective].has_ratio
         return self.correction == "none" and not sees_rollout
 
-    def keeps_group(self, rewards_G: Sequence[float]) -> bool:
+    def keeps_group(self, rewards_G: Sequence[Compared]) -> bool:
         """Return whether to train a group with these unshaped rewards. With ``group_filter = "zero_signal"``, DAPO's
-        dynamic sampling (arXiv 2503.14476, section 3.2), it is trained iff they differ.
+        dynamic sampling (arXiv 2503.14476, section 3.2), it is trained iff what the advantage compares differs.
 
         Neither this nor ``trains_sample`` looks at completion time, so that neither prefers short responses.
         """
         return self.group_filter == "none" or len(set(rewards_G)) > 1
+
+    def compared(self, source: str, reward: float, components: Mapping[str, float]) -> Compared:
+        """Return what the advantage compares of a response: its reward, or the components that have a weight."""
+        if not ADVANTAGES[self.advantage].by_component:
+            return reward
+        weights = self.reward_weights[source]
+        return tuple((name, x) for name, x in sorted(components.items()) if component_weight(weights, name))
 
     def trains_sample(self, finish_reason: FinishReason) -> bool:
         """Return whether the tokens of a sample with this finish reason have ``loss_mask`` 1."""
@@ -191,6 +207,14 @@ class Algorithm:
             return 0.0
         buffer_tokens = self.overlong_buffer * max_response_tokens
         return -min(max((num_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens, 0.0), 1.0)
+
+
+def component_weight(weights: Mapping[str, float], component: str) -> float:
+    """Return the weight of a component: that of its reward, which the name begins with.
+
+    Example: with weights of ``{"exact": 1.0, "mine": 0.5}``, the component ``mine/style`` has weight 0.5.
+    """
+    return weights[component.partition("/")[0]]
 
 
 def _check_choices(row: Algorithm) -> None:

@@ -1,17 +1,17 @@
-"""Scores one response and reports the reward, or why there is none, in JSON, so that no reason and its kind get lost
-between a reward process and the run."""
+"""Scores responses with one reward and reports the values, or why there are none, in JSON, so that no reason and its
+kind get lost between a reward process and the run."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollover.environments.reward_value import MisshapenReward, RefusedReward
-from rollover.environments.rewards.base import Reward, RewardSample
+from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue
+from rollover.environments.rewards.base import GroupReward, Reward, RewardSample
 from rollover.errors import DataError, RewardError
 
 _LONGEST_REASON = 400
@@ -28,40 +28,55 @@ _ERRORS: dict[Failure, type[RewardError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringResult:
-    """Holds a reward, or the reason why there is none.
+    """Holds the values of one or several responses, or the reason why there are none.
 
     Example: ``ScoringResult(failure="raised", reason="KeyError: 'answer' (mine.py, line 7)")``.
     """
 
-    reward: float | None = None
+    values: Sequence[RewardValue] = ()
     failure: Failure | None = None
     reason: str = ""
 
-    def number(self) -> float:
-        """Return the reward. Raises the ``RewardError`` that stands for the failure."""
+    def rewards(self) -> Sequence[RewardValue]:
+        """Return the values, one per response. Raises the ``RewardError`` that stands for the failure."""
         if self.failure is not None:
             raise _ERRORS[self.failure](self.reason)
-        assert self.reward is not None
-        return self.reward
+        return self.values
 
 
-async def score_once(reward: Reward, sample: RewardSample) -> ScoringResult:
-    """Score ``sample`` on the event loop of the run. Any error that a reward raises fails its sample, never the run;
+Values = RewardValue | Sequence[RewardValue]
+"""The value of one response, or those of a group, as a reward returns them."""
+
+
+def begin_score(reward: Reward | GroupReward, samples: Sequence[RewardSample]) -> Values | Awaitable[Values]:
+    """Call the reward with one response, or with all of a group if it compares them."""
+    if isinstance(reward, GroupReward):
+        return reward.score_group(samples)
+    (sample,) = samples
+    return reward.score(sample)
+
+
+def scored(values: Values) -> ScoringResult:
+    return ScoringResult(values=values if isinstance(values, list) else [values])  # type: ignore[list-item]
+
+
+async def score_once(reward: Reward | GroupReward, samples: Sequence[RewardSample]) -> ScoringResult:
+    """Score ``samples`` on the event loop of the run. Any error that a reward raises fails its samples, never the run;
     only Ctrl-C and the cancellation or the closing of the caller are passed on."""
 
-    async def score() -> float:
-        score = reward.score(sample)
-        return await score if isinstance(score, Awaitable) else score
+    async def score() -> Values:
+        values = begin_score(reward, samples)
+        return await values if isinstance(values, Awaitable) else values
 
     return await settled(score())
 
 
-async def settled(score: Awaitable[float], *, own_process: bool = False) -> ScoringResult:
+async def settled(values: Awaitable[Values], *, own_process: bool = False) -> ScoringResult:
     """Await a score like ``score_once``. In a reward process (``own_process``), which Ctrl-C does not reach, an
     interrupt is an error of the reward too."""
     task = asyncio.current_task()
     try:
-        return ScoringResult(reward=await score)
+        return scored(await values)
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise

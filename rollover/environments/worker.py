@@ -1,23 +1,24 @@
 """Runs rewards in a process of its own: ``python -m rollover.environments.worker DESCRIPTOR``, started by the pool.
 
 It speaks JSON lines with its parent over the socket ``DESCRIPTOR``. The first line in has the reward specs; the first
-line out is ``{"ready": true}``, or ``{"error": reason}``, after which the process ends. Then each line in has one
-sample with an ``id``, and each line out its result with the same ``id``. Anything that reward functions print goes to
-standard error. A keeper (see ``keeper.py``) ensures that nothing is left when this process ends or must end.
+line out is ``{"ready": true}``, or ``{"error": reason}``, after which the process ends. Then each line in has the
+samples of one scoring with an ``id``, and each line out its result with the same ``id``. Anything that reward functions
+print goes to standard error. A keeper (see ``keeper.py``) ensures that nothing is left when this process ends or must
+end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 
 from rollover.environments.channel import Channel
 from rollover.environments.keeper import keep
 from rollover.environments.rewards import spec_from_json
-from rollover.environments.rewards.base import Reward, RewardSample
-from rollover.environments.scoring import ScoringResult, failed, settled
+from rollover.environments.rewards.base import GroupReward, Reward, RewardSample
+from rollover.environments.scoring import ScoringResult, Values, begin_score, failed, scored, settled
 from rollover.errors import DataError
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     channel = Channel(int(sys.argv[1]))
     try:
         specs = [spec_from_json(value) for value in channel.receive()["specs"]]
-        rewards = {spec.source: spec.config.build(spec) for spec in specs}
+        rewards = {spec.key: spec.config.build(spec) for spec in specs}
     except DataError as error:
         channel.send({"error": str(error)})
         return
@@ -33,29 +34,32 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while True:
             request = channel.receive()
-            result = _score(rewards[request["source"]], RewardSample.from_json(request["sample"]), channel, runner)
+            samples = [RewardSample.from_json(sample) for sample in request["samples"]]
+            result = _score(rewards[request["reward"]], samples, channel, runner)
             channel.send({"id": request["id"], **asdict(result)})
 
 
-def _score(reward: Reward, sample: RewardSample, channel: Channel, runner: asyncio.Runner) -> ScoringResult:
+def _score(
+    reward: Reward | GroupReward, samples: Sequence[RewardSample], channel: Channel, runner: asyncio.Runner
+) -> ScoringResult:
     """Score outside any event loop, which the function may start itself; in ``runner`` only what must be awaited."""
 
-    async def settle(score: Awaitable[float]) -> ScoringResult:
+    async def settle(values: Awaitable[Values]) -> ScoringResult:
         try:
-            return await settled(score, own_process=True)
+            return await settled(values, own_process=True)
         finally:
             channel.leave_in_a_child()
 
     try:
-        score = reward.score(sample)
+        values = begin_score(reward, samples)
     except BaseException as error:  # Ctrl-C does not reach this process, so any interrupt comes from the reward itself
         return failed(error)
     finally:
         channel.leave_in_a_child()
-    if not isinstance(score, Awaitable):
-        return ScoringResult(reward=score)
+    if not isinstance(values, Awaitable):
+        return scored(values)
     try:
-        return runner.run(settle(score))
+        return runner.run(settle(values))
     except RuntimeError as error:  # the reward stopped the event loop
         for task in asyncio.all_tasks(runner.get_loop()):
             task.cancel()

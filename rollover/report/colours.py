@@ -24,6 +24,7 @@ WASTE_COLOURS = {
     WasteCause.FILTER_ZERO_SIGNAL: "--cyan",
     WasteCause.UNTRUSTED_ENGINE: "--teal",
     WasteCause.FAILED: "--brown",
+    WasteCause.NO_REWARD: "--teal",  # as untrusted_engine, which is rare
     WasteCause.SKIPPED: "--soft",
     WasteCause.MASKED_TRUNCATED: "--pink",
     WasteCause.MASKED_STALE: "--yellow",

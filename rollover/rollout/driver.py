@@ -17,6 +17,7 @@ task                  consumes                 waits for                        
 ``next_batch``        ready groups             a full batch                     a group settled; the stall limit
 ``_generate``, each   segments of one call     the engine, or a back-off        chunks; abort; the engine's error
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
+(or a group of them)
 ====================  =======================  ===============================  ==============================
 
 Progress is a token or a reward. An abort that the driver has not requested is a failure of the engine like any other:
@@ -37,32 +38,48 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
-from rollover.errors import CallDisplaced, EngineError, EngineTimeout, RewardError, RolloverError
+from rollover.errors import CallDisplaced, EngineError, EngineTimeout, NoReward, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.rollout.generation import SampleCall, sample_key
 from rollover.rollout.journal import Journal
 from rollover.rollout.places import EnginePlaces
+from rollover.rollout.records import FINISHED, SETTLED, SampleRecord
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
-from rollover.types import Batch, SampleId, SamplingParams, Trajectory
+from rollover.types import Batch, Prompt, SampleId, SamplingParams, Trajectory, WasteCause
 
 
 class Scorer(Protocol):
     """Turns a finished trajectory into a reward, with deadlines and retries of its own.
 
-    Example: ``await scorer.score(trajectory)`` returns 1.0 for a right answer. It raises ``RewardError`` when it gives
-    up on this trajectory, and another ``RolloverError`` when trying others would be futile.
+    Example: ``await scorer.score(trajectory)`` returns 1.0 for a right answer, or a ``Score`` if the reward has
+    components. It raises ``RewardError`` when it gives up on this trajectory (``NoReward`` when none applies to it),
+    and another ``RolloverError`` when trying others would be futile.
     """
 
     async def score(self, trajectory: Trajectory) -> float: ...
+
+
+@runtime_checkable
+class GroupScorer(Scorer, Protocol):
+    """A scorer that scores the finished responses of a group together, if their source asks for that: once the last one
+    has ended.
+
+    Example: ``await scorer.score_group(siblings)`` returns ``[1.0, 0.0]``, the ranks of two responses, or the
+    ``RewardError`` of each that has none.
+    """
+
+    def compares_siblings(self, source: str) -> bool: ...
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[float | RewardError]: ...
 
 
 class RolloutDriver:
@@ -80,6 +97,8 @@ class RolloutDriver:
     Args:
         clock: when left out, the machine's, which continues where the journal ends.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
+        compared: what ``keep_group`` gets of a sample: its reward when left out.
+        passes_over: whether a prompt of the source is left out.
         shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
             compares.
         observer: called after each event, when the ledger has already applied it.
@@ -101,7 +120,9 @@ class RolloutDriver:
         state: RolloutState,
         journal: Journal | None = None,
         limits: Limits | None = None,
-        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True,
+        compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward,
+        passes_over: Callable[[Prompt], bool] = lambda prompt: False,
         shaping: Callable[[int], float] = lambda num_tokens: 0.0,
         observer: Callable[[Event], None] = lambda event: None,
         lockstep: bool = False,
@@ -112,6 +133,7 @@ class RolloutDriver:
         self._limits = limits = limits or Limits()
         self._clock = clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
+        self._scorer = scorer
         self._scheduler = Scheduler(
             strategy=strategy,
             source=source,
@@ -121,10 +143,12 @@ class RolloutDriver:
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,
+            compared=compared,
+            passes_over=passes_over,
+            compares_siblings=self._compares_siblings,
             emit=self._emit,
         )
         self._engine = engine
-        self._scorer = scorer
         self._journal = journal
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
@@ -184,7 +208,7 @@ class RolloutDriver:
         if not self.ledger.replay:
             in_hand = self._scoring.keys() | self._tasks.keys()  # a call that is ending scores its own sample
             for sample_id in self.ledger.unscored.keys() - in_hand:
-                self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+                self._start_scoring(self._due(sample_id))
         self._last_progress_s = self._clock.now_s()
         self._act()
         await self._until(lambda: bool(self._distrusted) or self._can_consume())
@@ -422,38 +446,67 @@ class RolloutDriver:
     async def _after_call(self, sample_id: SampleId) -> None:
         """Start scoring a finished sample, and fill the place that became free."""
         async with self._turn or nullcontext():
-            if sample_id in self.ledger.unscored:
-                if self._turn is not None:
-                    await self._score(sample_id)
-                else:
-                    self._scoring[sample_id] = asyncio.create_task(self._score(sample_id))
+            due = self._due(sample_id)
+            if self._turn is not None:
+                await self._score(due)
+            else:
+                self._start_scoring(due)
             self._act()
             if self._turn is not None:
                 await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
 
-    async def _score(self, sample_id: SampleId) -> None:
-        reward, failure = 0.0, None
+    def _compares_siblings(self, source: str) -> bool:
+        return isinstance(self._scorer, GroupScorer) and self._scorer.compares_siblings(source)
+
+    def _due(self, sample_id: SampleId) -> tuple[SampleId, ...]:
+        """Return the samples to score now that this one has ended: itself if it is finished, or, if their reward
+        compares siblings, all finished ones of its group once each has ended."""
+        group = self.ledger.groups.get(sample_id.group)
+        if group is None or not self._compares_siblings(group.prompt.source):
+            return (sample_id,) if sample_id in self.ledger.unscored else ()
+        if any(sample.state is not FINISHED and sample.state not in SETTLED for sample in group.samples):
+            return ()
+        finished = (sample.sample_id for sample in group.samples if sample.state is FINISHED)
+        return tuple(one for one in finished if one not in self._scoring)
+
+    def _start_scoring(self, sample_ids: tuple[SampleId, ...]) -> None:
+        if sample_ids:
+            self._scoring.update(dict.fromkeys(sample_ids, asyncio.create_task(self._score(sample_ids))))
+
+    async def _ask_for_scores(self, sample_ids: tuple[SampleId, ...]) -> Sequence[float | RewardError]:
+        trajectories = [self.ledger.sample(sample_id).trajectory for sample_id in sample_ids]
+        if isinstance(self._scorer, GroupScorer) and self._compares_siblings(trajectories[0].prompt.source):
+            return await self._scorer.score_group(trajectories)
+        return [await self._scorer.score(trajectory) for trajectory in trajectories]
+
+    async def _score(self, sample_ids: tuple[SampleId, ...]) -> None:
+        scores: Sequence[float | RewardError] = ()
+        if not sample_ids:
+            return
         try:
-            reward = await self._scorer.score(self.ledger.sample(sample_id).trajectory)
+            scores = await self._ask_for_scores(sample_ids)
         except RewardError as e:
-            failure = str(e)
+            scores = [e] * len(sample_ids)
         except RolloverError as e:  # a mistake that would affect every other sample too
             self._break(e)
             return
         except Exception as e:
-            failure = f"{type(e).__name__}: {e}"
+            scores = [RewardError(f"{type(e).__name__}: {e}")] * len(sample_ids)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
-            failure = "the scorer cancelled it"  # without our request: a worker was shut down, say
+            scores = [RewardError("the scorer cancelled it")] * len(sample_ids)  # a worker was shut down, say
         finally:
-            self._scoring.pop(sample_id, None)
-        self._last_progress_s = self._clock.now_s()
+            for sample_id in sample_ids:
+                self._scoring.pop(sample_id, None)
+        now_s = self._last_progress_s = self._clock.now_s()
         try:
-            if failure is not None:
-                self._scheduler.failed(sample_id, failure, self._last_progress_s)
-            else:
-                self._scheduler.scored(sample_id, reward, self._last_progress_s)
+            for sample_id, score in zip(sample_ids, scores, strict=True):
+                if isinstance(score, RewardError):
+                    cause = WasteCause.NO_REWARD if isinstance(score, NoReward) else WasteCause.FAILED
+                    self._scheduler.failed(sample_id, str(score), now_s, cause=cause)
+                else:
+                    self._scheduler.scored(sample_id, score, now_s)
             self._act()
         except Exception as e:
             self._break(e)

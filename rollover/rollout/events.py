@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rollover.types import Prompt, SampleId, Segment, WasteCause
+from rollover.types import NO_COMPONENTS, Prompt, SampleId, Segment, WasteCause
 
 
 class GroupOpened(NamedTuple):
@@ -56,7 +56,8 @@ class SampleScored(NamedTuple):
     """A finished sample has its reward.
 
     Example: ``SampleScored(9.5, SampleId(12, 0), reward=1.0, shaping=-0.2)`` is a right answer that the algorithm
-    punishes for its length: siblings are compared with 0.8.
+    punishes for its length: siblings are compared with 0.8. With ``components={"exact": 1.0, "style": 0.5}`` the reward
+    is their weighted sum.
     """
 
     time_s: float
@@ -65,6 +66,10 @@ class SampleScored(NamedTuple):
     """The reward before shaping."""
     shaping: float = 0.0
     """The amount that the algorithm adds to it before comparing (a penalty for length, for example)."""
+    components: Mapping[str, float] = NO_COMPONENTS
+    """The numbers that the reward is the weighted sum of, by name; empty for a reward without parts."""
+    solved: bool | None = None
+    """True if the reward reached the ``pass_score`` of its source; ``None`` if that is not known."""
 
 
 class SampleFailed(NamedTuple):
@@ -76,6 +81,8 @@ class SampleFailed(NamedTuple):
     time_s: float
     sample_id: SampleId
     reason: str
+    cause: WasteCause = WasteCause.FAILED
+    """``no_reward`` for a sample that no reward applies to, which is not a failure."""
 
 
 class GroupDropped(NamedTuple):

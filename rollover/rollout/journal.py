@@ -26,6 +26,8 @@ from rollover.rollout.events import (
     GroupDropped,
     GroupOpened,
     Restarted,
+    SampleFailed,
+    SampleScored,
     SegmentEnded,
 )
 from rollover.rollout.state import RolloutState
@@ -39,6 +41,8 @@ _TOKEN_BYTES = 8
 """Bytes of a token and its log-prob in a blob."""
 _ALL = "TRUE"
 """The condition in SQL that every event meets."""
+_LATER: dict[type, tuple[str, ...]] = {SampleScored: ("components", "solved"), SampleFailed: ("cause",)}
+"""Fields that are written only when they say something: journals of earlier versions do not have them."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -51,6 +55,9 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     if isinstance(event, SegmentEnded):
         segment = body["segment"] = event.segment._asdict()
         blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
+    for name in _LATER.get(type(event), ()):
+        if body[name] == event._field_defaults[name]:
+            del body[name]
     return type(event).__name__, _to_json(body), blob
 
 
@@ -65,7 +72,7 @@ def _decode(kind: str, body: str, blob: bytes | int) -> Event:
             fields["prompt"] = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
         case SegmentEnded.__name__:
             fields["segment"] = _decode_segment(fields["segment"], blob)
-        case GroupDropped.__name__:
+        case GroupDropped.__name__ | SampleFailed.__name__ if "cause" in fields:
             fields["cause"] = WasteCause(fields["cause"])
         case BatchConsumed.__name__:
             fields["group_ids"] = tuple(fields["group_ids"])

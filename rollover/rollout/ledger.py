@@ -116,7 +116,7 @@ class Ledger:
         self.dropped: Counter[WasteCause] = Counter()
         """Number of groups dropped, by cause."""
         self.num_failed = 0
-        """Number of samples failed."""
+        """Number of samples failed; those that no reward applies to are not among them."""
         self._proved: set[int] = set()
         """Consumed groups that ``check`` has found correct."""
         for event in events:
@@ -163,12 +163,13 @@ class Ledger:
                 self._score(event)
             case GroupOpened():
                 self._open(event)
-            case SampleFailed(sample_id=sample_id):
+            case SampleFailed(sample_id=sample_id, cause=cause):
                 sample = self.sample(sample_id)
                 assert sample.state not in SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 self._leave(sample_id, sample)
-                self.num_failed += 1
-                self.tokens.wasted[WasteCause.FAILED] += sample.num_tokens
+                self.num_failed += cause is WasteCause.FAILED
+                sample.cause = cause
+                self.tokens.wasted[cause] += sample.num_tokens
                 self._settle(sample_id, FAILED)
             case GroupDropped():
                 self._drop(event)
@@ -250,7 +251,7 @@ class Ledger:
         sample = self.sample(sample_id)
         assert sample.state is FINISHED, f"{sample_id} is {sample.state}, not finished"
         del self.unscored[sample_id]
-        sample.reward = event.reward
+        sample.reward, sample.components, sample.solved = event.reward, event.components, event.solved
         self._settle(sample_id, SCORED)
 
     def _park(self, sample_id: SampleId, sample: SampleRecord) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,6 +76,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     rows = {g.prompt.prompt_id.partition("@")[0]: g.prompt.token_ids for g in batch.groups}
     return {
         "prompt/repeated": 1 - len(set(rows.values())) / len(rows),
+        **_parts_of_rewards(batch),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/groups_with_signal": signal / len(batch.groups),
@@ -89,6 +90,22 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "staleness/off_policy_tokens": lag.off_policy_fraction,
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
     }
+
+
+def _parts_of_rewards(batch: Batch) -> dict[str, float]:
+    """Return the mean of each component, and reward and pass rate by source if there are components or several
+    sources. A component that a response does not have does not count."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for t in batch.trajectories:
+        for name, value in t.components.items():
+            values[f"reward/component/{name}"].append(value)
+    if values or len({t.prompt.source for t in batch.trajectories}) > 1:
+        for t in batch.trajectories:
+            if t.reward is not None:
+                values[f"reward/source/{t.prompt.source}"].append(t.reward)
+            if t.solved is not None:
+                values[f"pass_rate/source/{t.prompt.source}"].append(t.solved)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
 def ledger_metrics(ledger: Ledger) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollover.types import Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.types import NO_COMPONENTS, Prompt, SampleId, Segment, Trajectory, WasteCause
 
 
 class SampleState(StrEnum):
@@ -42,6 +42,10 @@ class SampleRecord:
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
     reward: float | None = None
+    components: Mapping[str, float] = field(default_factory=lambda: NO_COMPONENTS)
+    solved: bool | None = None
+    cause: WasteCause | None = None
+    """The cause for which it was given up."""
     state: SampleState = WAITING
     num_tokens: int = 0
 
@@ -49,7 +53,14 @@ class SampleRecord:
     def trajectory(self) -> Trajectory:
         """Return the present state as a record."""
         segments = tuple(segment.unpacked() for segment in self.segments)
-        return Trajectory(sample_id=self.sample_id, prompt=self.prompt, segments=segments, reward=self.reward)
+        return Trajectory(
+            sample_id=self.sample_id,
+            prompt=self.prompt,
+            segments=segments,
+            reward=self.reward,
+            components=self.components,
+            solved=self.solved,
+        )
 
     def pack(self) -> None:
         """Hold the tokens in little memory, now that they are only kept for a restart."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollover.errors import DataError, RunError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
@@ -30,10 +30,10 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.records import FAILED, SampleState
+from rollover.rollout.records import FAILED, SampleRecord, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Score, Segment, Trajectory, WasteCause
 
 
 class Source(Protocol):
@@ -133,6 +133,9 @@ class Scheduler:
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
         shaping: the amount that the algorithm adds to the reward of a response with this number of tokens before it
             compares.
+        compared: what ``keep_group`` gets of a sample: its reward when left out.
+        compares_siblings: whether the samples of a group of this source are scored together, once each has ended.
+        passes_over: whether a prompt of the source is left out.
         emit: called with each event once the ledger has applied it.
     """
 
@@ -146,8 +149,11 @@ class Scheduler:
         limits: Limits | None = None,
         placement: SamplePlacement | None = None,
         emit: Callable[[Event], None] = lambda event: None,
-        keep_group: Callable[[Sequence[float]], bool] = lambda rewards: True,
+        keep_group: Callable[[Sequence[Any]], bool] = lambda rewards: True,
         shaping: Callable[[int], float] = lambda num_tokens: 0.0,
+        compares_siblings: Callable[[str], bool] = lambda source: False,
+        passes_over: Callable[[Prompt], bool] = lambda prompt: False,
+        compared: Callable[[SampleRecord], Any] = lambda sample: sample.reward,
     ) -> None:
         self.ledger = state.ledger
         self._state = state
@@ -162,6 +168,9 @@ class Scheduler:
         self._limits = limits or Limits()
         self._keep_group = keep_group
         self._shaping = shaping
+        self._compares_siblings = compares_siblings
+        self._compared = compared
+        self._passes_over = passes_over
         self._emit = emit
         self._num_failed_in_a_row = 0
         self._num_filtered_in_a_row = 0
@@ -231,9 +240,14 @@ class Scheduler:
     @property
     def _is_ending(self) -> bool:
         """Return whether anything still runs. A strategy that waits for the last token waits for the last reward
-        too."""
+        too, unless that compares a sample with siblings that have yet to be decoded."""
         ledger = self.ledger
-        return bool(ledger.running or (self.strategy.on_full is OnFull.WAIT and ledger.unscored))
+        waits = self.strategy.on_full is OnFull.WAIT
+        return bool(ledger.running) or (waits and any(self._is_being_scored(i.group) for i in ledger.unscored))
+
+    def _is_being_scored(self, group_id: int) -> bool:
+        group = self.ledger.groups[group_id]
+        return not (group.num_startable and self._compares_siblings(group.prompt.source))
 
     def _start_samples(self, now_s: float) -> Sequence[StartSample]:
         ledger, strategy, view = self.ledger, self.strategy, self._view
@@ -274,7 +288,10 @@ class Scheduler:
         if takes_returned and ledger.returned:
             prompt, cursor = ledger.returned[0], ledger.cursor
         else:
-            prompt, cursor = self._source.prompt(ledger.cursor), ledger.cursor + 1
+            cursor = ledger.cursor
+            while self._passes_over(prompt := self._source.prompt(cursor)):
+                cursor += 1
+            cursor += 1
         self.record(
             GroupOpened(
                 time_s=now_s,
@@ -317,20 +334,26 @@ class Scheduler:
             self.failed(sample_id, f"its reward is {reward}: not a finite number within {MAX_REWARD:g}", now_s)
             return
         self._num_failed_in_a_row = 0
-        self.record(SampleScored(now_s, sample_id, reward, self._shaping(self.ledger.sample(sample_id).num_tokens)))
+        shaping = self._shaping(self.ledger.sample(sample_id).num_tokens)
+        if isinstance(reward, Score):
+            event = SampleScored(now_s, sample_id, float(reward), shaping, reward.components, reward.solved)
+        else:
+            event = SampleScored(now_s, sample_id, reward, shaping)
+        self.record(event)
         self._settle(sample_id, now_s)
 
-    def failed(self, sample_id: SampleId, reason: str, now_s: float) -> None:
+    def failed(self, sample_id: SampleId, reason: str, now_s: float, *, cause: WasteCause = WasteCause.FAILED) -> None:
         """Give up the sample.
 
         Raises:
             DataError: too many failed in a row, so it is hardly the sample's fault.
         """
-        self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason))
+        self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason, cause=cause))
         self._num_failed_in_a_row += 1
         per_batch = self.strategy.batch_size * self.strategy.group_size
         if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
-            raise DataError(f"the last {self._num_failed_in_a_row} samples all failed, the last one with: {reason}")
+            end = "all failed" if cause is WasteCause.FAILED else "have no reward"
+            raise DataError(f"the last {self._num_failed_in_a_row} samples {end}, the last one with: {reason}")
         self._settle(sample_id, now_s)
 
     def published(self, version: int, now_s: float, *, pause_s: float) -> None:
@@ -341,7 +364,8 @@ class Scheduler:
         self.record(CheckpointSaved(time_s=now_s, step=step))
 
     def _settle(self, sample_id: SampleId, now_s: float) -> None:
-        """Decide, once all siblings are scored or failed, whether the group is worth training.
+        """Decide, once all siblings are scored or failed, whether the group is worth training. A lone survivor is not:
+        its advantage would be 0.
 
         Raises:
             RunError: the filter rejects all groups.
@@ -350,8 +374,10 @@ class Scheduler:
         if group.num_unsettled:
             return
         if group.num_scored < min(2, self.strategy.group_size):
-            self._drop(group.group_id, WasteCause.FAILED, now_s, prompt_returned=False)
-        elif self._keep_group(group.rewards_G):
+            causes = {sample.cause for sample in group.samples}
+            cause = WasteCause.FAILED if WasteCause.FAILED in causes else WasteCause.NO_REWARD
+            self._drop(group.group_id, cause, now_s, prompt_returned=False)
+        elif self._keep_group([self._compared(s) for s in group.samples if s.reward is not None]):
             self._num_filtered_in_a_row = 0
         else:
             self._drop(group.group_id, WasteCause.FILTER_ZERO_SIGNAL, now_s, prompt_returned=False)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
-from rollover.algorithms.registry import ADVANTAGES
+from rollover.algorithms.registry import ADVANTAGES, Algorithm
 from rollover.cluster.config import ClusterConfig
 from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineDemands
@@ -82,6 +82,12 @@ class RunConfig:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Runs to compare, by name; each table lists the changes to this config, as in ``[variants.april.rollout]``
     followed by ``strategy = "april"``. All variants start from the same initial policy."""
+
+    @property
+    def weighing_algorithm(self) -> Algorithm:
+        """Return the algorithm with the weights of the rewards that it compares."""
+        weights = {source.name: {r.component: r.weight for r in source.rewards} for source in self.tasks.train}
+        return replace(resolve(self.algorithm), reward_weights=weights)
 
     @property
     def warmup_sources(self) -> tuple[SourceConfig, ...]:
@@ -190,6 +196,14 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             f"algorithm.advantage {algorithm.advantage!r} requires samples that are trained one by one: set"
             " rollout.unit = 'sample', or use an advantage that compares siblings"
         )
+    for source in config.tasks.train:
+        if advantage.by_component and not source.rewards:
+            yield (
+                f"algorithm.advantage {algorithm.advantage!r} compares the components of rewards, and source"
+                f" {source.name!r} has none: list its rewards as tasks.train.rewards, or use 'group_std'"
+            )
+        if single and any(reward.compares_siblings for reward in source.all_rewards):
+            yield f"rollout.{single}, but a reward of source {source.name!r} compares siblings: change one of them"
     if config.trainer.mini_batches > rollout.rollout_batch_size * rollout.num_siblings:
         yield (
             f"trainer.mini_batches ({config.trainer.mini_batches}) is above rollout.rollout_batch_size"

@@ -112,7 +112,8 @@ def _sources(config: RunConfig) -> Iterator[str]:
             facts = check_source(source, encoder)
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
             reply = f"; {facts.reply}" if facts.reply else ""
-            yield f"{role} source {source.name}: {source.kind}{size}, scored by {source.reward.kind}{reply}"
+            scored_by = ", ".join(reward.kind for reward in source.all_rewards)
+            yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
             if facts.first is not None:
                 yield from _first_prompt(facts.first, facts.reference, tokenizer)
     for source in () if config.sft is None else config.warmup_sources:

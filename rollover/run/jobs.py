@@ -190,7 +190,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         engine = (await open_engine_of(config, run, folder, lambda text: None)).engine
         stack.push_async_callback(engine.close)
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
-        scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer)
+        scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer, run.path)
         stack.push_async_callback(scorer.close)
         evaluator = Evaluator(
             config,

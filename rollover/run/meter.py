@@ -16,6 +16,7 @@ from rollover.report import throughput
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, drift_metrics, ledger_metrics
 from rollover.run.observers import StepEnded
+from rollover.tasks.curriculum import Curriculum
 from rollover.types import Batch, TrainedStep, WasteCause
 
 
@@ -24,6 +25,7 @@ class StepMeter:
 
     Args:
         overlaps_training: whether samples are decoded during the whole step, or only while a batch is collected.
+        curriculum: which chooses the prompts, if anything does.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class StepMeter:
         clock: Clock,
         *,
         overlaps_training: bool,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self._ledger = ledger
         self._scorer = scorer
         self._engine_metrics = engine_metrics
         self._clock = clock
         self._overlaps_training = overlaps_training
+        self._curriculum = curriculum
         self._timings: defaultdict[str, float] = defaultdict(float)
         self._measured: dict[str, float] = {}
         self._step_began_s = clock.now_s()
@@ -76,6 +80,7 @@ class StepMeter:
             **trained.metrics,
             **({} if WasteCause.SKIPPED in trained.untrained else batch_metrics(batch)),
             **ledger_metrics(self._ledger),
+            **({} if self._curriculum is None else self._curriculum.metrics()),
             **drift_metrics(trained.drift),
             **({} if self._engine_metrics is None else self._engine_metrics.take_metrics()),
             **self._timings,
@@ -83,6 +88,7 @@ class StepMeter:
             # A sum over all samples: if rewards are computed in parallel, it exceeds the step's time.
             "reward/work_s": counters.reward_s - before.reward_s,
             "reward/late": float(counters.late_rewards - before.late_rewards),
+            **{name: value - before.judges[name] for name, value in counters.judges.items()},
             **throughput.of_step(
                 trained_tokens=batch.num_tokens - sum(trained.untrained.values()),
                 decoded_tokens=counters.decoded - before.decoded,
@@ -99,7 +105,7 @@ class StepMeter:
 
     def _counters(self) -> _Counters:
         scored = self._scorer.stats
-        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late)
+        return _Counters(self._ledger.tokens.decoded, scored.busy_s, scored.num_late, self._scorer.judge_metrics)
 
 
 class _Counters(NamedTuple):
@@ -108,6 +114,7 @@ class _Counters(NamedTuple):
     decoded: int
     reward_s: float
     late_rewards: int
+    judges: dict[str, float]
 
 
 def peak_memory_bytes() -> int:

@@ -25,7 +25,8 @@ from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.journal import Journal, restart
+from rollover.rollout.events import Event
+from rollover.rollout.journal import Journal, read_events, restart
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
 from rollover.run.best import Scores
@@ -41,6 +42,7 @@ from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
+from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
 from rollover.types import Batch
@@ -93,7 +95,7 @@ async def open_session(
         run.settle()
         overlaps = config.rollout.strategy.overlaps_training
         ledger, scorer, metrics = parts.state.ledger, parts.scorer, parts.engine.metrics
-        meter = StepMeter(ledger, scorer, metrics, parts.clock, overlaps_training=overlaps)
+        meter = StepMeter(ledger, scorer, metrics, parts.clock, overlaps_training=overlaps, curriculum=parts.curriculum)
         evaluator = Evaluator(
             config,
             engine=parts.engine.engine,
@@ -141,6 +143,7 @@ class _Parts(NamedTuple):
     scorer: RewardScorer
     journal: Journal
     state: RolloutState
+    curriculum: Curriculum | None
     clock: Clock
     evaluated: Sequence[MetricRow]
     """The evaluations of the weights up to the trainer's version."""
@@ -180,7 +183,7 @@ async def _open_parts(
     evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
     held_out = held_out_texts(config.tasks, evaluation)
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
-    scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer)
+    scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer, run.path)
     stack.push_async_callback(scorer.close)
     journal = open_journal(run, checkpoint)
     stack.callback(journal.close)
@@ -199,9 +202,20 @@ async def _open_parts(
         scorer=scorer,
         journal=journal,
         state=state,
+        curriculum=_curriculum(config, run, resuming=resuming),
         clock=SystemClock(journal.last_time_s),
         evaluated=evaluated,
     )
+
+
+def _curriculum(config: RunConfig, run: RunDir, *, resuming: bool) -> Curriculum | None:
+    """Return the curriculum with the pass rates of the run so far."""
+    if config.tasks.curriculum is None:
+        return None
+    curriculum = Curriculum(config.tasks.curriculum, config.seed)
+    for _, event in read_events(run.journal, effective=True, tokens=False) if resuming else ():
+        curriculum.apply(event)
+    return curriculum
 
 
 def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleSlots) -> Observer:
@@ -245,7 +259,14 @@ def _weight_sync(
 
 
 def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDriver:
-    rollout, algorithm, engine = config.rollout, resolve(config.algorithm), parts.engine.engine
+    rollout, algorithm, engine = config.rollout, config.weighing_algorithm, parts.engine.engine
+    curriculum = parts.curriculum
+
+    def watch(event: Event) -> None:
+        if curriculum is not None:
+            curriculum.apply(event)
+        observe(event)
+
     return RolloutDriver(
         engine=engine,
         strategy=rollout.build_strategy(engine.capabilities),
@@ -258,8 +279,10 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
         journal=parts.journal,
         limits=Limits.from_config(rollout),
         keep_group=algorithm.keeps_group,
+        compared=lambda sample: algorithm.compared(sample.prompt.source, sample.reward or 0.0, sample.components),
+        **({} if curriculum is None else {"passes_over": curriculum.passes_over}),
         shaping=partial(algorithm.overlong_punishment, rollout.max_new_tokens),
-        observer=observe,
+        observer=watch,
         lockstep=config.deterministic,
         placement=parts.engine.placement,
     )

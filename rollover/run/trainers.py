@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.algorithms.config import resolve
 from rollover.cluster.config import ClusterConfig
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
@@ -36,7 +35,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it), so damage would go unnoticed")
-    algorithm, rollout = resolve(config.algorithm), config.rollout
+    algorithm, rollout = config.weighing_algorithm, config.rollout
     if config.trainer.num_devices == 1 and config.cluster is None:
         return LocalTrainer(
             config.trainer,

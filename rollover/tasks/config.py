@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from rollover.settings.changes import OnResume
 from rollover.settings.schema import ByKind
+from rollover.tasks.curriculum import CurriculumConfig
 from rollover.tasks.sources import SourceConfig
 
 NO_SOURCE = "tasks.train names no source; add one [[tasks.train]] table"
@@ -65,12 +66,20 @@ class TasksConfig:
     measured on the same items."""
     shuffle: bool = True
     """If true, the rows are reshuffled in every epoch; otherwise they keep the file's order."""
+    curriculum: CurriculumConfig | None = None
+    """Draws prompts by their pass rate: those that are always or never solved less often. Left out: all alike."""
 
     def __post_init__(self) -> None:
         for role, sources in (("train", self.train), ("eval", self.eval)):
             names = [source.name for source in sources]
             if double := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(f"tasks.{role}: two sources are called {double[0]!r}; give each its own name")
+        for source in self.eval:
+            if len(source.rewards) > 1 or any(reward.compares_siblings for reward in source.all_rewards):
+                raise ValueError(
+                    f"tasks.eval: source {source.name!r} must have one reward, which does not compare siblings: "
+                    "accuracy is the share of responses that it passes"
+                )
         if self.chat_template == "off" and self.system_prompt is not None:
             raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': remove one of them")
         if self.chat_template_date is not None:

@@ -80,6 +80,8 @@ def train_source(
         encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
         rows, name = source.open(gym_seed("train", source.name, seed)), source.name
         num_rows = _fewest(rows.num_rows, source.limit)
+        if num_rows is None and config.curriculum is not None:
+            raise DataError(f"tasks.curriculum needs rows that come again, and source {name!r} has none: set its limit")
         if num_rows is None:
             sources.append(EndlessSource(source, rows, encoder, name=name, held_out=held_out))
         else:
@@ -167,9 +169,9 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
     rows = config.open(seed=0)
     where = rows.where(0)
     columns = ColumnMap(config.column_settings(), rows[0], where)
-    spec = config.reward_spec(columns, config.name)
-    config.reward.check(spec)
-    config.reward.build(spec)
+    for spec in config.reward_specs(columns, config.name):
+        spec.config.check(spec)
+        spec.config.build(spec)
     first = None
     if encoder is not None:
         text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)

@@ -77,7 +77,7 @@ class _DatasetSource:
 
     @property
     def reward_specs(self) -> tuple[RewardSpec, ...]:
-        return (self._config.reward_spec(self._columns, self._name),)
+        return self._config.reward_specs(self._columns, self._name)
 
     def solution(self, prompt: Prompt) -> str:
         return self._config.solution(prompt, self._columns.prompt)

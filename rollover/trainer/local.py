@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.advantages import ComponentRewards, compute_advantages, shaping
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
@@ -287,18 +287,18 @@ class LocalTrainer:
         if self._algorithm.needs_ref:
             with self._policy.reference() as reference:
                 ref_T = forward(reference, minis, "reference log-probs")
-        rewards_B = shaped_rewards(
-            self._algorithm,
-            rewards_B=data.rewards_B,
-            lengths_B=data.lengths_B,
-            max_response_tokens=self._setup.max_response_tokens,
-        )
+        most, components = self._setup.max_response_tokens, None
+        shaping_B = shaping(self._algorithm, data.lengths_B, max_response_tokens=most)
+        if data.components_2BK is not None:
+            values_BK, weights_BK = data.components_2BK
+            components = ComponentRewards(values_BK, weights_BK, shaping_B)
         advantages_T = compute_advantages(
             self._algorithm,
-            rewards_B=rewards_B,
+            rewards_B=data.rewards_B + shaping_B,
             group_B=data.group_B,
             sample_T=data.sample_T,
             baseline_B3=data.baseline_B3,
+            components=components,
             loss_mask_T=data.loss_mask_T,
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,

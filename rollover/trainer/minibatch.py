@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollover.algorithms.batch import Denominators, TokenBatch
-from rollover.algorithms.registry import Algorithm
+from rollover.algorithms.registry import ADVANTAGES, Algorithm, Weights, component_weight
 from rollover.errors import ConfigError
 from rollover.trainer.balancing import assign_rows
 from rollover.trainer.context import ContextGroup
 from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of, shared
 from rollover.trainer.world import ALONE, World
-from rollover.types import Group, SampleId
+from rollover.types import Group, SampleId, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class BatchTensors:
     group_B: Tensor
     baseline_B3: Tensor | None
     """``Baseline`` of each sample, if samples are groups of their own."""
+    components_2BK: Tensor | None
+    """Components of the rewards and their weights, if the algorithm compares them (``ComponentRewards``)."""
     sample_T: Tensor
     rollout_logprobs_T: Tensor
     staleness_T: Tensor
@@ -78,11 +81,25 @@ class BatchTensors:
             lengths_B=put(lengths, torch.int64),
             group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
             baseline_B3=put([g.baseline for g in groups], torch.float64) if groups[0].baseline else None,
+            components_2BK=put(_components(trajectories, algorithm.reward_weights), torch.float64)
+            if ADVANTAGES[algorithm.advantage].by_component
+            else None,
             sample_T=put(np.repeat(np.arange(len(trajectories)), lengths), torch.int64),
             rollout_logprobs_T=put([p for t in trajectories for p in t.rollout_logprobs], torch.float32),
             staleness_T=put(step - versions_T, torch.int64),
             loss_mask_T=put(np.repeat(masks, lengths), torch.float32),
         )
+
+
+def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndarray[Any, Any]:
+    """Return the components of each sample and their weights, ``[2, B, K]``, with NaN and 0 for those it lacks."""
+    names = sorted({name for t in trajectories for name in t.components})
+    table = np.full((2, len(trajectories), len(names)), np.nan)
+    table[1] = 0
+    for row, t in enumerate(trajectories):
+        for name, value in t.components.items():
+            table[:, row, names.index(name)] = value, component_weight(weights[t.prompt.source], name)
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

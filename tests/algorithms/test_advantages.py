@@ -3,13 +3,15 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from rollover.algorithms import ALGORITHMS, Algorithm
-from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.advantages import ComponentRewards, compute_advantages, shaping
+from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import DataError
 from rollover.rollout.reward_history import RewardHistory
 from rollover.types import Baseline, Prompt
@@ -128,12 +130,12 @@ def test_masked_samples_stay_in_the_baseline() -> None:
 )
 def test_soft_overlong_punishment_falls_to_minus_1_over_the_buffer(length: int, punishment: float) -> None:
     # budget 100, buffer 0.2 * 100 = 20 tokens: 0 up to 80, -1/2 at 90, -1 at 100
-    actual = shaped_rewards(row("dapo"), rewards_B=f64(1), lengths_B=torch.tensor([length]), max_response_tokens=100)
+    actual = 1 + shaping(row("dapo"), torch.tensor([length]), max_response_tokens=100)
     assert actual.item() == pytest.approx(1 + punishment, abs=1e-12)
 
 
 def test_rows_without_an_overlong_buffer_leave_rewards_alone() -> None:
-    actual = shaped_rewards(row("grpo"), rewards_B=f64(1), lengths_B=torch.tensor([100]), max_response_tokens=100)
+    actual = 1 + shaping(row("grpo"), torch.tensor([100]), max_response_tokens=100)
     assert actual.item() == 1
 
 
@@ -225,3 +227,88 @@ def test_rare_successes_count_about_as_much_as_in_groups_of_eight(rate: float) -
     assert max(map(abs, found)) < 7 / math.sqrt(8)
     ours, theirs = ([a for a, r in zip(x, rewards, strict=True) if r] for x in (found, grpo))
     assert 0.8 < statistics.fmean(ours) / statistics.fmean(theirs) < 1.25
+
+
+NAN = math.nan
+WEIGHTS = {"s": {"a": 1.0, "b": 0.5, "c": 0.0}}
+
+
+def by_component(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    *,
+    group_B: Tensor = GROUP_B,
+    shaping_B: Tensor | None = None,
+    b_weight: float = 0.5,
+) -> Tensor:
+    weights_BK = torch.tensor([[1.0, b_weight]], dtype=torch.float64).expand(len(a), 2)
+    shaping_B = torch.zeros_like(a) if shaping_B is None else shaping_B
+    return compute_advantages(
+        row(name, advantage="component_std"),
+        rewards_B=a.nan_to_num() + b_weight * b.nan_to_num() + shaping_B,
+        group_B=group_B,
+        sample_T=torch.arange(len(a)),
+        loss_mask_T=torch.ones_like(a),
+        components=ComponentRewards(torch.stack([a, b], 1), weights_BK, shaping_B),
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
+def test_gdpo_normalises_each_component_in_its_group_before_the_weighted_sum(name: str) -> None:
+    # Group 0, a = (1, 0, 0): (2, -1, -1) / 3 over s = 0.577350 is (1.154701, -0.577350, -0.577350); b = (0, 3, 3) is
+    # the opposite, times 0.5. Sum: (0.577350, -0.288675, -0.288675). Group 1, a equal: 0; b = (3, 1): (1, -1) over
+    # s = 1.414214, times 0.5: (0.353553, -0.353553). Squares: 1/3 + 2/12 + 2/8 = 0.75; root of 0.75 / 5 = 0.387298.
+    expected = f64(0.57735027, -0.28867513, -0.28867513, 0.35355339, -0.35355339) / 0.38729833
+    actual = by_component(name, f64(1, 0, 0, 7, 7), f64(0, 3, 3, 3, 1))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_gdpo_sees_what_a_sum_of_equal_rewards_hides() -> None:
+    # a + b / 2 is 1 for every sample of group 0, which has no signal for GRPO; its a and b differ.
+    a, b = f64(1, 0, 0, 0, 0), f64(0, 2, 2, 0, 0)
+    torch.testing.assert_close(per_sample(row("grpo"), a + b / 2), f64(0, 0, 0, 0, 0))
+    assert by_component("grpo", a, b).tolist()[0] > 1
+    algorithm = replace(row("dapo", advantage="component_std"), reward_weights=WEIGHTS)
+
+    def kept(*samples: dict[str, float]) -> bool:
+        return algorithm.keeps_group([algorithm.compared("s", 1.0, one) for one in samples])
+
+    assert kept({"a": 1, "b": 0}, {"a": 0, "b": 2})
+    assert kept({"a": 1}, {"b/x": 2})
+    assert not kept({"a": 1, "b": 0}, {"b": 0, "a": 1})
+    assert not kept({"a": 1, "c": 0}, {"a": 1, "c": 5}), "c has no weight"
+
+
+def test_gdpo_compares_in_a_component_only_the_samples_that_have_it() -> None:
+    # a: (1, -1) / 1.414214 for samples 0 and 1. b: (1, -1) / 1.414214 / 2 for samples 1 and 2. 3 and 4 have one b each.
+    actual = by_component("grpo", f64(1, 0, NAN, NAN, NAN), f64(NAN, 1, 0, NAN, 5))
+    sums = f64(1, -0.5, -0.5, 0, 0) / 2**0.5
+    torch.testing.assert_close(actual, sums / (1.5 / 2 / 5) ** 0.5, rtol=0, atol=1e-5)
+
+
+def test_gdpo_adds_the_punishment_for_length_without_dividing_it() -> None:
+    actual = by_component("dapo", f64(1, 0, 1, 1, 1), f64(0, 0, 0, 0, 0), shaping_B=f64(0, 0, 0, -0.01, 0))
+    assert abs(actual[3]) < 0.01 and actual[3] < 0 < actual[4]
+
+
+@pytest.mark.parametrize("value", [0.1, 1e14, -3.3])
+def test_gdpo_of_equal_components_is_exactly_zero(value: float) -> None:
+    actual = by_component("grpo", f64(value, value, value, 1, 0), f64(value, value, value, 0, 0), b_weight=1 / 3)
+    assert actual[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("advantage", [name for name, facts in ADVANTAGES.items() if facts.compares == "siblings"])
+def test_a_lone_survivor_has_advantage_0(advantage: str) -> None:
+    rewards_B = f64(1, 0, 0, 7, 7)
+    group_B = torch.tensor([0, 0, 0, 1, 2])
+    components = ComponentRewards(rewards_B[:, None], torch.ones_like(rewards_B)[:, None], torch.zeros_like(rewards_B))
+    actual = compute_advantages(
+        row("grpo", advantage=advantage),
+        rewards_B=rewards_B,
+        group_B=group_B,
+        sample_T=torch.arange(5),
+        loss_mask_T=torch.ones(5),
+        components=components,
+    )
+    assert actual[3:].tolist() == [0, 0] and actual[0] > 0 > actual[1]

@@ -104,6 +104,12 @@ async def evaluated(prompts: list[str], completions: list[str], **columns: Any) 
     return eval(completions[0], {})
 
 
+def ranked(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    """The place of each response in its group by length, from 0 to 1; an empty one has none."""
+    lengths = sorted(map(len, completions))
+    return [lengths.index(len(one)) / max(1, len(lengths) - 1) if one else None for one in completions]
+
+
 def out_of_its_own_time(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     raise TimeoutError("the judge did not answer")
 
@@ -130,3 +136,11 @@ class Nameless(BaseException):
 
 
 ODD_ERRORS = (KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError, BaseException, Nameless)
+
+
+def always_one(completions: list[str], **columns: Any) -> list[float]:
+    return [1]
+
+
+def parsed(reply: str) -> float:
+    return float(reply.strip("!"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollover.environments.reward_value import MisshapenReward, RefusedReward, single_reward, usable_reward
+from rollover.environments.reward_value import MisshapenReward, RefusedReward, read_rewards, usable_reward
 from rollover.errors import RewardError
 
 
@@ -38,7 +38,7 @@ from rollover.errors import RewardError
     ids=repr,
 )
 def test_a_list_array_or_tensor_of_one_number_is_that_number(returned: Any) -> None:
-    reward = single_reward(returned, "f")
+    [reward] = read_rewards(returned, "f")
     assert (reward, type(reward)) == (0.5, float)
 
 
@@ -46,7 +46,7 @@ def test_a_list_array_or_tensor_of_one_number_is_that_number(returned: Any) -> N
     "returned", [[True], [1], [np.bool_(True)], [np.int64(1)], np.array([1]), np.array([True]), torch.tensor([True])]
 )
 def test_booleans_and_whole_numbers_are_numbers(returned: Any) -> None:
-    assert single_reward(returned, "f") == 1.0
+    assert read_rewards(returned, "f") == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,16 @@ def test_booleans_and_whole_numbers_are_numbers(returned: Any) -> None:
         ([[0.5]], "got a list of list [0.5]"),
         ([1j], "got a list of complex 1j"),
         ([torch.zeros(2)], "got a list of Tensor tensor([0., 0.])"),
-        ({"a": 0.5}, "got dict {'a': 0.5}"),
+        ({"a": "0.5"}, "got a dict whose 'a' is str '0.5'"),
+        ([{"a": [0.5]}], "got a dict whose 'a' is list [0.5]"),
+        ([{}], "got dict {}; a dict must have 1 to 32 entries"),
         ((x for x in [0.5]), "got generator <generator"),
         (["x" * 10**6], "got a list of str 'xxx"),
     ],
 )
 def test_a_return_of_another_form_is_refused_with_function_and_value(returned: Any, shown: str) -> None:
     with pytest.raises(MisshapenReward) as caught:
-        single_reward(returned, "reward function m:f")
+        read_rewards(returned, "reward function m:f")
     assert str(caught.value).startswith("reward function m:f must return a list of 1 number, " + shown)
     assert len(str(caught.value)) < 200
 
@@ -80,7 +82,6 @@ def test_a_return_of_another_form_is_refused_with_function_and_value(returned: A
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "f returned None (does not apply)"),
         (math.nan, "f returned nan, which is not finite"),
         (-math.inf, "f returned -inf, which is not finite"),
         (np.float32("nan"), "f returned nan"),
@@ -95,7 +96,7 @@ def test_a_return_of_another_form_is_refused_with_function_and_value(returned: A
 )
 def test_a_number_that_cannot_be_trained_on_is_refused_with_its_value(value: Any, message: str) -> None:
     with pytest.raises(RefusedReward) as caught:
-        single_reward([value], "f")
+        read_rewards([value], "f")
     assert message in str(caught.value)
     assert not isinstance(caught.value, MisshapenReward)
     assert isinstance(caught.value, RewardError)
@@ -108,7 +109,7 @@ def test_float32_sums_the_squares_of_a_million_largest_rewards() -> None:
 
 def test_reading_a_return_imports_neither_numpy_nor_torch() -> None:
     code = (
-        "import sys; from rollover.environments.reward_value import single_reward; single_reward([1], 'f');"
+        "import sys; from rollover.environments.reward_value import read_rewards; read_rewards([1], 'f');"
         "print([m for m in ('numpy', 'torch') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

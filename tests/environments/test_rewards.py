@@ -31,7 +31,7 @@ def scored(config: RewardConfig, completion: str, columns: dict[str, Any], **spe
     travelled = spec_from_json(json.loads(json.dumps(asdict(made))))
     reward = travelled.config.build(travelled)
     sample = RewardSample(prompt="p", columns=columns, completion=completion, completion_ids=(4, 5))
-    return asyncio.run(score_once(reward, sample)).number()
+    return asyncio.run(score_once(reward, [sample])).rewards()[0]
 
 
 def function(name: str, **fields: Any) -> RewardConfig:
@@ -137,7 +137,6 @@ def test_a_conversation_reaches_the_function_as_messages() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("undecided", "functions:undecided returned None (does not apply)"),
         ("infinite", "functions:infinite returned inf, which is not finite"),
         ("bare", "functions:bare must return a list of 1 number, got float 1.0"),
     ],

@@ -164,7 +164,6 @@ def test_a_broken_reward_is_told_with_function_source_reason_and_prompt(name: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[None]", "returned None (does not apply)"),
         ("[float('nan')]", "returned nan, which is not finite"),
         ("[1e308]", "returned 1e+308, which the trainer's float32 cannot square and sum; stay within 1e+15"),
     ],
@@ -181,7 +180,9 @@ def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int,
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': 1.0}", "None", "[[1.0]]"])
+@pytest.mark.parametrize(
+    "text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': '1'}", "[{}]", "None", "[[1.0]]"]
+)
 def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int, text: str) -> None:
     async def use(scorer: RewardScorer) -> None:
         with pytest.raises(DataError) as caught:
@@ -258,9 +259,9 @@ def test_late_checks_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatc
     async def late(pool: WorkerPool, job: dict[str, Any], begin: Callable[[], float]) -> dict[str, Any]:
         deadlines_s.append(begin())
         await asyncio.sleep(0)
-        if "hang" in job["sample"]["completion"]:
+        if "hang" in job["samples"][0]["completion"]:
             raise TimeoutError
-        return {"reward": 1.0}
+        return {"values": [1.0]}
 
     async def one_by_one(scorer: RewardScorer) -> None:
         for n in range(64):
@@ -320,7 +321,7 @@ def test_a_scoring_that_is_closed_from_outside_ends() -> None:
     sample = RewardSample(prompt="p", columns={}, completion="x", completion_ids=())
 
     async def use() -> None:
-        scoring = score_once(reward, sample)
+        scoring = score_once(reward, [sample])
 
         async def give_up() -> None:
             scoring.throw(GeneratorExit)

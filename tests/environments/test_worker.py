@@ -33,7 +33,7 @@ def line(message: dict[str, Any]) -> bytes:
 CONFIG = FunctionConfig(function="tests.environments.functions:length")
 SPECS = line({"specs": [asdict(RewardSpec(source="s", config=CONFIG))]})
 SAMPLE = RewardSample(prompt="p", columns={}, completion="abc", completion_ids=(1,))
-JOB = line({"id": 0, "source": "s", "sample": asdict(SAMPLE)})
+JOB = line({"id": 0, "reward": "s/", "samples": [asdict(SAMPLE)]})
 
 
 def before_it_is_asked(parent: socket.socket) -> None:
@@ -157,8 +157,8 @@ class Stops:
 def test_a_reward_that_stops_its_event_loop_fails_its_sample_alone() -> None:
     channel: Any = SimpleNamespace(leave_in_a_child=lambda: None)
     with asyncio.Runner() as runner:
-        found = [_score(Stops(), replace(SAMPLE, completion=text), channel, runner) for text in ("stop", "go")]
-    assert "loop stopped" in found[0].reason and found[1].reward == 1.0
+        found = [_score(Stops(), [replace(SAMPLE, completion=text)], channel, runner) for text in ("stop", "go")]
+    assert "loop stopped" in found[0].reason and found[1].values == [1.0]
 
 
 def test_a_reward_that_stops_the_event_loop_of_its_run_is_named() -> None:

@@ -105,8 +105,10 @@ events = st.one_of(
         sample_id=sample_ids,
         reward=st.floats(allow_nan=False),
         shaping=st.floats(allow_nan=False),
+        components=st.dictionaries(texts, st.floats(allow_nan=False)),
+        solved=st.none() | st.booleans(),
     ),
-    st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts),
+    st.builds(SampleFailed, time_s=times, sample_id=sample_ids, reason=texts, cause=st.sampled_from(WasteCause)),
     st.builds(
         GroupDropped,
         time_s=times,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
-from rollover.algorithms.advantages import compute_advantages, shaped_rewards
+from rollover.algorithms.advantages import compute_advantages, shaping
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
@@ -157,7 +157,7 @@ def test_the_history_compares_what_the_trainer_compares() -> None:
     lengths_B = torch.tensor([80, 90, 100])
     advantages = compute_advantages(
         algorithm,
-        rewards_B=shaped_rewards(algorithm, rewards_B=torch.ones(3), lengths_B=lengths_B, max_response_tokens=100),
+        rewards_B=torch.ones(3) + shaping(algorithm, lengths_B, max_response_tokens=100),
         group_B=torch.arange(3),
         sample_T=torch.arange(3),
         loss_mask_T=torch.ones(3),

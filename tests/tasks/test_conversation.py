@@ -44,7 +44,7 @@ def score(source: SourceConfig, completion: str) -> float:
     prompt = made.prompt(0)
     sample = RewardSample(prompt=prompt.text, columns=prompt.columns, completion=completion, completion_ids=())
     spec = made.reward_specs[0]
-    return asyncio.run(score_once(spec.config.build(spec), sample)).number()
+    return asyncio.run(score_once(spec.config.build(spec), [sample])).rewards()[0]
 
 
 def test_the_prompt_is_the_chat_template_of_the_turns_before_the_reply(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages
-from rollover.errors import RewardError
+from rollover.errors import NoReward, RewardError
 from rollover.rollout.events import (
     BatchConsumed,
     BatchTrained,
@@ -301,9 +301,13 @@ def test_what_a_step_that_raised_left_cannot_be_saved(folder: Path, tmp_path: Pa
 
 
 class LastFails(ParityScorer):
+    def __init__(self, how: type[RewardError] = RewardError) -> None:
+        super().__init__()
+        self.how = how
+
     async def score(self, trajectory: Trajectory) -> float:
         if trajectory.sample_id.index == 2:
-            raise RewardError("it broke")
+            raise self.how("it broke")
         return await super().score(trajectory)
 
 
@@ -324,6 +328,7 @@ def test_every_cause_of_waste_is_one_that_something_gives(folder: Path, monkeypa
         ("oversample", {}),
         ("sync", {"keep_group": lambda rewards: len(set(rewards)) > 1}),
         ("sync", {"group_size": 3, "scorer": LastFails()}),
+        ("sync", {"group_size": 3, "scorer": LastFails(NoReward)}),
     )
     given: set[WasteCause] = set()
     for name, settings in rollouts:

@@ -8,6 +8,7 @@ from typing import Any
 from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.rewards.exact import ExactConfig
 from rollover.environments.rewards.function import FunctionConfig
+from rollover.environments.rewards.judge import JudgeConfig
 from rollover.environments.rewards.math_verify import MathVerifyConfig
 from rollover.environments.rewards.verifier import VerifierConfig
 from rollover.settings.schema import kinds
@@ -17,10 +18,19 @@ RewardConfig = (
     | ExactConfig
     | MathVerifyConfig
     | FunctionConfig
+    | JudgeConfig
 )
 """Distinguished by ``kind``; the first is the default."""
 
-__all__ = ["ExactConfig", "FunctionConfig", "MathVerifyConfig", "RewardConfig", "VerifierConfig", "spec_from_json"]
+__all__ = [
+    "ExactConfig",
+    "FunctionConfig",
+    "JudgeConfig",
+    "MathVerifyConfig",
+    "RewardConfig",
+    "VerifierConfig",
+    "spec_from_json",
+]
 
 
 def spec_from_json(value: Mapping[str, Any]) -> RewardSpec:

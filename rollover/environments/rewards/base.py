@@ -4,11 +4,13 @@ score."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from rollover.environments.reward_value import COMPONENT_NAME, RewardValue
 from rollover.settings.changes import Changeable
 
 
@@ -27,6 +29,11 @@ class RewardSettings(ABC):
     """If true, a response that cannot be judged by the deadline scores 0; otherwise its sample fails."""
 
     kind: str
+    name: str = ""
+    """Name of the reward among the ``rewards`` of its source, and of its curve. Unset: the name of the function, or
+    else the kind."""
+    weight: float = 1.0
+    """Weight of the reward in the sum of the ``rewards`` of its source. 0 only draws its curve."""
     timeout_s: Changeable[float] = 10.0
     """Seconds that one scoring may take; then its process is killed, with everything it has started. A ``function``
     that is late is retried, and then fails its sample. Every other kind scores 0 at once: a response that cannot be
@@ -39,9 +46,14 @@ class RewardSettings(ABC):
     """Number of times that a scoring that raised, or a ``function`` that was late, is retried before its sample counts
     as failed."""
     pass_score: Changeable[float] = 1.0
-    """A response with at least this reward counts as solved in pass@k."""
+    """A response with at least this reward counts as solved in pass@k and in pass rates. Of several ``rewards``, the
+    first one decides."""
 
     def __post_init__(self) -> None:
+        if self.name and not COMPONENT_NAME.fullmatch(self.name):
+            raise ValueError(f"reward.name must be letters, digits, '_', '-' and '.', got {self.name!r}")
+        if not isfinite(self.weight):
+            raise ValueError(f"reward.weight must be a finite number, got {self.weight}")
         if not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"reward.timeout_s must be above 0 and finite, got {self.timeout_s}")
         if not isfinite(self.pass_score):
@@ -56,8 +68,27 @@ class RewardSettings(ABC):
         """Return the name of this reward in messages."""
         return self.kind
 
+    @property
+    def component(self) -> str:
+        """Return its name among the rewards of a source."""
+        return self.name or self.kind
+
+    @property
+    def most_at_once(self) -> int | None:
+        """Return how many responses it scores at the same time on the event loop; ``None`` for any number."""
+        return None
+
+    def back_off_s(self, num_retried: int) -> float:
+        """Return the seconds to wait before a scoring that failed is tried again."""
+        return 0.0
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Return whether it scores all responses of a group at once."""
+        return False
+
     @abstractmethod
-    def build(self, spec: RewardSpec) -> Reward:
+    def build(self, spec: RewardSpec) -> Reward | GroupReward:
         """Build the reward. Raises ``DataError`` when it cannot be used: a library or function is missing, or the
         function has a wrong signature."""
 
@@ -85,6 +116,8 @@ class RewardSpec:
 
     source: str
     config: RewardSettings
+    component: str = ""
+    """Name of the reward; empty if it is the only one of its source and has none."""
     gym_dataset: str | None = None
     """The reasoning-gym dataset whose verifier can score; ``None`` for other sources."""
     gym_config: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +126,13 @@ class RewardSpec:
     """Path of the reference answer; the prompt's path if the reply that ends its messages is the reference."""
     columns: tuple[str, ...] = ()
     """Columns that travel with the prompts, used to check a function's signature."""
+    folder: str | None = None
+    """Folder of the run, for what a reward remembers."""
+
+    @property
+    def key(self) -> str:
+        """Return a name that no other reward of the run has."""
+        return f"{self.source}/{self.component}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +155,37 @@ class RewardSample:
 
 
 class Reward(Protocol):
-    """Turns a response into a finite number.
+    """Turns a response into a finite number, or into several with names.
 
     Example: with the reference answer ``"42"``, ``ExactReward`` gives 1.0 for ``"<answer> 42 </answer>"`` and 0.0 for
     ``"42"``, which has no tag.
     """
 
-    def score(self, sample: RewardSample) -> float | Awaitable[float]:
+    def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
         """Score one response, or return what awaiting scores it. Raises ``RewardError`` when it cannot be scored."""
+        ...
+
+
+@runtime_checkable
+class RemoteReward(Reward, Protocol):
+    """A reward that asks a server and counts what that costs.
+
+    Example: after two requests and a reply on record, ``used`` is ``Counter(requests=2, recalled=1,
+    prompt_tokens=310, reply_tokens=80)``.
+    """
+
+    used: Counter[str]
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Turns all responses of a group into a finite number each.
+
+    Example: a reward that ranks three siblings by length gives ``[0.0, 1.0, 0.5]`` for lengths of 12, 40 and 31.
+    """
+
+    def score_group(self, samples: Sequence[RewardSample]) -> list[RewardValue] | Awaitable[list[RewardValue]]:
+        """Score the responses of a group, in their order."""
         ...

@@ -36,6 +36,9 @@ class SourceSettings(ABC):
     """Share in the training mixture, relative to the other sources; ignored in evaluation."""
     reward: Annotated[RewardConfig, ByKind()] = field(default_factory=VerifierConfig)
     """The reward that scores responses."""
+    rewards: tuple[Annotated[RewardConfig, ByKind()], ...] = ()
+    """Several rewards in place of ``reward``: the reward of a response is their weighted sum. Each has a ``name``, a
+    ``weight`` and a curve of its own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this source, in addition to ``tasks.chat_template_kwargs``."""
 
@@ -46,6 +49,17 @@ class SourceSettings(ABC):
             raise ValueError(f"source {self.name!r}: limit must be at least 1, got {self.limit}")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"source {self.name!r}: weight must be above 0 and finite, got {self.weight}")
+        if self.rewards and self.reward != VerifierConfig():
+            raise ValueError(f"source {self.name!r}: set reward or rewards, not both")
+        if self.reward.name or self.reward.weight != 1:
+            raise ValueError(f"source {self.name!r}: a name and a weight are for one of several rewards; use rewards")
+        names = [reward.component for reward in self.rewards]
+        if double := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"source {self.name!r}: two rewards are called {double[0]!r}; give each its own name")
+
+    @property
+    def all_rewards(self) -> tuple[RewardConfig, ...]:
+        return self.rewards or (self.reward,)
 
     @property
     def needs_download(self) -> bool:
@@ -72,15 +86,19 @@ class SourceSettings(ABC):
         """Return the response that a prompt of this source should have. Raises ``DataError`` when the task has no
         worked solutions, or the row neither reply nor answer."""
 
-    def reward_spec(self, columns: ColumnMap, name: str) -> RewardSpec:
+    def reward_specs(self, columns: ColumnMap, name: str) -> tuple[RewardSpec, ...]:
         """Return how responses to the prompts called ``name`` are scored."""
-        return RewardSpec(
-            source=name,
-            config=self.reward,
-            prompt_column=columns.prompt,
-            answer_column=columns.answer,
-            columns=columns.travelling,
-            **self._verifier(),
+        return tuple(
+            RewardSpec(
+                source=name,
+                config=reward,
+                component=reward.component if self.rewards else "",
+                prompt_column=columns.prompt,
+                answer_column=columns.answer,
+                columns=columns.travelling,
+                **self._verifier(),
+            )
+            for reward in self.all_rewards
         )
 
     def _verifier(self) -> Mapping[str, Any]:
@@ -109,9 +127,9 @@ class DatasetSettings(SourceSettings):
         SourceSettings.__post_init__(self)
         if not self.path:
             raise ValueError(f"source {self.name!r}: path is empty, and kind {self.kind!r} needs one")
-        if self.reward.needs_verifier:
+        if misplaced := [reward.kind for reward in self.all_rewards if reward.needs_verifier]:
             raise ValueError(
-                f"source {self.name!r}: reward kind {self.reward.kind!r} belongs to reasoning_gym; "
+                f"source {self.name!r}: reward kind {misplaced[0]!r} belongs to reasoning_gym; "
                 "set reward.kind to 'exact', 'math_verify' or 'function'"
             )
 
@@ -121,8 +139,8 @@ class DatasetSettings(SourceSettings):
             prompt=self.prompt_column,
             answer=self.answer_column,
             keep=self.keep_columns,
-            needs_answer=self.reward.needs_answer,
-            needed=self.reward.needed_columns(),
+            needs_answer=any(reward.needs_answer for reward in self.all_rewards),
+            needed=tuple(dict.fromkeys(name for reward in self.all_rewards for name in reward.needed_columns())),
         )
 
     def solution(self, prompt: Prompt, prompt_column: str | None) -> str:

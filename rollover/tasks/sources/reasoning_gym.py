@@ -44,7 +44,8 @@ class ReasoningGymConfig(SourceSettings):
         return GymRows(GymDataset(self.gym_dataset, self.config, seed))
 
     def column_settings(self) -> ColumnSettings:
-        return ColumnSettings(source=self.name, prompt="question", needs_answer=self.reward.needs_answer, whole=True)
+        needs_answer = any(reward.needs_answer for reward in self.all_rewards)
+        return ColumnSettings(source=self.name, prompt="question", needs_answer=needs_answer, whole=True)
 
     def fingerprint(self) -> None:
         return None

@@ -1,0 +1,266 @@
+"""A judge behind a real HTTP server that answers well, badly, late or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.environments.rewards import JudgeConfig, judge
+from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.scorer import RewardScorer
+from rollover.errors import DataError, RewardError
+from tests.environments.judges import Answer, JudgeServer, Script, completion, judge_server
+from tests.environments.test_scorer import prompt, trajectory
+from tests.environments.words import char_tokenizer
+
+SETTINGS = {"model": "m", "template": "{prompt}|{response}|{rubric}"}
+
+
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_FIRST_BACK_OFF_S", 0.0)
+
+
+def with_judge(
+    script: Script,
+    use: Callable[[RewardScorer, JudgeServer], Awaitable[None]],
+    folder: Path | None = None,
+    columns: tuple[str, ...] = ("q", "a"),
+    **settings: Any,
+) -> None:
+    async def run() -> None:
+        async with judge_server(script) as server:
+            config = JudgeConfig(**({"url": server.url} | SETTINGS | settings))
+            spec = RewardSpec(source="s", config=config, prompt_column="q", answer_column="a", columns=columns)
+            scorer = RewardScorer([spec], char_tokenizer(), folder)
+            try:
+                await use(scorer, server)
+            finally:
+                await scorer.close()
+
+    asyncio.run(run())
+
+
+def score_of(script: Script, text: str = "abc", columns: dict[str, Any] | None = None, **settings: Any) -> float:
+    found: list[float] = []
+
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        found.append(float(await scorer.score(trajectory(prompt(**(columns or {"q": "1+1?", "a": "2"})), text))))
+
+    with_judge(script, use, **settings)
+    return found[0]
+
+
+def test_a_request_holds_all_that_decides_the_reply() -> None:
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        assert await scorer.score(trajectory(prompt(q="1+1? {response}", a="2"), "{rubric} abc")) == 0.5
+        assert server.requests == [
+            {
+                "model": "m",
+                "messages": [{"role": "user", "content": "1+1? {response}|{rubric} abc|Be kind.|2|0|1"}],
+                "temperature": 0,
+                "seed": 3,
+                "max_tokens": 50,
+                "think": False,
+            }
+        ]
+        assert scorer.judge_metrics == {
+            "judge/requests": 1.0,
+            "judge/recalled": 0.0,
+            "judge/prompt_tokens": 100.0,
+            "judge/reply_tokens": 7.0,
+        }
+
+    template = "{prompt}|{response}|{rubric}|{answer}|{low}|{high}"
+    options = {"rubric": "Be kind.", "seed": 3, "max_tokens": 50, "params": {"think": False}, "template": template}
+    with_judge(lambda body: "Because.\nScore: 0.5", use, **options)
+
+
+def test_messages_reach_the_judge_without_the_chat_template() -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    assert score_of(
+        lambda body: f"score: {len(body['messages'][0]['content'])}",
+        columns={"q": asked, "a": "2"},
+        range=(0, 99),
+        template="{prompt}{response}",
+    ) == len("system: Be brief.\n\nuser: 1+1?abc")
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings", "score"),
+    [
+        ("Score: 0.25", {}, 0.25),
+        ("first score 0.1, but then: **Score**: 1", {}, 1.0),
+        ("x=0.7; x=0.9", {"pattern": r"x=(\S+?)(?:;|$)"}, 0.9),
+        ('Well. {"points": 0.5} Done.', {"json_key": "points"}, 0.5),
+        ("0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
+        ("Score: -3", {"range": (-5, 5)}, -3.0),
+    ],
+)
+def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
+    assert score_of(lambda body: reply, **settings) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "settings", "message"),
+    [
+        ("I refuse.", {}, "the judge's reply has no score: I refuse."),
+        ("Score: 7", {}, "the judge's score of 7 is outside reward.range"),
+        ("Score: 1e400", {"pattern": r"\S+$"}, "the judge's score of inf is outside"),
+        ("nan", {"pattern": r"\S+$"}, "the judge's score of nan is outside"),
+        ("Score: x", {"pattern": r"Score: (\w)"}, "the judge's score is no number: 'x'"),
+        ('{"a": 1}', {"json_key": "b"}, "no JSON object with 'b'"),
+        ("[" * 100_000, {"json_key": "b"}, "no JSON object with 'b'"),
+        (None, {}, "the judge replied without text"),
+        (completion("Score: 1", "length"), {}, "was cut at 1024 tokens (reward.max_tokens)"),
+        ("?", {"parser": "tests.environments.functions:parsed"}, "could not convert string to float"),
+    ],
+)
+def test_a_reply_without_a_usable_score_fails_its_sample_alone(reply: Any, settings: Any, message: str) -> None:
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        with pytest.raises(RewardError) as caught:
+            await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
+        assert message in str(caught.value) and str(caught.value).startswith("reward judge m of source 's': ")
+
+    with_judge(lambda body: reply, use, retries=0, **settings)
+
+
+BAD = [
+    Answer(500, b"oops"),
+    Answer(429, b"busy", headers="Retry-After: 0\r\n"),
+    Answer(503, b"", headers="Retry-After: soon\r\n"),
+    Answer(200, b"{not json"),
+    Answer(200, b"[" * 100_000),
+    Answer(200, b'{"choices": []}'),
+    Answer(200, b'{"choices": [{"message": null}]}'),
+    Answer(200, b'{"choices": [{"message"', cut=True),
+    Answer(200, b"x" * (judge._MOST_BYTES + 1)),
+]
+
+
+def test_failures_that_may_pass_are_tried_again_until_the_server_is_well() -> None:
+    for number in range(len(BAD)):
+        answers = iter([BAD[number], BAD[number - 1], "Score: 1"])
+        assert score_of(lambda body, answers=answers: next(answers), retries=2) == 1.0
+    with pytest.raises(RewardError, match=r"/v1/chat/completions answered 500: oops \(prompt s/0@0\)"):
+        score_of(lambda body: BAD[0], retries=1)
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404])
+def test_a_request_that_the_server_refuses_ends_the_run_at_the_first_sample(status: int) -> None:
+    answers = iter([Answer(status, b"no such model"), "Score: 1", Answer(status, b"too long")])
+
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        async def score(text: str) -> float:
+            return await scorer.score(trajectory(prompt(q="?", a="2"), text))
+
+        with pytest.raises(DataError, match=f"answered {status}: no such model") as caught:
+            await score("abc")
+        assert not isinstance(caught.value, RewardError)
+        assert await score("abc") == 1.0
+        with pytest.raises(RewardError, match=f"answered {status}: too long"):
+            await score("abcd")
+        assert len(server.requests) == 3, "and is not tried again"
+
+    with_judge(lambda body: next(answers), use)
+
+
+def test_a_judge_that_is_silent_or_gone_fails_its_sample_by_name() -> None:
+    async def silent(body: Any) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RewardError, match=r"timed out after 0.05 s \(reward.timeout_s\)"):
+        score_of(silent, timeout_s=0.05, retries=1)
+    with pytest.raises(RewardError, match=r"http://127.0.0.1:9/v1/chat/completions: ConnectError"):
+        score_of(silent, url="http://127.0.0.1:9/v1", retries=1)
+
+
+def test_no_more_requests_are_open_than_the_config_allows() -> None:
+    release = asyncio.Event()
+
+    async def held(body: Any) -> str:
+        await release.wait()
+        return "Score: 1"
+
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        texts = ["a" * n for n in range(1, 13)]
+        tasks = [asyncio.create_task(scorer.score(trajectory(prompt(q="?", a="2"), text))) for text in texts]
+        while server.num_open < 3:
+            await asyncio.sleep(0)
+        release.set()
+        assert await asyncio.gather(*tasks) == [1.0] * 12
+        assert server.most_open == 3
+
+    with_judge(held, use, concurrency=3)
+
+
+def test_a_reply_is_not_asked_for_again_after_a_restart(tmp_path: Path) -> None:
+    scores = iter("123456789")
+    script: Script = lambda body: f"Score: 0.{next(scores)}"  # noqa: E731
+
+    def once(**settings: Any) -> float:
+        return score_of(
+            script, folder=tmp_path, **({"url": "http://127.0.0.1:1/v1"} if settings.pop("gone", 0) else {}), **settings
+        )
+
+    assert once() == 0.1
+    assert once(gone=True) == 0.1
+    assert [once(text="other"), once(seed=1), once(template="{response}"), once(model="n")] == [0.2, 0.3, 0.4, 0.5]
+    assert once(gone=True, pattern=r"0\.(.)", range=(0, 9)) == 1.0, "a reply is read anew"
+    assert stat.S_IMODE((tmp_path / "judge.sqlite").stat().st_mode) == 0o600
+
+
+def test_the_key_reaches_the_server_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-4711")
+
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        with pytest.raises(DataError) as caught:
+            await scorer.score(trajectory(prompt(q="?", a="2"), "abc"))
+        assert (
+            "Authorization: Bearer secret-4711" in server.headers[0]
+            or "authorization: Bearer secret-4711" in server.headers[0]
+        )
+        assert "answered 401: bad key [hidden]" in str(caught.value) and "4711" not in str(caught.value)
+
+    with caplog.at_level("DEBUG", logger="rollover"):
+        with_judge(lambda body: Answer(401, b"bad key secret-4711"), use, tmp_path, api_key_env="JUDGE_KEY")
+    assert "4711" not in caplog.text
+    assert b"4711" not in (tmp_path / "judge.sqlite").read_bytes()
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(DataError, match=r"reward.api_key_env: the environment variable JUDGE_KEY is not set"):
+        score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "127.0.0.1:8000/v1"}, "reward.url must be"),
+        ({"url": "http://me:key@host/v1"}, "a key belongs in reward.api_key_env"),
+        ({"workers": 1}, "use reward.concurrency"),
+        ({"concurrency": 0}, "must be at least 1"),
+        ({"range": (1.0, 0.0)}, "must hold a number and a higher one"),
+        ({"template": "{response} {grade}"}, "has no value for {grade}"),
+        ({"template": "{prompt}"}, "must contain {response}"),
+        ({"pattern": "x", "json_key": "y"}, "exclude each other"),
+        ({"pattern": "("}, "is not a regular expression"),
+        ({"parser": "mine"}, "must read 'module:function'"),
+        ({"api_key_env": "sk-4711"}, "never the key itself"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_refused_with_the_key(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("{", r"\{")) as caught:
+        JudgeConfig(**({"url": "http://h/v1", "model": "m"} | settings))
+    assert "reward." in str(caught.value)
+
+
+def test_a_template_that_asks_for_an_answer_needs_the_column() -> None:
+    config = JudgeConfig(url="http://h/v1", model="m", template="{response} {answer}")
+    with pytest.raises(DataError, match=r"source 's' has no answer column"):
+        RewardScorer([RewardSpec(source="s", config=config)], char_tokenizer())

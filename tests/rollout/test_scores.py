@@ -1,0 +1,157 @@
+"""Rewards with components, rewards that do not apply, and rewards that compare siblings, from scorer to batch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollover.errors import DataError, NoReward, RewardError
+from rollover.rollout.events import GroupDropped, SampleFailed, SampleScored
+from rollover.rollout.journal import Journal, restart
+from rollover.rollout.metrics import batch_metrics
+from rollover.types import SampleId, Score, Trajectory, WasteCause
+from tests.rollout.kit import LockstepEngine, ParityScorer, content, make_rig, play, run, with_stop
+from tests.rollout.test_driver import FIRST, SelectiveScorer
+
+
+async def does_not_apply() -> float:
+    raise NoReward("f returned None")
+
+
+def test_a_sample_without_a_reward_leaves_the_baseline_to_the_others() -> None:
+    rig, batches = play(2, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply), group_size=3)
+    [failure] = [e for e in rig.events if isinstance(e, SampleFailed)]
+    assert (failure.sample_id, failure.cause, failure.reason) == (FIRST, WasteCause.NO_REWARD, "f returned None")
+    group = next(g for b in batches.values() for g in b.groups if g.group_id == 0)
+    assert [t.sample_id.index for t in group.trajectories] == [1, 2]
+    assert (rig.ledger.tokens.wasted[WasteCause.NO_REWARD] > 0, rig.ledger.num_failed) == (True, 0)
+
+
+def test_a_lone_survivor_is_not_trained_and_counts_for_its_cause() -> None:
+    rig, batches = play(1, "sync", scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply))
+    assert [g.group_id for g in batches[0].groups] == [1, 2]
+    [drop] = [e for e in rig.events if isinstance(e, GroupDropped)]
+    assert (drop.group_id, drop.cause) == (0, WasteCause.NO_REWARD)
+
+
+def test_a_reward_that_never_applies_ends_the_run() -> None:
+    async def work() -> None:
+        rig = make_rig("april", scorer=SelectiveScorer(lambda i: True, does_not_apply))
+        with pytest.raises(DataError, match=r"the last 8 samples have no reward, the last one with: f returned None"):
+            await with_stop(rig, rig.train(20))
+
+    run(work())
+
+
+class PartsScorer(ParityScorer):
+    async def score(self, trajectory: Trajectory) -> float:
+        parity = await super().score(trajectory)
+        parts = {"parity": parity} | ({"short": 1.0} if trajectory.num_tokens < 8 else {})
+        return Score(parity + sum(parts.values()), components=parts, solved=parity == 1)
+
+
+def test_components_survive_a_restart_and_journals_without_them_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    _, batches = play(2, "sync", scorer=PartsScorer(), journal=Journal(path))
+    again = restart(Journal(path), step=0, redo_round=False)
+    for step, batch in batches.items():
+        restored = again.view.batch(step)
+        assert [(t.reward, t.components, t.solved) for t in restored.trajectories] == [
+            (t.reward, t.components, t.solved) for t in batch.trajectories
+        ]
+    play(
+        1,
+        "sync",
+        scorer=SelectiveScorer(lambda i: i == FIRST, does_not_apply),
+        group_size=3,
+        journal=Journal(tmp_path / "plain"),
+    )
+    bodies = sqlite3.connect(tmp_path / "plain").execute("SELECT body FROM events WHERE kind = 'SampleScored'")
+    assert all(json.loads(body).keys() == {"time_s", "sample_id", "reward", "shaping"} for (body,) in bodies)
+
+
+def test_metrics_have_a_mean_by_component_and_by_source() -> None:
+    _, batches = play(1, "sync", scorer=PartsScorer())
+    numbers = batch_metrics(batches[0])
+    samples = batches[0].trajectories
+    short = [t for t in samples if "short" in t.components]
+    assert 0 < len(short) < len(samples), "a component that a response does not have does not count"
+    assert numbers["reward/component/short"] == 1
+    assert numbers["reward/component/parity"] == sum(t.components["parity"] for t in samples) / len(samples)
+    assert numbers["reward/source/toy"] == numbers["reward/mean"]
+    assert numbers["pass_rate/source/toy"] == numbers["reward/component/parity"]
+    plain = batch_metrics(play(1, "sync")[1][0])
+    assert not [name for name in plain if "component" in name or "source" in name]
+
+
+class RankScorer(ParityScorer):
+    """The place of a sample among its siblings by length; calls are recorded."""
+
+    def __init__(self, delay_s: float = 0.0, bad: Sequence[SampleId] = ()) -> None:
+        super().__init__(delay_s)
+        self.calls: list[tuple[SampleId, ...]] = []
+        self.bad = bad
+
+    def compares_siblings(self, source: str) -> bool:
+        return True
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> list[float | RewardError]:
+        self.calls.append(tuple(t.sample_id for t in trajectories))
+        await asyncio.sleep(self.delay_s)
+        lengths = sorted(t.num_tokens for t in trajectories)
+        return [
+            NoReward("no place") if t.sample_id in self.bad else float(lengths.index(t.num_tokens))
+            for t in trajectories
+        ]
+
+
+@pytest.mark.parametrize("name", ["sync", "april", "rollover", "token_budget"])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_siblings_are_scored_once_and_together_when_the_last_has_ended(name: str, lockstep: bool) -> None:
+    options: dict[str, Any] = {"lockstep": True, "engine_type": LockstepEngine} if lockstep else {}
+    rig, batches = play(4, name, scorer=RankScorer(2.0), group_size=3, max_running=5, **options)
+    scored = [e.sample_id for e in rig.events if isinstance(e, SampleScored)]
+    assert len(set(scored)) == len(scored)
+    for call in rig.scorer.calls:
+        assert [i.index for i in call] == [0, 1, 2]
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        siblings = next(g for b in batches.values() for g in b.groups if g.group_id == trajectory.sample_id.group)
+        lengths = sorted(t.num_tokens for t in siblings.trajectories)
+        assert trajectory.reward == lengths.index(trajectory.num_tokens)
+
+
+def test_a_group_is_scored_without_the_siblings_that_failed() -> None:
+    rig, batches = play(1, "sync", scorer=RankScorer(bad=[FIRST]), group_size=3)
+    group = next(g for g in batches[0].groups if g.group_id == 0)
+    assert [t.sample_id.index for t in group.trajectories] == [1, 2]
+    assert rig.ledger.tokens.wasted[WasteCause.NO_REWARD] > 0
+
+
+def test_a_kill_between_the_last_token_and_the_score_scores_the_group_again(tmp_path: Path) -> None:
+    whole = play(2, "sync", scorer=RankScorer())[1]
+    path = tmp_path / "journal.sqlite"
+
+    async def killed() -> None:
+        rig = make_rig("sync", scorer=RankScorer(1e6), journal=Journal(path))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(500):
+                await rig.driver.next_batch()
+        rig.driver.flush()  # and no orderly stop
+        assert rig.scorer.calls and not [e for e in rig.events if isinstance(e, SampleScored)]
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    async def resumed() -> None:
+        journal = Journal(path)
+        rig = make_rig("sync", scorer=RankScorer(), state=restart(journal, step=0, redo_round=False), journal=journal)
+        batches = await with_stop(rig, rig.train(2))
+        assert [content(batches[step]) for step in batches] == [content(whole[step]) for step in whole]
+
+    run(killed())
+    run(resumed())

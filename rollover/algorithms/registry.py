@@ -11,6 +11,7 @@ run and the generated page need nothing else (``tests/algorithms/test_adding_an_
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
@@ -87,7 +88,7 @@ KlIn = Literal["loss", "reward"]
 GroupFilter = Literal["none", "zero_signal"]
 Weights = Mapping[str, Mapping[str, float]]
 """The weights of the rewards of each source, by their names."""
-Compared = float | tuple[tuple[str, float], ...]
+Compared = float | Mapping[str, float]
 """A reward, or its components by name."""
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
@@ -184,14 +185,20 @@ class Algorithm:
 
         Neither this nor ``trains_sample`` looks at completion time, so that neither prefers short responses.
         """
-        return self.group_filter == "none" or len(set(rewards_G)) > 1
+        if self.group_filter == "none":
+            return True
+        values: defaultdict[str, set[float]] = defaultdict(set)
+        for reward in rewards_G:
+            for name, value in (reward if isinstance(reward, Mapping) else {"": reward}).items():
+                values[name].add(value)
+        return any(len(different) > 1 for different in values.values())
 
     def compared(self, source: str, reward: float, components: Mapping[str, float]) -> Compared:
         """Return what the advantage compares of a response: its reward, or the components that have a weight."""
         if not ADVANTAGES[self.advantage].by_component:
             return reward
         weights = self.reward_weights[source]
-        return tuple((name, x) for name, x in sorted(components.items()) if component_weight(weights, name))
+        return {name: value for name, value in components.items() if component_weight(weights, name)}
 
     def trains_sample(self, finish_reason: FinishReason) -> bool:
         """Return whether the tokens of a sample with this finish reason have ``loss_mask`` 1."""

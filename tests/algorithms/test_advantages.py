@@ -275,7 +275,8 @@ def test_gdpo_sees_what_a_sum_of_equal_rewards_hides() -> None:
         return algorithm.keeps_group([algorithm.compared("s", 1.0, one) for one in samples])
 
     assert kept({"a": 1, "b": 0}, {"a": 0, "b": 2})
-    assert kept({"a": 1}, {"b/x": 2})
+    assert kept({"a": 1}, {"a": 1, "b/x": 2}, {"b/x": 1})
+    assert not kept({"a": 1}, {"b/x": 2}), "no two samples have a component in common"
     assert not kept({"a": 1, "b": 0}, {"b": 0, "a": 1})
     assert not kept({"a": 1, "c": 0}, {"a": 1, "c": 5}), "c has no weight"
 

@@ -144,3 +144,7 @@ def always_one(completions: list[str], **columns: Any) -> list[float]:
 
 def parsed(reply: str) -> float:
     return float(reply.strip("!"))
+
+
+def counted(reply: str) -> float:
+    return len(reply)

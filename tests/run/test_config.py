@@ -342,3 +342,36 @@ def test_what_a_dry_run_prints_is_the_config_also_where_a_default_is_unset() -> 
         printed = toml.dumps(resolved(config, for_file=True))
         assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) == config
         assert schema.build(RunConfig, toml.parse(printed, "printed.toml")) != load("quickstart")
+
+
+LETTERS = {"kind": "jsonl", "name": "letters", "path": "letters.jsonl"}
+RANK = {"kind": "function", "function": "m:f", "group": True}
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        (
+            {"reward": {"kind": "exact"}},
+            {"algorithm": {"advantage": "component_std"}},
+            "source 'letters' has none: list its rewards as tasks.train.rewards",
+        ),
+        (
+            {"reward": RANK},
+            {"rollout": {"unit": "sample"}, "algorithm": {"advantage": "history"}},
+            "a reward of source 'letters' compares siblings",
+        ),
+        (
+            {"reward": RANK},
+            {"rollout": {"group_size": 1}, "algorithm": {"name": "reinforce++"}},
+            "rollout.group_size is 1, but a reward of source",
+        ),
+    ],
+)
+def test_rewards_that_the_rest_of_a_run_cannot_use_are_refused(
+    source: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    data = {"model": {"path": "m"}, "tasks": {"train": [LETTERS | source]}, **more}
+    with pytest.raises(ConfigError) as caught:
+        schema.build(RunConfig, toml.Document(name="run.toml", data=data))
+    assert message in str(caught.value)

@@ -34,6 +34,19 @@ def loaded(text: str) -> TasksConfig:
         ({**GYM, "weight": 0.0}, "weight must be above 0"),
         ({**GYM, "weight": float("nan")}, "weight must be above 0 and finite, got nan"),
         ({**FILE, "path": ""}, "path is empty, and kind 'jsonl' needs one"),
+        ({**FILE, "rewards": (ExactConfig(),)}, "set reward or rewards, not both"),
+        (
+            {**GYM, "rewards": (VerifierConfig(), VerifierConfig())},
+            "two rewards are called 'verifier'; give each its own name",
+        ),
+        (
+            {**FILE, "reward": ExactConfig(weight=2.0)},
+            "a name and a weight are for one of several rewards; use rewards",
+        ),
+        (
+            {**FILE, "reward": VerifierConfig(), "rewards": (ExactConfig(), VerifierConfig())},
+            "'verifier' belongs to reasoning_gym",
+        ),
         ({**FILE, "reward": VerifierConfig()}, "'verifier' belongs to reasoning_gym; set reward.kind to 'exact'"),
     ],
 )
@@ -101,3 +114,17 @@ def test_tasks_that_contradict_themselves_are_refused(fields: dict[str, Any], me
 
 def test_train_and_eval_may_name_the_same_source() -> None:
     TasksConfig(train=(source(**GYM),), eval=(source(**GYM),))
+
+
+@pytest.mark.parametrize(
+    "rewards", ["{ kind = 'exact' }, { kind = 'math_verify' }", "{ kind = 'function', function = 'm:f', group = true }"]
+)
+def test_an_evaluation_has_one_reward_that_looks_at_one_response(rewards: str) -> None:
+    with pytest.raises(ConfigError, match=r"source 'a' must have one reward, which does not compare siblings"):
+        loaded(f"[[eval]]\nkind = 'jsonl'\nname = 'a'\npath = 'x'\nrewards = [{rewards}]")
+
+
+@pytest.mark.parametrize("wrong", ["name = 'a/b'", "weight = nan", "weight = inf"])
+def test_a_name_or_weight_that_cannot_be_used_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"tasks.toml:5: train.0.reward.*(name|weight)"):
+        loaded(f"[[train]]\nkind = 'jsonl'\nname = 'a'\npath = 'x'\nrewards = [{{ kind = 'exact', {wrong} }}]")

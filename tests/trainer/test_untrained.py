@@ -14,7 +14,7 @@ import torch
 
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
-from rollover.algorithms.advantages import compute_advantages
+from rollover.algorithms.advantages import ComponentRewards, compute_advantages
 from rollover.errors import NoReward, RewardError
 from rollover.rollout.events import (
     BatchConsumed,
@@ -195,6 +195,52 @@ def test_a_group_passes_the_filter_if_and_only_if_it_has_a_signal(name: str, rew
     if rewards[0] == 16777216:
         scale = {"grpo": 0.5**0.5, "dr-grpo": 0.5, "rloo": 1.0}[name]
         torch.testing.assert_close(advantages_T, torch.tensor([-scale, scale])[data.sample_T], rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "has_signal"),
+    [
+        ([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}], True),
+        ([{"a": 0.1 + 0.2}, {"a": 0.3}], True),
+        ([{"a": 0.1, "b/x": 1e14}] * 3, False),
+        ([{"a": 1.0}, {"b/x": 1.0}], False),
+        ([{"a": 1.0}, {"a": 1.0, "b/y": 1.0}, {"b/y": 0.5}], True),
+        ([{"c": 1.0, "a": 0.5}, {"c": 0.0, "a": 0.5}], False),
+    ],
+)
+def test_with_components_filter_and_advantage_see_the_same_numbers(
+    parts: list[dict[str, float]], has_signal: bool
+) -> None:
+    """In a batch whose other group has other components, from another source."""
+    weights = {"a": 1.0, "b": 0.3, "c": 0.0}
+    algorithm = replace(
+        resolve(AlgorithmConfig(name="dapo", advantage="component_std")), reward_weights={"s": weights, "t": {"z": 2.0}}
+    )
+    groups = []
+    for group, source, components in zip(
+        make_batch(num_groups=2, group_size=len(parts)).groups,
+        "st",
+        (parts, [{"z": float(i)} for i in range(len(parts))]),
+        strict=True,
+    ):
+        asked = replace(group.prompt, source=source)
+        scored = zip(group.trajectories, components, strict=True)
+        trajectories = tuple(replace(t, prompt=asked, reward=0.0, components=one) for t, one in scored)
+        groups.append(replace(group, prompt=asked, trajectories=trajectories))
+    data = BatchTensors.of(groups, algorithm, step=0, device=torch.device("cpu"))
+    assert data.components_2BK is not None
+    values_BK, weights_BK = data.components_2BK
+    advantages_T = compute_advantages(
+        algorithm,
+        rewards_B=data.rewards_B,
+        group_B=data.group_B,
+        sample_T=data.sample_T,
+        loss_mask_T=data.loss_mask_T,
+        components=ComponentRewards(values_BK, weights_BK, torch.zeros_like(data.rewards_B)),
+    )
+    assert algorithm.keeps_group([algorithm.compared("s", 0.0, one) for one in parts]) == has_signal
+    assert bool(advantages_T[data.sample_T < len(parts)].any()) == has_signal
+    assert advantages_T[data.sample_T >= len(parts)].any()
 
 
 def test_a_kl_term_trains_what_the_rewards_leave_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import pytest
+
 from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineMismatch
 from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberChecks
@@ -212,6 +214,20 @@ def test_a_member_with_new_weights_is_not_asked_about_the_old_ones() -> None:
         checks.begin("a", 0)
         await asyncio.sleep(10 * AGAIN_S)
         assert asked == [0] and hub.members["a"].last_error == ""
+        await checks.close()
+
+    run(law())
+
+
+def test_a_verdict_while_the_others_are_away_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def law() -> None:
+        hub, checks, sent_away = checked_swarm()
+        checks.distrust("a", "its log-probs are 0.2 nats off")
+        assert hub.members["a"].distrust and hub.max_running == 0
+        assert sent_away == [], "the caller drops its tokens"
+        assert caplog.messages == ["a is sent away: its log-probs are 0.2 nats off"]
+        join(hub, ModelWorker("b"))
+        assert hub.checked("b", 0) and hub.max_running > 0
         await checks.close()
 
     run(law())

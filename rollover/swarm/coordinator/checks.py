@@ -97,16 +97,12 @@ class MemberChecks:
         return {}
 
     def distrust(self, name: str, reason: str) -> None:
-        """Send a member away for good. Raises ``EngineMismatch`` when no other is left."""
+        """Send a member away for good. If no other is there, the run waits for one, as when none has joined."""
         for effect in self._coordinator.distrust(name, reason):
             if isinstance(effect, SentAway):
                 self._shell.block(effect)
             else:
                 self._shell.perform([effect])
-        members = self._coordinator.members.values()
-        if members and all(member.distrust for member in members):
-            reasons = "; ".join(f"{member.name}: {member.distrust}" for member in members)
-            raise EngineMismatch(f"no worker is left whose log-probs can be trusted: {reasons}")
 
     def begin(self, name: str, version: int) -> None:
         """Check a member under the version that it serves now.

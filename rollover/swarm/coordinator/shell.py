@@ -125,8 +125,7 @@ class Shell:
                     self.outlets.fail(call_id, CallDisplaced(reason) if is_displaced else EngineError(reason))
                 case CheckLogprobs(name, version):
                     self.begin_check(name, version)
-                case SentAway(name, reason):
-                    logger.warning("%s is sent away: %s", name, reason)
+                case SentAway(name):
                     self.block(effect)
                     for listener in self.on_distrust:
                         listener(name)
@@ -144,7 +143,8 @@ class Shell:
             listener()
 
     def block(self, sent_away: SentAway) -> None:
-        """Record beyond the end of this process who was sent away."""
+        """Report who was sent away, and record it beyond the end of this process."""
+        logger.warning("%s is sent away: %s", sent_away.member, sent_away.reason)
         if self.blocklist is not None:
             self.blocklist.remember(sent_away.member, sent_away.reason)
 

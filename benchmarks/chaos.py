@@ -4,17 +4,13 @@
     python benchmarks/chaos.py --parts parts.jsonl --minutes 10   # continue for ten minutes where it stopped
     python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-25.json
     python benchmarks/chaos.py --parts calm.jsonl --kills 0 --calm 3 --cold 5   # times of return, on an idle machine
-    python benchmarks/chaos.py --parts liars.jsonl --liars --kills 40   # members are sent away as well; ten minutes
 
 The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as docs/how-to/ shows it, and
 between them a proxy that delays frames, cuts connections and damages blobs. Each of them
 is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; ``tests/swarm/chaos/laws.py`` says which laws must
-hold. With ``--liars``, members are also sent away: they begin to lie about log-probs or draw greedily, or are judged at
-a moment of the round, such as when the batch is full; another of the same speed joins for each.
-Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is
-back, and the time that this takes is held against the limits. Each run without liars is paired with an undisturbed one
-of the same seed, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens must be
-equal.
+hold. Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is
+back, and the time that this takes is held against the limits. Each run is paired with an undisturbed one of the same
+seed, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens must be equal.
 The rows of ``--parts`` are kept from call to call; a law that does not hold ends the campaign with exit code 1 and
 leaves the run where it was found. The order of events is a function of the seed, as far as a machine repeats itself.
 """
@@ -33,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import date
@@ -53,7 +49,7 @@ from rollover.engine.servers.start.launch import free_port  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E402
 from tests.swarm.chaos.disks import can_mount  # noqa: E402
-from tests.swarm.chaos.faults import WITH_DISKS, WITH_LIARS, Blows  # noqa: E402
+from tests.swarm.chaos.faults import WITH_DISKS, Blows  # noqa: E402
 from tests.swarm.chaos.laws import mean_rewards, sampled  # noqa: E402
 from tests.swarm.chaos.returns import answers  # noqa: E402
 from tests.swarm.chaos.stage import LEASE_S, SPEEDS  # noqa: E402
@@ -86,17 +82,6 @@ def cases(seed: int) -> list[Case]:
     return [first, Case(strategy="sync", mode="pull", argv=_SETTINGS, **common), *others]
 
 
-def liar_cases(seed: int) -> list[Case]:
-    """Return short runs in which members are sent away, a run for each way in which a round may end."""
-    blows = Blows(gap_s=0.4, ways=WITH_LIARS)
-    common: dict[str, Any] = {"steps": STEPS, "num_kills": 5, "num_sent_away": 5, "seed": seed, "blows": blows}
-    bounds = {"sync": "0"}
-    return [
-        Case(strategy=name, argv=(*_SETTINGS, "--rollout.max_staleness", bounds.get(name, "2")), **common)
-        for name in ("sync", "april", "rollover", "oversample")
-    ]
-
-
 def calm_case(seed: int) -> Case:
     """Return a case in which nothing happens but kills, one after the other, each watched."""
     blows = Blows(gap_s=0.5, ways=(("kill", 1.0),), watched=1.0)
@@ -112,9 +97,6 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
         runs.write_experiment(place, model)
     survivor = asyncio.run(survive(case, hit))
     made = row(survivor)
-    if case.num_sent_away:
-        shutil.rmtree(folder)
-        return made
     if case.mode == "pull":
         rewards, lag = _co_located(case, calm), 0.0
         assert survivor.trained == sampled(calm / "out"), f"{folder}: other tokens than without a swarm"
@@ -148,7 +130,6 @@ def row(survivor: Survivor) -> dict[str, Any]:
         "seed": survivor.case.seed,
         "kills": dict(toll.kills),
         "others": dict(toll.others),
-        "sent_away": dict(toll.sent_away),
         "coordinators": toll.num_starts,
         "ended_by_a_full_disk": toll.num_full_disk_ends,
         "returns": _returns(survivor),
@@ -156,8 +137,6 @@ def row(survivor: Survivor) -> dict[str, Any]:
         "frames": dict(wire.frames),
         "decoded_tokens": survivor.held.decoded_tokens,
         "acknowledged_tokens": survivor.held.acked_tokens,
-        "labelled_tokens": survivor.held.labelled_tokens,
-        "untrusted_tokens": survivor.held.untrusted_tokens,
         "max_lag": survivor.held.max_lag,
         "mean_lag": round(survivor.held.mean_lag, 2),
         "rewards": _rounded(survivor.held.rewards),
@@ -182,13 +161,11 @@ def _returns(survivor: Survivor) -> list[dict[str, Any]]:
     ]
 
 
-def campaign(
-    known: set[tuple[str, int]], made_of: Callable[[int], list[Case]], *, num_kills: int, end_s: float, jobs: int
-) -> Iterator[dict[str, Any]]:
+def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs: int) -> Iterator[dict[str, Any]]:
     """Yield rows as they come in, until there were so many kills or the time is over."""
     root = Path(tempfile.mkdtemp(prefix="rollover-chaos-"))
     model = runs.save_model(root / "model")
-    todo = (case for seed in range(1000) for case in made_of(seed) if (case.name, case.seed) not in known)
+    todo = (case for seed in range(1000) for case in cases(seed) if (case.name, case.seed) not in known)
     # Processes, each with a server of its own to fork from: whose children have ended is not known twice.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(one, next(todo), model, root) for _ in range(jobs)}
@@ -239,7 +216,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=Path, required=True, help="rows, a line each; those that are there are kept")
     parser.add_argument("--cold", type=int, default=0, help="cold starts of the coordinator to be timed first")
     parser.add_argument("--calm", type=int, default=0, help="runs of watched kills and nothing else, first")
-    parser.add_argument("--liars", action="store_true", help="runs in which members are sent away")
     parser.add_argument("--out", type=Path, help="the JSON file of the whole; none is written when left out")
     options = parser.parse_args(argv)
     if NGINX is None:
@@ -263,14 +239,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if left > 0:
         known = {(made["case"], made["seed"]) for made in rows}
         end_s = time.monotonic() + 60 * options.minutes
-        made_of = liar_cases if options.liars else cases
-        for made in campaign(known, made_of, num_kills=left, end_s=end_s, jobs=options.jobs):
+        for made in campaign(known, num_kills=left, end_s=end_s, jobs=options.jobs):
             keep(made)
             rows.append(made)
             total = sum(sum(one_["kills"].values()) for one_ in rows)
             print(
-                f"{made['case']:26} seed {made['seed']}: {sum(made['kills'].values()):3} kills, {total} in all,"
-                f" {sum(made['sent_away'].values())} sent away",
+                f"{made['case']:26} seed {made['seed']}: {sum(made['kills'].values()):3} kills, {total} in all",
                 flush=True,
             )
     whole = whole_of(found)
@@ -299,7 +273,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
 def _command(options: argparse.Namespace) -> str:
     """Return the command that makes the whole result at once."""
     numbers = {"kills": options.kills, "jobs": options.jobs, "calm": options.calm, "cold": options.cold}
-    given = " ".join(f"--{name} {number}" for name, number in numbers.items() if number) + " --liars" * options.liars
+    given = " ".join(f"--{name} {number}" for name, number in numbers.items() if number)
     return f"python benchmarks/chaos.py --parts {options.parts.name} {given}"
 
 

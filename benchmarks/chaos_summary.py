@@ -35,7 +35,7 @@ def whole_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what the rows come to. A row is written when all laws have held: of its acknowledged tokens each was found
     in the journal, and no group was trained twice."""
-    kills, pairs = _summed(rows, "kills"), [row for row in rows if "undisturbed_rewards" in row]
+    kills = _summed(rows, "kills")
     roles: Counter[str] = Counter()
     for name, count in kills.items():
         who, way = name.split("/")
@@ -46,13 +46,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "kills": kills.total(),
         "kills_by_role_and_way": dict(sorted(roles.items())),
         "others": dict(sorted(_summed(rows, "others").items())),
-        "sent_away": dict(sorted(_summed(rows, "sent_away").items())),
         "ended_by_a_full_disk_and_resumed": sum(row["ended_by_a_full_disk"] for row in rows),
         "faults": dict(sorted(_summed(rows, "faults").items())),
         "decoded_tokens": sum(row["decoded_tokens"] for row in rows),
         "acknowledged_tokens": sum(row["acknowledged_tokens"] for row in rows),
-        "labelled_tokens": sum(row["labelled_tokens"] for row in rows),
-        "untrusted_tokens": sum(row["untrusted_tokens"] for row in rows),
         "runs_in_pull_mode_with_the_tokens_of_no_swarm": sum(row["case"].startswith("pull") for row in rows),
         "returns": {
             name: {"runs": len(chosen), **returns_of([Return(**back) for row in chosen for back in row["returns"]])}
@@ -61,7 +58,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 ("on a busy machine", [row for row in rows if row["load_average"] >= BUSY]),
             )
         },
-        "reward_in_push_pull": _difference([row for row in pairs if row["case"].startswith("push_pull")]),
+        "reward_in_push_pull": _difference([row for row in rows if row["case"].startswith("push_pull")]),
     }
 
 

@@ -24,11 +24,10 @@ from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
 from rollover.planner import fleet
 from rollover.planner.alternatives import one_type
-from rollover.planner.optimum import solve
 from rollover.planner.plan import Plan
-from rollover.planner.problem import PlanSpec, routed, stock_problem
+from rollover.planner.problem import PlanSpec, stock_problem
 from rollover.planner.records import Fleet
-from rollover.planner.search import make_plan
+from rollover.planner.search import make_plan, solve_finely
 from rollover.planner.simulation import check
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
@@ -179,8 +178,8 @@ def _cheapest(made: Plan, device: Device) -> float | None:
     count = int(3 * money / device.price_per_hour)
     built = stock_problem({device: count}, made.model, made.workload, max_staleness=MAX_STALENESS)
     aimed = replace(built, tail=made.problem.tail, target_steps_per_s=made.solution.steps_per_s)
-    solution = solve(routed(aimed, made.routing), simplify=False)
-    return None if solution is None else solution.cost_per_hour
+    found = solve_finely(aimed, [device], made.model, made.routing)
+    return None if found is None else found[1].cost_per_hour
 
 
 def _line(result: Compared) -> str:

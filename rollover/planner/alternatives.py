@@ -15,7 +15,7 @@ from rollover.planner.optimum import GAP, solve
 from rollover.planner.plan import Alternative, Plan, devices_used
 from rollover.planner.problem import PlanSpec, routed, stock_problem
 from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
-from rollover.planner.search import make_plan
+from rollover.planner.search import make_plan, solve_finely
 
 ALMOST = 0.01
 """Fraction of the rate that the leaner plan may give up."""
@@ -29,12 +29,12 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
     """Return the best plan on ``count`` devices of one type, or ``None``."""
     try:
-        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+        bound, routing = plan.problem.max_staleness, plan.routing
+        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=bound, routing=routing)
     except PlanError:
         return None
-    problem = routed(replace(built, tail=plan.problem.tail), plan.routing)
-    solution = solve(problem)
-    return None if solution is None else (problem, solution)
+    found = solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model, routing)
+    return None if found is None else (routed(found[0], routing), found[1])
 
 
 def launchable(plan: Plan) -> Alternative | None:
@@ -111,9 +111,12 @@ def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative
     )
 
 
-def marginal_gains(problem: Problem, solution: Solution) -> tuple[MarginalGain, ...]:
+def marginal_gains(problem: Problem) -> tuple[MarginalGain, ...]:
     """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
-    bring, relative to the rate, or to the cost where a rate was asked for. Differences within the gap count as none."""
+    bring, relative to the rate, or to the cost if a rate was asked for. Differences within the gap count as none."""
+    solution = solve(problem, simplify=False)
+    if solution is None:  # only weights that stay inside their nodes keep the limits
+        return ()
     changed: list[tuple[str, float, Problem]] = [
         ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
     ]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
@@ -18,8 +18,10 @@ from rollover.planner.topology import Fabric, Floats
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-COARSE_ISLANDS = 512
-"""Number of islands above which a graph is first solved with its islands matched in pairs."""
+_STARTS = 8
+"""Number of starts that are refined."""
+_MANY_ISLANDS = 512
+"""Number of islands above which one start is refined instead of several."""
 _PATIENCE = 64
 """Number of swaps without improvement after which a pass ends."""
 _CANDIDATES = 32
@@ -70,9 +72,9 @@ class Traffic:
     """Traffic from the training set to the rollout set."""
 
 
-def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]:
+def compose(fabric: Fabric, demands: Mapping[str, Demand], *, inside: Collection[str] = ()) -> tuple[Shares, ...]:
     """Return shares that meet the demand exactly, with the fewest islands split between roles, then the fewest
-    training.
+    training; of the types ``inside``, first of all with the fewest that roll out without training.
 
     Block sizes are assumed to divide one another (powers of two): then blocks fit iff for each size enough of it
     fits, and the rows below say so exactly.
@@ -84,13 +86,15 @@ def compose(fabric: Fabric, demands: Mapping[str, Demand]) -> tuple[Shares, ...]
             continue
         members = sorted((i for i, t in enumerate(fabric.types) if t == device), key=lambda i: -fabric.sizes[i])
         classes = [(size, list(found)) for size, found in groupby(members, key=lambda i: fabric.sizes[i])]
-        for (_, islands), taken in zip(classes, _composition(device, classes, demand), strict=True):
+        for (_, islands), taken in zip(classes, _composition(device, classes, demand, device in inside), strict=True):
             for island, share in zip(islands, taken, strict=True):
                 shares[island] = share
     return tuple(shares)
 
 
-def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], demand: Demand) -> list[list[Shares]]:
+def _composition(
+    device: str, classes: Sequence[tuple[int, Sequence[int]]], demand: Demand, inside: bool
+) -> list[list[Shares]]:
     """Return, for each class of equal islands, the shares of its members, most training first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -107,6 +111,8 @@ def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], dema
         for (_, s), size in zip(options, sizes, strict=True)
     ]
     cost = [r - 1 + 1e-3 * (s.train > 0) for r, (_, s) in zip(roles, options, strict=True)]
+    if inside:
+        cost = [float(s.rollout > 0 and not s.train) + 1e-3 * c for c, (_, s) in zip(cost, options, strict=True)]
     rows = [[float(c == k) for c, _ in options] for k in range(len(classes))]
     lower = [float(len(islands)) for _, islands in classes]
     upper = list(lower)
@@ -140,18 +146,13 @@ def _composition(device: str, classes: Sequence[tuple[int, Sequence[int]]], dema
     return [sorted(found, key=lambda s: (-s.train, -s.rollout)) for found in taken]
 
 
-def arrange(
-    fabric: Fabric,
-    shares: Sequence[Shares],
-    traffic: Traffic,
-    *,
-    starts: int = 8,
-    seed: int = 0,
-) -> tuple[Shares, ...]:
+def arrange(fabric: Fabric, shares: Sequence[Shares], traffic: Traffic) -> tuple[Shares, ...]:
     """Reassign the shares among islands of equal (type, size) for the highest score found."""
     graph = _Graph.of(fabric, traffic)
     train, rollout = np.array([s.train for s in shares]), np.array([s.rollout for s in shares])
-    found = _solve(graph, train, rollout, starts=starts, rng=np.random.default_rng(seed))
+    begun = np.random.default_rng(0).permutation(len(shares))[: _STARTS if len(shares) <= _MANY_ISLANDS else 1]
+    refined = [_refine(graph, *_grown(graph, train, rollout, int(start))) for start in begun]
+    found = max(refined, key=lambda shares: graph.score(*shares))
     return tuple(Shares(int(t), int(r)) for t, r in zip(*found, strict=True))
 
 
@@ -223,23 +224,6 @@ class _Graph:
         return term
 
 
-def _solve(
-    graph: _Graph,
-    train: Ints,
-    rollout: Ints,
-    *,
-    starts: int,
-    rng: np.random.Generator,
-) -> tuple[Ints, Ints]:
-    """Return the best of several starts, each refined; a large graph starts from the solution of its coarse one."""
-    if len(train) > COARSE_ISLANDS:
-        begun = [_from_coarse(graph, train, rollout, starts=starts, rng=rng)]
-    else:
-        begun = [_grown(graph, train, rollout, int(start)) for start in rng.permutation(len(train))[:starts]]
-    refined = [_refine(graph, *start) for start in begun]
-    return max(refined, key=lambda found: graph.score(*found))
-
-
 def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
     """Hand out the shares of each class in the given order of islands, most training first."""
     new_train, new_rollout = train.copy(), rollout.copy()
@@ -290,48 +274,3 @@ def _pass(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints] | None
             best, since = gained, 0
             found = train.copy(), rollout.copy()
     return found
-
-
-def _from_coarse(
-    graph: _Graph, train: Ints, rollout: Ints, *, starts: int, rng: np.random.Generator
-) -> tuple[Ints, Ints]:
-    """Match islands of a class in pairs along the widest links, solve that graph, and take the pairs apart again."""
-    pairs = _matching(graph)
-    members = np.array([(p[0], p[-1]) for p in pairs])
-    weights = np.array([len(p) for p in pairs])
-    ends = graph.links[members[:, 0]] + graph.links[members[:, 1]]
-    links = (ends[:, members[:, 0]] + ends[:, members[:, 1]]) / 4
-    coarse = _Graph(
-        classes=2 * graph.classes[members[:, 0]] + (weights - 1),
-        links=links,
-        train_weight=graph.train_weight,
-        sync_weight=graph.sync_weight,
-    )
-    given = _assigned(graph, train, rollout, np.concatenate([np.array(p) for p in pairs]))
-    found = _solve(
-        coarse,
-        np.array([sum(given[0][i] for i in p) for p in pairs]),
-        np.array([sum(given[1][i] for i in p) for p in pairs]),
-        starts=starts,
-        rng=rng,
-    )
-    order = np.concatenate([np.array(pairs[k]) for k in np.argsort(-found[0], kind="stable")])
-    return _assigned(graph, train, rollout, order)
-
-
-def _matching(graph: _Graph) -> list[tuple[int, ...]]:
-    """Match the islands of each class in pairs along heavy edges; at most one island of a class stays single."""
-    pairs: list[tuple[int, ...]] = []
-    free = np.ones(len(graph.classes), dtype=bool)
-    for i in range(len(graph.classes)):
-        if not free[i]:
-            continue
-        free[i] = False
-        links = np.where(free & (graph.classes == graph.classes[i]), graph.links[i], -np.inf)
-        partner = int(np.argmax(links))
-        if math.isfinite(links[partner]):
-            free[partner] = False
-            pairs.append((i, partner))
-        else:
-            pairs.append((i,))
-    return pairs

@@ -7,13 +7,16 @@ Leaving out a dominated choice never changes the optimum: wherever it stands, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, groupby, product
 
+from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
+from rollover.planner.records import Routing
 from rollover.trainer.parallelism import unsupported
 
 MAX_TRAINING_STAGES = 64
@@ -22,8 +25,10 @@ MAX_REPLICA_STAGES = 4
 """Maximum number of pipeline stages of a replica."""
 MAX_BATCH = 1024
 """Maximum number of samples that an engine decodes at once."""
-_MIXED_SIZES = 6
-"""Sizes, by halving the stock, from which the first training plans over two types are put together."""
+_CAPS = {"load": (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724), "length": (4, 16, 32, 64, 128, 256, 512)}
+"""Batch caps to choose from, by routing: fewer if each length may go to other replicas."""
+_MIXED_SIZES = {2: 6, 3: 4}
+"""Sizes, by halving the stock, from which the listed training plans over so many types are put together."""
 
 
 def _shapes(device: Device, model: ModelShape, max_stages: int) -> Iterator[tuple[int, int]]:
@@ -43,26 +48,31 @@ def _powers(largest: int) -> list[int]:
 # --- Kinds of replica -------------------------------------------------------------------------------------------------
 
 
-def replica_kinds(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[ReplicaKind]:
-    """Return the undominated kinds of replica of up to ``count`` devices."""
-    found = [
-        replica_kind(engine, cap)
-        for engine in _engines(device, count, model, workload)
-        for cap in _caps(max(engine.batch(bucket, MAX_BATCH) for bucket in workload.buckets))
-    ]
-    return undominated(found, workload)
-
-
-def _engines(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> Iterator[ReplicaCosts]:
+def replica_kinds(
+    device: Device, count: int, model: ModelShape, workload: WorkloadSpec, routing: Routing
+) -> list[ReplicaKind]:
+    """Return all kinds of replica of up to ``count`` devices."""
+    found: list[ReplicaKind] = []
     for tp, pp in _shapes(device, model, MAX_REPLICA_STAGES):
         engine = replica_costs(model, workload, device, tp, pp)
         if tp * pp <= count and engine.fits():
-            yield engine
+            found += _at_caps(engine, _CAPS[routing])
+    return found
 
 
-def _caps(largest: int) -> list[int]:
-    """List the batch caps to choose from: the largest, and powers of two (of four below 16) under it."""
-    return sorted({largest, *(c for c in (4, 16, 32, 64, 128, 256, 512) if c < largest)})
+def _at_caps(engine: ReplicaCosts, caps: Iterable[int]) -> list[ReplicaKind]:
+    """Return the kinds with the largest batch cap that its memory can hold, and with those of ``caps`` under it."""
+    most = max(engine.batch(bucket, MAX_BATCH) for bucket in engine.workload.buckets)
+    return [replica_kind(engine, cap) for cap in sorted({most, *(cap for cap in caps if 0 < cap < most)})]
+
+
+def finer(kind: ReplicaKind, device: Device, model: ModelShape, workload: WorkloadSpec) -> list[ReplicaKind]:
+    """Return kinds like ``kind`` with batch caps near its own, in steps of 9%. Weights reach them as soon as ``kind``,
+    which may have been placed."""
+    engine = replica_costs(model, workload, device, kind.tp, kind.pp)
+    sooner_s = kind.updates_s[0] - replica_kind(engine, kind.batch_cap).updates_s[0]
+    found = _at_caps(engine, [round(kind.batch_cap * 2 ** (eighths / 8)) for eighths in range(-4, 5)])
+    return [replace(fine, updates_s=tuple(s + sooner_s for s in fine.updates_s)) for fine in found]
 
 
 def undominated(kinds: Sequence[ReplicaKind], workload: WorkloadSpec) -> list[ReplicaKind]:
@@ -105,26 +115,43 @@ def training_plans(
     workload: WorkloadSpec,
     *,
     across: Mapping[tuple[str, str], Link],
+    inside: Mapping[str, int],
     launchable: bool = False,
 ) -> tuple[list[TrainingPlan], list[Mixture]]:
-    """Return the Pareto-optimal plans (devices of each type, cycle time) over one type and a few over two to begin
-    with, and the mixtures, which hold all plans over two types. ``across``: links between types, where they are not
-    the narrower of two networks. With ``launchable``, return only plans over one type
-    that the trainer can run."""
-    choices = {device: _trainers(device, count, model, workload) for device, count in stock.items()}
+    """Return the Pareto-optimal plans (devices of each type, cycle time) over one type, a few over two types to begin
+    with and some over three, and the mixtures, which hold all plans over two types.
+
+    Args:
+        across: links between types, if they are not the narrower of two networks.
+        inside: number of nodes of each type that must train a whole copy in each of its nodes.
+        launchable: return only plans over one type that the trainer can run.
+    """
+    choices = {
+        device: _trainers(device, count, model, workload, inside.get(device.name, 0), len(inside) == len(stock))
+        for device, count in stock.items()
+    }
     if launchable:
         choices = {device: [t for t in found if runs(t.part)] for device, found in choices.items()}
     fastest = {device: _fastest(found) for device, found in choices.items()}
-    alone = {device: [training_plan((trainer,)) for trainer in found] for device, found in fastest.items()}
+    alone = {
+        device: [training_plan((trainer,)) for trainer in found] if {*inside} <= {device.name} else []
+        for device, found in fastest.items()
+    }
     plans = [plan for found in alone.values() for plan in found]
     mixtures: list[Mixture] = []
-    if launchable:
-        return plans, mixtures
-    for a, b in combinations([device for device, found in choices.items() if found], 2):
-        link = across.get((a.name, b.name))
-        mixtures.append(training_mixture(_undominated(choices[a]), _undominated(choices[b]), link))
-        begun = product(_sizes(fastest[a], stock[a]), _sizes(fastest[b], stock[b]))
-        plans += _pareto([training_plan(pair, across=link) for pair in begun], [*alone[a], *alone[b]])
+    usable = [device for device, found in choices.items() if found]
+    for size in () if launchable else (2, 3):
+        for types in combinations(usable, size):
+            names = [device.name for device in types]
+            if not {*inside} <= {*names}:
+                continue
+            link = narrowest(across.get(pair) for pair in zip(names, [*names[1:], names[0]], strict=True))
+            begun = product(*(_sizes(fastest[device], stock[device], _MIXED_SIZES[size]) for device in types))
+            others = [plan for device in types for plan in alone[device]]
+            plans += _pareto([training_plan(parts, across=link) for parts in begun], others)
+            if size == 2:
+                first, second = (_undominated(choices[device]) for device in types)
+                mixtures.append(training_mixture(first, second, link))
     return plans, mixtures
 
 
@@ -133,17 +160,23 @@ def runs(part: TrainingPart) -> bool:
     return unsupported(dp=part.dp, tp=part.tp, pp=part.pp, sharded=part.sharded) is None
 
 
-def _trainers(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> list[TrainerCosts]:
-    """Return the trainers of all shapes that fit into memory and stock."""
-    found = []
+def _trainers(
+    device: Device, count: int, model: ModelShape, workload: WorkloadSpec, nodes: int, no_rollout_apart: bool
+) -> list[TrainerCosts]:
+    """Return the trainers of all shapes that fit into memory and stock. If ``nodes`` is not 0, each of so many nodes
+    trains a whole copy; with ``no_rollout_apart``, new weights need not leave them."""
+    found, home = [], replace(device, network=device.link) if no_rollout_apart else device
     for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES):
         for dp, sharded, recompute in product(
             range(1, min(count // (tp * pp), workload.batch_size) + 1), (False, True), (False, True)
         ):
+            if nodes and (dp < nodes or tp * pp > device.node_size or (sharded and nodes > 1)):
+                continue
             part = TrainingPart(
                 device=device.name, dp=dp, tp=tp, pp=pp, sharded=sharded, recompute=recompute, share=1.0
             )
-            trainer = trainer_costs(model, workload, device, part)
+            apart = replace(home, node_size=tp * pp) if nodes > 1 else home
+            trainer = trainer_costs(model, workload, apart, part, ring_link=device.network)
             if (dp > 1 or not sharded) and trainer.fits():
                 found.append(trainer)
     return sorted(found, key=lambda t: (t.part.num_devices, t.cost.batch_s, t.cost.fixed_s))
@@ -176,10 +209,13 @@ def _undominated(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
     return kept
 
 
-def _sizes(trainers: list[TrainerCosts], count: int) -> list[TrainerCosts]:
-    """Return the trainers that use most of the stock, of half of it, and so on."""
+def _sizes(trainers: list[TrainerCosts], count: int, most: int) -> list[TrainerCosts]:
+    """Return up to ``most`` trainers: all, or if there are more, the largest for the stock, for half of it, and so
+    on."""
+    if len(trainers) <= most:
+        return trainers
     chosen = []
-    for _ in range(_MIXED_SIZES):
+    for _ in range(most):
         fitting = [trainer for trainer in trainers if trainer.part.num_devices <= count]
         if not fitting:
             break
@@ -210,10 +246,7 @@ def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec,
     """Say how much memory each device type would need and how much it has, if the model fits nowhere."""
     lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
     for device, count in stock.items():
-        if act == "train":
-            needs, shape = _least_training_bytes(device, count, model, workload)
-        else:
-            needs, shape = _least_rollout_bytes(device, count, model, workload)
+        needs, shape = _least_bytes(device, count, model, workload, act)
         has = device.efficiency.memory * device.hbm_bytes
         lines.append(
             f"  {device.name}: {needs / 2**30:.1f} GiB per device needed even with {shape}, "
@@ -223,23 +256,18 @@ def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec,
     return "\n".join(lines)
 
 
-def _least_rollout_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> tuple[float, str]:
-    """Return what a device of the widest replica needs (weights and the longest sample's KV cache), and its shape."""
-    widest = [(tp * pp, tp, pp) for tp, pp in _shapes(device, model, MAX_REPLICA_STAGES) if tp * pp <= count]
-    size, tp, pp = max(widest)
-    engine = replica_costs(model, workload, device, tp, pp)
-    room = engine.kv_bytes_per_token * longest_tokens(workload)
-    return (workload.rollout_weight_bytes * model.parameters + room) / size, f"tp {tp} x pp {pp}"
-
-
-def _least_training_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec) -> tuple[float, str]:
-    """Return what a device of the most divided plan needs, and its shape."""
-    trainers = []
-    for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES):
+def _least_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec, act: str) -> tuple[float, str]:
+    """Return what a device needs in the shape that needs least: of a trainer, or for the weights and the longest
+    sample's KV cache of a replica."""
+    found = []
+    for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES if act == "train" else MAX_REPLICA_STAGES):
         dp = min(count // (tp * pp), workload.batch_size)
-        if dp:
+        if dp and act == "train":
             part = TrainingPart(device=device.name, dp=dp, tp=tp, pp=pp, sharded=True, recompute=True, share=1.0)
-            trainers.append(trainer_costs(model, workload, device, part))
-    least = min(trainers, key=lambda trainer: trainer.memory_bytes)
-    part = least.part
-    return least.memory_bytes, f"dp {part.dp} x tp {part.tp} x pp {part.pp}, sharded and recomputing"
+            needs = trainer_costs(model, workload, device, part).memory_bytes
+            found.append((needs, f"dp {dp} x tp {tp} x pp {pp}, sharded and recomputing"))
+        elif dp:
+            room = replica_costs(model, workload, device, tp, pp).kv_bytes_per_token * longest_tokens(workload)
+            needs = (workload.rollout_weight_bytes * model.parameters + room) / (tp * pp)
+            found.append((needs, f"tp {tp} x pp {pp}"))
+    return min(found)

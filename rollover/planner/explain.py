@@ -44,7 +44,7 @@ def _headline(problem: Problem) -> str:
     if fastest is None:
         return f"no plan satisfies all limits at any rate; {_rate(problem, target)} are requested:"
     reached = _rate(problem, fastest.steps_per_s)
-    return f"{_rate(problem, target)} cannot be reached; the fastest plan reaches {reached}:"
+    return f"{_rate(problem, target)} cannot be reached; the fastest plan reaches about {reached}:"
 
 
 def _rate(problem: Problem, steps_per_s: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +17,8 @@ from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives, launchable, leaner, marginal_gains, unlimited
 from rollover.planner.launch import launch_files
 from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.problem import PlanSpec, Routing, fleet_problem, routed
-from rollover.planner.records import Fleet, Server, Tail
+from rollover.planner.problem import PlanSpec, fleet_problem, routed
+from rollover.planner.records import Fleet, Routing, Server, Tail
 from rollover.planner.report import render_page, report, show
 from rollover.planner.search import make_plan
 from rollover.report.page import write_page
@@ -91,14 +89,14 @@ def plan(request: PlanRequest) -> None:
         reward_s=request.reward_s,
     )
     spec = _spec(request, model, lengths)
-    with _busy(console, "planning"):
+    with console.status("planning"):
         made = make_plan(fleet, spec)
         if request.for_launch:
             made = replace(made, unlimited=unlimited(made))
         else:
             made = replace(made, launchable=launchable(made))
     if not request.quick:
-        with _busy(console, "simulating, and computing what one more unit of each limit would bring"):
+        with console.status("simulating, and computing what one more unit of each limit would bring"):
             made = _checked(request, made, spec)
     show(console, report(made))
     _write(console, request, made)
@@ -150,7 +148,7 @@ def _checked(request: PlanRequest, made: Plan, spec: PlanSpec) -> Plan:
     return replace(
         made,
         simulated_steps_per_s=check(made, lengths).steps_per_s,
-        marginal_gains=marginal_gains(routed(problem, spec.routing), made.solution),
+        marginal_gains=marginal_gains(routed(problem, spec.routing)),
         alternatives=alternatives(made),
         leaner=leaner(made),
     )
@@ -169,13 +167,3 @@ def _write(console: Console, request: PlanRequest, made: Plan) -> None:
             file.write_text(text, encoding="utf-8")
             file.chmod(0o755 if name.endswith(".sh") else 0o644)
         console.print(f"launch files: {request.launch}", markup=False)
-
-
-@contextmanager
-def _busy(console: Console, what: str) -> Iterator[None]:
-    """Show a spinner on a terminal, and nothing elsewhere."""
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
-        yield

@@ -111,10 +111,10 @@ def _commands(plan: Plan, replica: _Replica, node: str, *, model: str, server: S
         several = ["--nnodes", str(len(replica.nodes)), "--node-rank", str(rank)]
         several += ["--dist-init-addr", f"{head}:{rendezvous}"]
         arguments = _sglang(plan, replica, model) + several * (len(replica.nodes) > 1)
-        yield f'{devices} python -m sglang.launch_server {_quoted(arguments)} --host "$HOST" &'
+        yield f'{devices} python -m sglang.launch_server {shlex.join(arguments)} --host "$HOST" &'
         return
     several = ["--distributed-executor-backend", "ray"] * (len(replica.nodes) > 1)
-    command = f"vllm serve {_quoted(_vllm(plan, replica, model) + several)}"
+    command = f"vllm serve {shlex.join(_vllm(plan, replica, model) + several)}"
     if len(replica.nodes) > 1 and rank > 0:
         yield f"{devices} ray start --address {head}:{rendezvous} --block &"
         return
@@ -148,10 +148,6 @@ def _sglang(plan: Plan, replica: _Replica, model: str) -> list[str]:
         *("--random-seed", str(replica.number)),
         "--incremental-streaming-output",
     ]
-
-
-def _quoted(arguments: list[str]) -> str:
-    return " ".join(map(shlex.quote, arguments))
 
 
 def _context(plan: Plan) -> int:

@@ -45,7 +45,7 @@ class MixtureTable:
     @classmethod
     def of(cls, problem: Problem) -> MixtureTable:
         """Return the plans of all the problem's mixtures, without the shapes that it already lists."""
-        listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
+        listed = _listed(problem)
         found = [_cells(mixture, listed, _alone(problem, mixture)) for mixture in problem.mixtures]
         index = np.repeat(np.arange(len(found)), [len(cycle_s) for _, _, cycle_s in found])
         first, second, cycle_s = (np.concatenate(part) for part in zip(*found, strict=True)) if found else [[]] * 3
@@ -84,7 +84,7 @@ class MixtureTable:
     def plan(self, problem: Problem, index: int) -> TrainingPlan:
         """Return the fastest unlisted training plan with the devices of row ``index``."""
         mixture = problem.mixtures[self.mixture[index]]
-        listed = {_shape(plan.parts) for plan in problem.plans if len(plan.parts) > 1}
+        listed = _listed(problem)
         pairs = [
             (x, y)
             for x in mixture.first
@@ -106,7 +106,7 @@ class UnlistedPlans:
 
     def judge(self, bounds: PriceBounds, prices: ShadowPrices, cost: float) -> None:
         """Keep only the plans that have room at these prices, and had room at all earlier ones."""
-        found = [bounds.room_of(*means, prices, cost) for means in self._means()]
+        found = [bounds.room(*means, prices, cost) for means in self._means()]
         room = np.minimum(self.room, np.concatenate(found) if found else self.room)
         self._keep(room >= -_EXACT, room)
 
@@ -205,6 +205,10 @@ def _listed_pairs(mixture: Mixture, listed: Iterable[tuple[TrainingPart, ...]]) 
         for x, y in (parts, parts[::-1]):
             if x in first and y in second:
                 yield first[x], second[y]
+
+
+def _listed(problem: Problem) -> set[tuple[TrainingPart, ...]]:
+    return {_shape(plan.parts) for plan in problem.plans if len(plan.parts) == 2}
 
 
 def _shape(parts: Iterable[TrainingPart]) -> tuple[TrainingPart, ...]:

@@ -33,6 +33,8 @@ from rollover.planner.solution import described, highest, rate_reached
 GAP = 1e-3
 """Proved relative distance to the optimum."""
 TIME_LIMIT_S = 60.0
+_PROOF_S = 2.0
+"""Time limit for the proof that a plan does not exist."""
 _ROUGH = 1e-2
 """Gap for solves whose result is only a starting point or a choice among ties."""
 _PROOF = 0.75
@@ -78,9 +80,14 @@ def solve(
 
 
 def may_reach(problem: Problem, steps_per_s: float, cost_per_hour: float | None = None) -> bool:
-    """Return False if it is proved that no plan reaches a rate, for no more than a cost where one is given."""
-    search = _Search(canonical(problem)[0], GAP, math.inf)
-    return any(True for _ in search._promising(RateLoad(search.problem, steps_per_s), cost_per_hour))
+    """Return False if it is proved that no plan reaches a rate, for no more than a cost if one is given."""
+    search = _Search(canonical(problem)[0], GAP, time.perf_counter() + _PROOF_S)
+    try:
+        if cost_per_hour is None:
+            return search._beyond(steps_per_s) is not None
+        return search._below(RateLoad(search.problem, steps_per_s), cost_per_hour, exact=True) is not None
+    except OutOfTime:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +224,7 @@ class _Search:
         room = np.full(len(self.missed), -np.inf)
         if able:
             prices = bounds.prices(able, real=real)
-            room[able] = bounds.room(prices, total)[able]
+            room[able] = bounds.room(load.training[able], load.busy[able], prices, total)
             unlisted.judge(bounds, prices, total)
         most: dict[int, Floats] = {}
         while max(room.max(), unlisted.most_room) >= -_EXACT:
@@ -231,7 +238,7 @@ class _Search:
                 room[best] = -np.inf
             else:
                 prices = bounds.prices([best], real=real)
-                room = np.minimum(room, bounds.room(prices, total))
+                room = np.minimum(room, bounds.room(load.training, load.busy, prices, total))
                 unlisted.judge(bounds, prices, total)
                 most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
 

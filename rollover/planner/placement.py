@@ -6,9 +6,9 @@ into one) does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.passes import batch_tokens, extra_passes
@@ -17,8 +17,8 @@ from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_
 from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.arrangement import Demand, Shares, Traffic, arrange, compose
-from rollover.planner.problem import Routing, routed
-from rollover.planner.records import Fleet, Problem, Solution
+from rollover.planner.problem import routed
+from rollover.planner.records import Fleet, Problem, Routing, Solution
 from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 
@@ -45,7 +45,7 @@ class Pipeline:
     """
 
     member: int
-    """Index of the training part in its plan, or of the replica's kind in its problem."""
+    """Index of the training part in its plan, or of the replica's kind among the kinds in use."""
     stages: tuple[Stage, ...]
 
     @property
@@ -82,7 +82,7 @@ def place(topology: Topology, model: ModelShape, problem: Problem, solution: Sol
     fleet, fabric = topology.fleet, topology.fabric()
     demands = {device.name: _demand(device, problem, solution) for device in fleet.devices}
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)
-    shares = compose(fabric, demands)
+    shares = compose(fabric, demands, inside=problem.inside)
     arranged = arrange(fabric, shares, traffic)
     return _Assigner(topology, problem, solution, arranged).placement()
 
@@ -144,11 +144,11 @@ class _Assigner:
             for member, part in enumerate(plan.parts)
             for pipeline in self._pipelines(self.train, member, part, part.dp)
         ]
-        kinds = {c: self.problem.replica_kinds[c] for c in self.solution.active}
+        kinds = [(self.problem.replica_kinds[c], self.solution.replicas[c]) for c in self.solution.active]
         replicas = [
             pipeline
-            for c in sorted(kinds, key=lambda c: (-_block(devices[kinds[c].device], kinds[c]), c))
-            for pipeline in self._pipelines(self.rollout, c, kinds[c], self.solution.replicas[c])
+            for i in sorted(range(len(kinds)), key=lambda i: -_block(devices[kinds[i][0].device], kinds[i][0]))
+            for pipeline in self._pipelines(self.rollout, i, *kinds[i])
         ]
         return Placement(training=tuple(training), replicas=tuple(replicas))
 
@@ -166,11 +166,6 @@ class _Assigner:
         assert len(stages) == count * pp, "shares hold what they were composed for"
         for k in range(0, len(stages), pp):
             yield Pipeline(member=member, stages=tuple(stages[k : k + pp]))
-
-
-def neighbours(pipeline: Pipeline) -> Iterable[tuple[int, int]]:
-    """Return the pairs of nodes between which a pipeline's stages hand over."""
-    return zip(pipeline.nodes, pipeline.nodes[1:], strict=False)
 
 
 def rings(pipelines: Sequence[Pipeline]) -> Iterator[tuple[int, int]]:
@@ -210,11 +205,11 @@ def costed_on_links(
 
     ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
     """
-    ways = topology.broadcast(placement.training_nodes, placement.rollout_nodes)
+    ways = weight_ways(topology, solution.plan, placement, placement.rollout_nodes)
     plan, joints = _training(topology, model, problem.workload, solution.plan, placement, ways)
     kinds = []
-    for c in solution.active:
-        kind, replicas = problem.replica_kinds[c], [r for r in placement.replicas if r.member == c]
+    for i, c in enumerate(solution.active):
+        kind, replicas = problem.replica_kinds[c], [r for r in placement.replicas if r.member == i]
         engine = engine_on_links(topology, model, problem.workload, kind, replicas)
         kinds.append(replica_kind(engine, kind.batch_cap, weights_link(engine.device, replicas, ways)))
     unrouted = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
@@ -234,15 +229,32 @@ def engine_on_links(
     return replica_costs(model, workload, device, kind.tp, kind.pp, stage_link=link)
 
 
+def weight_ways(
+    topology: Topology, plan: TrainingPlan, placement: Placement, nodes: Sequence[int]
+) -> dict[int, Link | None]:
+    """Return for each of ``nodes`` the narrowest link on the way of new weights to it; ``None`` for a node that trains
+    a whole copy. Shards on several nodes, or stages, are pieces that the nodes which train must fetch from each
+    other."""
+    whole: set[int] = set()
+    for member, part in enumerate(plan.parts):
+        homes = [{*p.nodes} for p in placement.training if p.member == member]
+        copies = [set().union(*homes)] if part.sharded else homes
+        whole |= {node for home in copies if len(home) == 1 for node in home}
+    if whole:
+        return topology.broadcast(sorted(whole), nodes)
+    ways = topology.broadcast(placement.training_nodes, nodes)
+    return {n: way or topology.narrowest(product([n], placement.training_nodes)) for n, way in ways.items()}
+
+
 def weights_link(device: Device, replicas: Sequence[Pipeline], ways: Mapping[int, Link | None]) -> Link:
-    """Return the narrowest link over which new weights reach ``replicas``; ``ways`` is ``Topology.broadcast``."""
+    """Return the narrowest link over which new weights reach ``replicas``; ``ways`` are ``weight_ways``."""
     return narrowest(ways[node] for r in replicas for node in r.nodes) or device.link
 
 
 def _stage_link(topology: Topology, pipelines: Sequence[Pipeline]) -> Link | None:
-    """Return the narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` where none leaves
+    """Return the narrowest link over which a stage of ``pipelines`` hands over to the next; ``None`` if none leaves
     its node."""
-    return topology.narrowest(pair for pipeline in pipelines for pair in neighbours(pipeline))
+    return topology.narrowest(pair for p in pipelines for pair in pairwise(p.nodes))
 
 
 def _training(

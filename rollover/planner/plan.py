@@ -8,35 +8,8 @@ from functools import cached_property
 
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.planner.placement import Placement
-from rollover.planner.problem import Routing
-from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
+from rollover.planner.records import Fleet, MarginalGain, Problem, Routing, Solution
 from rollover.trainer.parallelism import unsupported
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanningRound:
-    """One pass through both phases: the values that phase 1 assumed and those found on the placement.
-
-    Example: a round that assumed a step of 30 s and found one of 34.5 s on the placement, with the same weight sync,
-    has ``moved`` 0.15.
-    """
-
-    assumed_step_s: float
-    step_s: float
-    """C_T (time of a training step) on the links of the placement."""
-    assumed_sync_s: float
-    sync_s: float
-    assumed_steps_per_s: float
-    steps_per_s: float
-    """Rate of the placed plan; 0 if it breaks a limit."""
-
-    @property
-    def moved(self) -> float:
-        """Return the largest relative change of C_T and S."""
-        return max(
-            abs(self.step_s / self.assumed_step_s - 1),
-            abs(self.sync_s / self.assumed_sync_s - 1) if self.assumed_sync_s else 0.0,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +45,9 @@ class Plan:
     solution: Solution
     placement: Placement
     """``member`` of a replica is an index of the problem's kinds of replica."""
-    rounds: tuple[PlanningRound, ...] = ()
+    rounds: tuple[tuple[float, float], ...] = ()
+    """For each pass through both phases, the rate that phase 1 assumed and the rate on the links of the placement; 0 if
+    it breaks a limit."""
     marginal_gains: tuple[MarginalGain, ...] = ()
     """Gains from one more unit of each limit."""
     alternatives: tuple[Alternative, ...] = ()
@@ -122,14 +97,9 @@ class Plan:
     @property
     def cost_per_hour(self) -> float | None:
         """Return the cost per hour of the devices in use; ``None`` if a price is missing."""
-        used = self.used
-        prices = {d.name: d.price_per_hour for d in self.fleet.devices if used.get(d.name)}
-        total = 0.0
-        for name, price in prices.items():
-            if price is None:
-                return None
-            total += price * used[name]
-        return total
+        used = [(device.price_per_hour, self.used.get(device.name, 0)) for device in self.fleet.devices]
+        costs = [price if price is None else price * count for price, count in used if count]
+        return None if None in costs else sum(cost or 0.0 for cost in costs)
 
     @cached_property
     def used(self) -> dict[str, int]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from rollover.devices.costs.records import ReplicaKind
 from rollover.devices.records import Device, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
-from rollover.planner.choices import no_room, replica_kinds, training_plans
-from rollover.planner.records import Fleet, Problem, Server, Supply, Tail
+from rollover.planner.choices import no_room, replica_kinds, training_plans, undominated
+from rollover.planner.records import Fleet, Problem, Routing, Server, Supply, Tail
 from rollover.planner.topology import Topology
 
 
@@ -35,25 +35,36 @@ class PlanSpec:
     """The kind of servers with which ``rollover launch`` must be able to run the plan; ``None`` for any plan."""
 
 
-def fleet_problem(fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None) -> Problem:
-    """Build the planning problem of a fleet, with all length buckets. ``networks``: links between nodes by device
-    type, where they differ from the fleet's.
+def fleet_problem(
+    fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None, *, inside: Collection[str] = ()
+) -> Problem:
+    """Build the planning problem of a fleet, with all length buckets.
+
+    Args:
+        networks: links between nodes by device type, if they differ from the fleet's.
+        inside: types that train a whole copy in each of their nodes, so that new weights do not leave it.
 
     Raises:
         PlanError: the model fits nowhere.
     """
-    seen = [(d, (networks or {}).get(d.name, d.network), count) for d, count in fleet.stock.items()]
     built = stock_problem(
-        {replace(device, network=network): count for device, network, count in seen},
+        with_networks(fleet.stock, networks or {}),
         spec.model,
         spec.workload,
         max_staleness=spec.max_staleness,
         across=Topology.of(fleet).across(),
+        inside=Counter(node.device.name for node in fleet.nodes if node.device.name in inside),
         launchable=spec.launchable,
+        routing=spec.routing,
     )
     return replace(
         built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail
     )
+
+
+def with_networks(stock: dict[Device, int], networks: Mapping[str, Link]) -> dict[Device, int]:
+    """Return the stock with other links between nodes, given by device type."""
+    return {replace(device, network=networks.get(device.name, device.network)): n for device, n in stock.items()}
 
 
 def stock_problem(
@@ -63,10 +74,15 @@ def stock_problem(
     *,
     max_staleness: int,
     across: Mapping[tuple[str, str], Link] | None = None,
+    inside: Mapping[str, int] | None = None,
     launchable: Server | None = None,
+    routing: Routing = "load",
 ) -> Problem:
-    """Build the problem of ``stock``, the number of devices of each type, without a budget. ``across``: links between
-    types, where they are not the narrower of their networks.
+    """Build the problem of ``stock``, the number of devices of each type, without a budget.
+
+    Args:
+        across: links between types, if they are not the narrower of their networks.
+        inside: number of nodes of each type that trains a whole copy in each node, so that new weights do not leave it.
 
     Raises:
         PlanError: the model fits nowhere.
@@ -75,15 +91,19 @@ def stock_problem(
         raise PlanError(f"max_staleness must be at least 0, got {max_staleness}")
     if launchable and model.untrainable:
         raise PlanError(f"rollover launch cannot train {model.name}: {model.untrainable}")
+    inside = inside or {}
     kinds = [
         c
-        for device, n in stock.items()
-        for c in replica_kinds(device, n, model, workload)
-        if not launchable or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
+        for device, n in with_networks(stock, {d.name: d.link for d in stock if d.name in inside}).items()
+        for c in undominated(replica_kinds(device, n, model, workload, routing), workload)
+        if not (launchable or device.name in inside)
+        or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]
     if not kinds:
         raise PlanError(no_room(stock, model, workload, "roll out"))
-    plans, mixtures = training_plans(stock, model, workload, across=across or {}, launchable=launchable is not None)
+    plans, mixtures = training_plans(
+        stock, model, workload, across=across or {}, inside=inside, launchable=bool(launchable)
+    )
     if not plans:
         raise PlanError(no_room(stock, model, workload, "train"))
     return Problem(
@@ -93,16 +113,13 @@ def stock_problem(
         mixtures=tuple(mixtures),
         workload=workload,
         max_staleness=max_staleness,
+        inside=tuple(inside),
     )
 
 
 def supplies(stock: dict[Device, int]) -> tuple[Supply, ...]:
     """Return the supply of each type: ``stock`` gives the number of its devices, all for either role."""
     return tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items())
-
-
-Routing = Literal["load", "length"]
-"""``load`` sends a sample where there is room; ``length`` predicts lengths and sends each where it suits."""
 
 
 def routed(problem: Problem, routing: Routing) -> Problem:

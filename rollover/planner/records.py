@@ -9,6 +9,8 @@ from rollover.devices.costs.records import Mixture, ReplicaKind, TrainingPlan
 from rollover.devices.records import Device, Link, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
+Routing = Literal["load", "length"]
+"""``load`` sends a sample where there is room; ``length`` predicts lengths and sends each where it suits."""
 Server = Literal["vllm", "sglang", "embedded_server"]
 """Kinds of servers that a plan is carried out with."""
 
@@ -88,6 +90,8 @@ class Problem:
     """Rate that the cheapest plan must reach; ``None`` asks for the fastest plan."""
     mixtures: tuple[Mixture, ...] = ()
     """Training plans in addition to ``plans``."""
+    inside: tuple[str, ...] = ()
+    """Types that train a whole copy in each of their nodes, so that new weights do not leave it."""
     tail: Tail = "none"
     """``soft``: the longest response of each bucket keeps the staleness bound too; ``hard``: whenever it was
     admitted."""
@@ -123,7 +127,8 @@ class Solution:
     steps_per_s: float
     """lambda: training steps per second."""
     bound_steps_per_s: float
-    """Rate that no plan exceeds (cost passes: no plan that reaches the target is cheaper by more than the gap)."""
+    """Rate that no listed choice exceeds on the links of phase 1, scaled to the links of a placement (cost passes: no
+    choice that reaches the target is cheaper by more than the gap). Batch caps off the list may exceed it."""
     cost_per_hour: float | None
     staleness_needed: int
     """The smallest ``max_staleness`` under which this plan keeps its rate."""

@@ -43,7 +43,7 @@ Rows = tuple[tuple[str, ...], ...]
 class PlanReport:
     """The tables and sentences that present a plan.
 
-    Example: ``numbers[0]`` is ``("Training throughput", "41,000", "tokens/s", "proved to 0.1% in 2.1 s")``.
+    Example: ``numbers[0]`` is ``("Training throughput", "41,000", "tokens/s", "by the formula, planned in 2.1 s")``.
     """
 
     title: str
@@ -79,6 +79,7 @@ def report(plan: Plan) -> PlanReport:
             *_useless(plan),
             *(f"{_gain(gain, plan)}." for gain in plan.marginal_gains if gain.gain > 0),
             *slow_links(plan),
+            _proved(plan),
             *_assumed(plan),
         ),
     )
@@ -194,7 +195,7 @@ def _lengths(plan: Plan, c: int) -> str:
 
 def _numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
-    proof = f"proved to {plan.solution.gap:.1%} in {plan.solution.solve_s:.1f} s"
+    proof = f"by the formula, planned in {plan.solution.solve_s:.1f} s"
     if plan.simulated_steps_per_s is not None:
         proof = f"simulated; the formula says {plan.solution.steps_per_s / plan.trusted_steps_per_s:.2f}× this"
     yield "Training throughput", f"{plan.tokens_per_s:,.0f}", "tokens/s", proof
@@ -202,7 +203,7 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
         other, note = plan.launchable, "by the formula, planned with --for-launch; rollover launch cannot run this plan"
         value = "–" if other is None else f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
         yield "With rollover launch", value, "" if other is None else "tokens/s", note
-    yield "Training step", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"
+    yield "One step every", f"{1 / plan.trusted_steps_per_s:,.1f}", "s", f"{plan.workload.batch_size:,} samples"
     devices = f"{sum(plan.used.values())} of {sum(plan.fleet.stock.values())} devices"
     if cost is None or per_million is None:
         yield "Cost", "–", "", devices
@@ -337,6 +338,15 @@ def _gain(gain: MarginalGain, plan: Plan) -> str:
     effect = "less cost" if plan.problem.target_steps_per_s is not None else "more steps"
     subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(gain.subject, gain.subject)
     return f"{subject} binds: {gain.unit:g} more gives {gain.gain:.1%} {effect}"
+
+
+def _proved(plan: Plan) -> str:
+    better = "faster" if plan.problem.target_steps_per_s is None else "cheaper"
+    return (
+        f"Proved: among the listed shapes and batch caps, on the links that the first phase assumes, nothing is more"
+        f" than {plan.solution.gap:.1%} {better}. Other batch caps, which nodes are used and where the roles stand are"
+        " searched without a proof."
+    )
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

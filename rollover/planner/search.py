@@ -1,30 +1,44 @@
-"""The best plan for a fleet: of all its nodes, or of a part of them where the links between them are in the way.
+"""The best plan for a fleet: of all its nodes, or of a part of them if the links between them are slow.
 
-A plan on all nodes reckons with the links between them, and a slow one costs more than the nodes beyond it bring.
+A plan on all nodes reckons with the links between them, and a slow one costs more than the nodes beyond it bring. It
+may then pay to train on every node, so that new weights stay inside and only gradients leave.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
-from rollover.devices.records import Link
+from rollover.devices.costs.records import ReplicaKind
+from rollover.devices.records import Device, Link, ModelShape
 from rollover.errors import PlanError
+from rollover.planner.choices import finer
 from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import GAP, may_reach, solve
-from rollover.planner.placement import Pipeline, PlacedSolution, Placement, costed_on_links, place
-from rollover.planner.plan import Plan, PlanningRound
-from rollover.planner.problem import PlanSpec, fleet_problem, routed, supplies
-from rollover.planner.records import Fleet, Problem, Solution
-from rollover.planner.solution import held
+from rollover.planner.placement import Pipeline, Placement, costed_on_links, place
+from rollover.planner.plan import Plan
+from rollover.planner.problem import PlanSpec, fleet_problem, routed, supplies, with_networks
+from rollover.planner.rate_load import RateLoad
+from rollover.planner.records import Fleet, Problem, Routing, Solution
 from rollover.planner.topology import Topology
 
 _MOST_PARTS = 48
 """Maximum number of parts considered, counted by their numbers of nodes of each kind."""
+_FEW_TYPES = 3
+"""Number of types up to which every set of them is planned to train in each of its nodes."""
+SETTLED = 0.02
+"""Relative change of the rate below which the rounds end."""
+MAX_ROUNDS = 5
+_WORTH_WHILE = 0.01
+"""Fraction of a plan's time from which the transfer of weights over the slowest link counts."""
+_PROMISING = 1.2
+"""Devices that a shape of replica may need, over the fewest of its type, for its batch caps to be refined."""
+_SHORT = 1e-3
+"""Fraction of a requested rate that may be missing: the solver's tolerance."""
 
 
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
@@ -33,64 +47,50 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     Raises:
         PlanError: nothing satisfies the limits; the message says which ones rule out every plan.
     """
-    best, refused = None, None
-    try:
-        best = best_of_rounds(spec, fleet)
-    except PlanError as error:
-        refused = error
-    for nodes in _parts(fleet):
-        made = _better(spec, _alone(fleet, nodes), best)
-        if made is not None:
-            best = _on(fleet, made, nodes)
+    best: Plan | None = None
+    refused: PlanError | None = None
+    for nodes in (tuple(range(len(fleet.nodes))), *_parts(fleet)):
+        part = _alone(fleet, nodes)
+        for inside in _forms(part) if best is None or _may_beat(spec, part, best) else ():
+            if best is not None and inside and not _may_beat(spec, part, best, inside):
+                continue
+            try:
+                made = best_of_rounds(spec, fleet, nodes, inside, explain=not (best or refused))
+                best = made if best is None else min(best, made, key=rank)
+            except PlanError as error:
+                refused = refused or error
     if best is None:
         assert refused is not None
         raise refused
     return best
 
 
-def _better(spec: PlanSpec, part: Fleet, best: Plan | None) -> Plan | None:
-    """Return a plan on a part of the fleet alone that is better than ``best``, if there is one."""
+def _forms(fleet: Fleet) -> Iterator[tuple[str, ...]]:
+    """Yield sets of types that train a whole copy in each of their nodes, so that new weights do not leave it: none,
+    each alone and all; if there are few types, every set."""
+    names = [device.name for device in fleet.devices]
+    for size in range(len(fleet.nodes) == 1, len(names) + 1):
+        if size in (0, 1, len(names)) or len(names) <= _FEW_TYPES:
+            yield from itertools.combinations(names, size)
+
+
+def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] = ()) -> bool:
+    """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its widest,
+    or if it is not worth while that weights stay ``inside`` its nodes."""
+    if inside and len(part.nodes) > 1:
+        bytes_per_s = float(Topology.of(part).widths.min()) * min(d.efficiency.link for d in part.devices)
+        transfer_s = spec.workload.rollout_weight_bytes * spec.model.parameters / bytes_per_s
+        if transfer_s * best.solution.steps_per_s < _WORTH_WHILE:
+            return False
     try:
-        if best is not None and not _may_beat(spec, part, best):
-            return None
-        made = best_of_rounds(spec, part, explain=False)
+        problem = routed(fleet_problem(part, spec, _widest(part, inside), inside=inside), spec.routing)
     except PlanError:
-        return None
-    return made if best is None or rank(made) < rank(best) else None
-
-
-def _may_beat(spec: PlanSpec, part: Fleet, best: Plan) -> bool:
-    """Return False if it is proved that the part does not beat ``best``, even with all its links as wide as its
-    widest."""
-    problem = routed(fleet_problem(part, spec, _widest(part)), spec.routing)
+        return False
     target = spec.target_steps_per_s
     if target is None:
-        return may_reach(problem, best.solution.steps_per_s * (1 + GAP))
+        return may_reach(problem, min(best.solution.bound_steps_per_s, best.solution.steps_per_s * (1 + GAP)))
     assert best.cost_per_hour is not None
     return may_reach(problem, target, best.cost_per_hour * (1 - GAP))
-
-
-def _on(fleet: Fleet, plan: Plan, nodes: Sequence[int]) -> Plan:
-    """Return the plan of a part as one of the whole fleet, whose other nodes are idle."""
-    placement = plan.placement
-    problem = replace(plan.problem, supplies=supplies(fleet.stock))
-    solution = held(problem, plan.solution.replicas)
-    assert solution is not None, "more devices take no limit away"
-    return replace(
-        plan,
-        fleet=fleet,
-        problem=problem,
-        solution=replace(solution, gap=plan.solution.gap, solve_s=plan.solution.solve_s),
-        placement=replace(
-            placement,
-            training=tuple(_moved(pipeline, nodes) for pipeline in placement.training),
-            replicas=tuple(_moved(pipeline, nodes) for pipeline in placement.replicas),
-        ),
-    )
-
-
-def _moved(pipeline: Pipeline, nodes: Sequence[int]) -> Pipeline:
-    return replace(pipeline, stages=tuple(replace(stage, node=nodes[stage.node]) for stage in pipeline.stages))
 
 
 # --- Parts of a fleet -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def _moved(pipeline: Pipeline, nodes: Sequence[int]) -> Pipeline:
 def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
     """List the nodes of each part that may deserve a plan of its own, the smallest first, never all of them.
 
-    Of nodes that stand alike, any number: every combination of numbers, where there are no more than ``_MOST_PARTS``,
+    Of nodes that stand alike, any number: every combination of numbers, if there are no more than ``_MOST_PARTS``,
     else one node, half of them or all, of one kind or two. Further the islands: nodes joined by links of some width or
     more.
     """
@@ -120,10 +120,12 @@ def _alone(fleet: Fleet, nodes: Sequence[int]) -> Fleet:
     return replace(fleet, nodes=kept, links=tuple(link for link in fleet.links if {link[0], link[1]} <= names))
 
 
-def _widest(fleet: Fleet) -> dict[str, Link]:
-    """Return links at least as wide as any that a plan on the fleet can meet, inside a node or between two."""
+def _widest(fleet: Fleet, inside: tuple[str, ...]) -> dict[str, Link]:
+    """Return links at least as wide as any that a plan on the fleet can meet between two nodes or, if it does not
+    promise that weights stay ``inside`` them, in one."""
     topology = Topology.of(fleet)
-    best = Link(bytes_per_s=float(topology.widths.max()), latency_s=float(topology.latencies.min()))
+    apart = ~np.eye(len(fleet.nodes), dtype=bool) if inside and len(fleet.nodes) > 1 else slice(None)
+    best = Link(bytes_per_s=float(topology.widths[apart].max()), latency_s=float(topology.latencies[apart].min()))
     return {device.name: best for device in fleet.devices}
 
 
@@ -157,37 +159,41 @@ def _islands(topology: Topology) -> list[tuple[int, ...]]:
     return found
 
 
-SETTLED = 0.02
-"""Relative change of a time below which the rounds end."""
-MAX_ROUNDS = 5
-_SHORT = 1e-3
-"""Fraction of a requested rate that may be missing: the solver's tolerance."""
+# --- Rounds through both phases ---------------------------------------------------------------------------------------
 
 
-def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Plan:
-    """Return the best plan found that may use every node.
+def best_of_rounds(
+    spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: tuple[str, ...] = (), *, explain: bool = True
+) -> Plan:
+    """Return the best plan found that may use all of ``nodes``, of the plans that train in each node of the types
+    ``inside``.
 
     Raises:
-        PlanError: nothing satisfies the limits; where it is to ``explain``, the message says which stand in the way.
+        PlanError: nothing satisfies the limits; with ``explain``, the message says which limits rule out every plan.
     """
-    topology, networks, model = Topology.of(fleet), _inside(fleet), spec.model
+    part, topology, model = _alone(fleet, nodes), Topology.of(fleet), spec.model
+    networks: dict[str, Link] = {}
     met: list[Problem] = []
     found: list[Plan] = []
-    rounds: list[PlanningRound] = []
+    rounds: list[tuple[float, float]] = []
     seen = set()
     while len(rounds) < MAX_ROUNDS:
-        problem = _with_placed(fleet_problem(fleet, spec, networks), met)
-        solution = solve(routed(problem, spec.routing))
-        if solution is None:
+        problem = _with_placed(fleet_problem(part, spec, networks, inside=inside), met)
+        solved = solve_finely(problem, with_networks(part.stock, networks), model, spec.routing)
+        if solved is None:
             if found:
                 break
             message = why_infeasible(routed(problem, spec.routing)) if explain else "no plan satisfies all limits"
             raise PlanError(message)
-        placement = place(topology, model, problem, solution)
-        real = costed_on_links(topology, model, problem, solution, placement, spec.routing)
-        rounds.append(_round(solution, real))
+        problem, solution = solved
+        placement = _in_fleet(place(Topology.of(part), model, problem, solution), nodes)
+        whole = replace(problem, supplies=supplies(fleet.stock))  # nodes that are left out are idle
+        real = costed_on_links(topology, model, whole, solution, placement, spec.routing)
+        reached = real.solution.steps_per_s if real.solution else 0.0
+        rounds.append((solution.steps_per_s, reached))
         if real.solution is not None:
-            proved = replace(real.solution, gap=solution.gap, solve_s=solution.solve_s)
+            bound = solution.bound_steps_per_s * reached / solution.steps_per_s
+            proved = replace(real.solution, bound_steps_per_s=bound, gap=solution.gap, solve_s=solution.solve_s)
             found.append(
                 Plan(
                     fleet=fleet,
@@ -196,11 +202,11 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
                     routing=spec.routing,
                     problem=real.problem,
                     solution=proved,
-                    placement=_renumbered(placement, solution.active),
+                    placement=placement,
                 )
             )
         choice = (solution.plan.parts, tuple(solution.replicas[c] for c in solution.active))
-        if rounds[-1].moved < SETTLED or choice in seen:
+        if abs(reached / solution.steps_per_s - 1) < SETTLED or choice in seen:
             break
         seen.add(choice)
         met.append(real.unrouted)
@@ -213,6 +219,47 @@ def best_of_rounds(spec: PlanSpec, fleet: Fleet, *, explain: bool = True) -> Pla
     return replace(min(found, key=rank), rounds=tuple(rounds))
 
 
+def solve_finely(
+    problem: Problem, devices: Iterable[Device], model: ModelShape, routing: Routing
+) -> tuple[Problem, Solution] | None:
+    """Solve ``problem``, then once more with the listed trainers and with promising replicas at finer batch caps, which
+    may reach a target that the listed caps miss. Return the second problem and its solution with the first solution's
+    bound and gap."""
+    first = known = solve(routed(problem, routing))
+    if first is None and problem.target_steps_per_s is not None:
+        first = solve(routed(replace(problem, target_steps_per_s=None), routing))
+    if first is None:
+        return None
+    named = {d.name: replace(d, network=d.link) if d.name in problem.inside else d for d in devices}
+    load = RateLoad(routed(problem, routing), first.steps_per_s * (1 - GAP))
+    kinds: list[ReplicaKind] = []
+    for kind in [problem.replica_kinds[c] for c in (*first.active, *_promising(load))]:
+        kinds += [*finer(kind, named[kind.device], model, problem.workload), kind]
+    near = replace(
+        problem,
+        replica_kinds=tuple({kind.key: kind for kind in kinds}.values()),
+        plans=tuple(dict.fromkeys((*problem.plans, first.plan))),
+        mixtures=(),
+    )
+    second = solve(routed(near, routing))
+    if second is None:
+        return None if known is None else (problem, known)
+    proved, solve_s = known or second, first.solve_s + second.solve_s
+    return near, replace(second, bound_steps_per_s=proved.bound_steps_per_s, gap=proved.gap, solve_s=solve_s)
+
+
+def _promising(load: RateLoad) -> Iterator[int]:
+    """Yield, for each shape of replica, the kind that carries the load with the fewest devices, if no other shape needs
+    far fewer devices of its type."""
+    in_time = np.asarray(load.in_time(range(len(load.busy))).all(axis=1))
+    needs = np.where(in_time, load.sizes * load.time.sum(axis=1), np.inf)
+    least = [needs[of_its_type].min() for of_its_type in load.of_type[load.of_type.argmax(axis=0)]]
+    for shape in load.shapes:
+        c = min(shape, key=lambda c: needs[c])
+        if in_time[c] and needs[c] <= _PROMISING * least[c]:
+            yield c
+
+
 def rank(plan: Plan) -> tuple[float, float]:
     """Return the sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
     target, rate = plan.problem.target_steps_per_s, plan.solution.steps_per_s
@@ -222,31 +269,17 @@ def rank(plan: Plan) -> tuple[float, float]:
     return missing, plan.cost_per_hour or 0.0
 
 
-def _inside(fleet: Fleet) -> dict[str, Link]:
-    """Return the links of a fleet of one node, which nothing leaves; none for larger fleets."""
-    return {node.device.name: node.device.link for node in fleet.nodes} if len(fleet.nodes) == 1 else {}
+def _in_fleet(placement: Placement, nodes: Sequence[int]) -> Placement:
+    """Number the nodes as in the fleet. ``nodes``: the fleet's nodes that the part consists of, in order."""
 
+    def moved(pipelines: Iterable[Pipeline]) -> tuple[Pipeline, ...]:
+        return tuple(replace(p, stages=tuple(replace(s, node=nodes[s.node]) for s in p.stages)) for p in pipelines)
 
-def _renumbered(placement: Placement, active: Sequence[int]) -> Placement:
-    """Renumber the replicas' kinds. ``active``: the kinds of the phase-1 problem that are kept, in order."""
-    replicas = tuple(replace(r, member=active.index(r.member)) for r in placement.replicas)
-    return replace(placement, replicas=replicas)
-
-
-def _round(assumed: Solution, real: PlacedSolution) -> PlanningRound:
-    plan = real.problem.plans[0]
-    return PlanningRound(
-        assumed_step_s=assumed.plan.step_s,
-        step_s=plan.step_s,
-        assumed_sync_s=assumed.plan.sync_s,
-        sync_s=plan.sync_s,
-        assumed_steps_per_s=assumed.steps_per_s,
-        steps_per_s=real.solution.steps_per_s if real.solution else 0.0,
-    )
+    return Placement(training=moved(placement.training), replicas=moved(placement.replicas))
 
 
 def _with_placed(problem: Problem, met: Sequence[Problem]) -> Problem:
-    """Replace each shape of the problem by its latest cost on a placement, where it has been placed."""
+    """Replace each shape of the problem by its latest cost on a placement, if it has been placed."""
     plans = {plan.shape: plan for plan in problem.plans}
     kinds = {kind.key: kind for kind in problem.replica_kinds}
     for placed in met:

@@ -86,14 +86,9 @@ class PriceBounds:
         assert found is not None, "all prices may be zero or as high as they need to be"
         return ShadowPrices(limits=np.maximum(found.x[:limits], 0), real=float(real))
 
-    def room(self, prices: ShadowPrices, cost: float = 0.0) -> Floats:
-        """Return (P,): how much more each plan could pay than it must, with ``real`` costs up to a total of ``cost``;
-        below zero where it cannot carry the load."""
-        return self.room_of(self.load.training, self.load.busy, prices, cost)
-
-    def room_of(self, training: Floats, busy: Floats, prices: ShadowPrices, cost: float = 0.0) -> Floats:
-        """Return the same for any plans, given their devices (P, G) and the part of the time (P,) in which they are
-        busy."""
+    def room(self, training: Floats, busy: Floats, prices: ShadowPrices, cost: float = 0.0) -> Floats:
+        """Return (P,): how much more plans that use these devices (P, G) and are busy for a part of the time (P,) could
+        pay than they must, with ``real`` costs up to a total of ``cost``; below zero if they cannot carry the load."""
         spent = training @ self.load.costs / self.unit
         must = self._must(prices, busy)
         return self._has(training, busy) @ prices.limits - must + prices.real * (cost / self.unit - spent)

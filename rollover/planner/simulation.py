@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model
-from rollover.planner.placement import engine_on_links, weights_link
+from rollover.planner.placement import engine_on_links, weight_ways, weights_link
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.topology import Topology
 from rollover.rollout.strategies import BoundedAsync
@@ -38,7 +38,7 @@ def scenario(plan: Plan) -> Scenario:
     """Describe the plan's engines and trainer to the simulator."""
     workload, training = plan.workload, plan.solution.plan
     topology = Topology.of(plan.fleet)
-    ways = topology.broadcast(plan.placement.training_nodes, plan.placement.rollout_nodes)
+    ways = weight_ways(topology, training, plan.placement, plan.placement.rollout_nodes)
     models: list[ReplicaModel] = []
     for c, kind in enumerate(plan.problem.replica_kinds):
         replicas = [r for r in plan.placement.replicas if r.member == c]

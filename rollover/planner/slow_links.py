@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from rollover.devices.costs.links import narrowest, transfer_s
 from rollover.devices.records import Link
+from rollover.planner.placement import weight_ways
 from rollover.planner.plan import Plan
 from rollover.planner.topology import Topology
 
 SLOW_PART = 0.1
-"""Fraction of a training step above which the transfer of the weights makes a link slow."""
+"""Fraction of the trainer's time for a step above which the transfer of the weights makes a link slow."""
 DELTA_PART = 0.03
 """Bytes of a delta as a fraction of the full weights at the learning rates of RL; published figures: 0.01 to 0.03."""
 
@@ -66,8 +67,8 @@ def samples_per_s(plan: Plan) -> float:
 
 
 def _links(plan: Plan, nodes: Sequence[int]) -> list[Link]:
-    """Return the narrowest link on the way of the weights to each of the nodes that do not train."""
-    ways = Topology.of(plan.fleet).broadcast(plan.placement.training_nodes, nodes)
+    """Return the narrowest link on the way of the weights to each of the nodes that do not train a whole copy."""
+    ways = weight_ways(Topology.of(plan.fleet), plan.solution.plan, plan.placement, nodes)
     return [link for link in ways.values() if link is not None]
 
 
@@ -85,7 +86,7 @@ def _slow(plan: Plan, link: Link) -> str:
         return ""
     return (
         f"{plan.workload.rollout_weight_bytes * plan.model.parameters / 1e9:,.3g} GB of weights take {_seconds(full_s)}"
-        f" over {link.bytes_per_s * 8 / 1e9:,.3g} Gbit/s, {full_s / step_s:.2g} of a training step"
+        f" over {link.bytes_per_s * 8 / 1e9:,.3g} Gbit/s (the trainer computes for {_seconds(step_s)} per step)"
     )
 
 

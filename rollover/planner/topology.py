@@ -86,8 +86,6 @@ class Topology:
 
     def chain(self, nodes: Sequence[int]) -> list[int]:
         """Sort the nodes so that neighbours are joined by wide links, each time along the widest link onwards."""
-        if not nodes:
-            return []
         left = sorted(nodes)
         order = [left.pop(0)]
         while left:

@@ -25,10 +25,8 @@ def fabric(types: list[str], sizes: list[int], rng: np.random.Generator) -> Fabr
     return Fabric(types=tuple(types), sizes=tuple(sizes), bandwidth=links * 1e9)
 
 
-def partition(
-    fab: Fabric, demands: Mapping[str, Demand], traffic: Traffic, *, starts: int = 8, seed: int = 0
-) -> tuple[Shares, ...]:
-    return arrange(fab, compose(fab, demands), traffic, starts=starts, seed=seed)
+def partition(fab: Fabric, demands: Mapping[str, Demand], traffic: Traffic) -> tuple[Shares, ...]:
+    return arrange(fab, compose(fab, demands), traffic)
 
 
 def score(fab: Fabric, shares: Sequence[Shares], traffic: Traffic) -> float:
@@ -117,9 +115,9 @@ def test_what_no_island_can_hold_is_refused_in_words() -> None:
         compose(fab, {"a": Demand(replica_blocks={8: 1})})
 
 
-def test_a_coarsened_fleet_keeps_its_counts_and_its_racks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The widest 8 of 32 islands, hidden in a shuffled order, are found through four levels of coarsening."""
-    monkeypatch.setattr("rollover.planner.arrangement.COARSE_ISLANDS", 4)
+def test_one_start_finds_the_rack_of_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest 8 of 32 islands, hidden in a shuffled order."""
+    monkeypatch.setattr("rollover.planner.arrangement._MANY_ISLANDS", 4)
     rng = np.random.default_rng(3)
     rack = rng.permutation(np.repeat(np.arange(4), 8))
     links = np.where(rack[:, None] == rack[None, :], 50.0, 5.0)
@@ -127,14 +125,20 @@ def test_a_coarsened_fleet_keeps_its_counts_and_its_racks(monkeypatch: pytest.Mo
     np.fill_diagonal(links, 400.0)
     fab = Fabric(types=("a",) * 32, sizes=(8,) * 32, bandwidth=links)
     demand = {"a": Demand(train_devices=64, train_block=8, replica_blocks={4: 48})}
-    shares = partition(fab, demand, Traffic(train=1.0, sync=0.05), starts=2)
-    assert sum(s.train for s in shares) == 64
-    assert sum(s.rollout for s in shares) == 192
+    shares = partition(fab, demand, Traffic(train=1.0, sync=0.05))
     assert {int(rack[i]) for i, s in enumerate(shares) if s.train} == {2}
+
+
+def test_inside_islands_every_rollout_stands_beside_training() -> None:
+    """Without it, whole islands take one role each."""
+    fab = fabric(["a"] * 4, [4] * 4, np.random.default_rng(0))
+    demands = {"a": Demand(train_devices=8, replica_blocks={1: 8})}
+    assert sorted((s.train, s.rollout) for s in compose(fab, demands)) == [(0, 4), (0, 4), (4, 0), (4, 0)]
+    assert not [s for s in compose(fab, demands, inside=["a"]) if s.rollout and not s.train]
 
 
 def test_the_same_fleet_gets_the_same_partition() -> None:
     fab = fabric(["a"] * 12 + ["b"] * 12, [8] * 24, np.random.default_rng(5))
     demand = {k: Demand(train_devices=32, train_block=8, replica_blocks={8: 6}) for k in "ab"}
-    found = [partition(fab, demand, Traffic(train=1.0, sync=0.2), seed=7) for _ in range(2)]
+    found = [partition(fab, demand, Traffic(train=1.0, sync=0.2)) for _ in range(2)]
     assert found[0] == found[1]

@@ -97,7 +97,7 @@ def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
     here = replace(here, budget_per_hour=6.0)
     solution = solve(here)
     assert solution is not None
-    prices = {p.subject: p for p in marginal_gains(here, solution)}
+    prices = {p.subject: p for p in marginal_gains(here)}
     assert set(prices) == {"max_staleness", "budget", "a"}
     more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
     assert more > 0.05, "staleness binds here"

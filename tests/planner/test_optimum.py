@@ -11,10 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
-from rollover.devices.costs.rollout import replica_kind
 from rollover.devices.records import LengthBucket, WorkloadSpec
 from rollover.errors import PlanError
-from rollover.planner.choices import MAX_BATCH, _caps, _engines
+from rollover.planner.choices import replica_kinds
 from rollover.planner.milp import Program, ProgramPoint
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
@@ -187,7 +186,7 @@ def test_names_and_order_change_nothing(problem: Problem, random: object) -> Non
         assert second.rates == tuple(first.rates[i] for i in order)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(problems(updates=True))
 def test_the_same_problem_gives_the_same_plan_bit_for_bit(problem: Problem) -> None:
     def timeless(solution: Solution | None) -> Solution | None:
@@ -319,12 +318,7 @@ def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
 def test_a_choice_that_is_dominated_is_never_missed() -> None:
     spec = workload()
     built = stock_problem({device(): 4}, MODEL, spec, max_staleness=1)
-    engines = list(_engines(device(), 4, MODEL, spec))
-    every = tuple(
-        replica_kind(engine, cap)
-        for engine in engines
-        for cap in _caps(max(engine.batch(bucket, MAX_BATCH) for bucket in spec.buckets))
-    )
+    every = tuple(replica_kinds(device(), 4, MODEL, spec, "load"))
     assert len(every) > len(built.replica_kinds)
     assert close(rate(built), rate(replace(built, replica_kinds=every)))
 

@@ -14,10 +14,13 @@ from pydantic import TypeAdapter
 
 from rollover.devices import workload
 from rollover.devices.costs.passes import longest_tokens
+from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.model_shape import parse
+from rollover.devices.records import Link
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives
 from rollover.planner.launch import launch_files
+from rollover.planner.placement import Pipeline, Placement, Stage, weight_ways
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
@@ -92,9 +95,8 @@ def test_shapes_are_those_of_the_solution(plan: Plan) -> None:
 
 
 def test_uniform_links_settle_in_one_round_at_the_optimisers_own_rate(plan: Plan) -> None:
-    (only,) = plan.rounds
-    assert only.moved < 1e-9
-    assert only.steps_per_s == pytest.approx(only.assumed_steps_per_s, rel=2e-3)
+    ((assumed, reached),) = plan.rounds
+    assert reached == pytest.approx(assumed, rel=1e-6)
 
 
 def test_narrow_links_are_found_by_the_placement_and_fed_back(spec: workload.WorkloadSpec) -> None:
@@ -116,11 +118,10 @@ between = ["big-0", "big-1"]
 gbit_s = 4
 """
     made = make_plan(fleet(narrow), PlanSpec(model=MODEL, workload=spec, max_staleness=4))
-    first = made.rounds[0]
+    assumed, reached = made.rounds[0]
     assert len(made.rounds) > 1
-    assert first.step_s > 1.02 * first.assumed_step_s
-    assert made.solution.steps_per_s == max(r.steps_per_s for r in made.rounds)
-    assert made.solution.steps_per_s > 1.02 * first.steps_per_s
+    assert reached < 0.98 * assumed
+    assert made.solution.steps_per_s == max(reached for _, reached in made.rounds) > 1.02 * reached
 
 
 def test_what_is_fed_back_is_what_the_next_round_finds() -> None:
@@ -139,10 +140,9 @@ num_devices = 8
     made = make_plan(
         fleet(small), PlanSpec(model=parse(QWEN_7B | shape, name="qwen-1.5b"), workload=light, max_staleness=4)
     )
-    first, *_, last = made.rounds
-    assert first.moved > 0.1
-    assert last.moved < SETTLED
-    assert last.steps_per_s >= first.steps_per_s
+    assumed, reached = made.rounds[-1]
+    assert reached == pytest.approx(assumed, rel=SETTLED)
+    assert made.solution.steps_per_s >= made.rounds[0][1]
 
 
 def test_training_keeps_to_the_nodes_with_wide_links(spec: workload.WorkloadSpec) -> None:
@@ -179,6 +179,22 @@ def test_weights_take_the_widest_way(plan: Plan) -> None:
     ways = replace(topology, widths=widths).broadcast([0], [1, 2])
     assert ways[2] is not None
     assert ways[2].bytes_per_s == pytest.approx(widths[0, 1])
+
+
+def test_a_node_that_trains_a_piece_of_the_weights_gets_the_rest() -> None:
+    """Nodes 1 and 2 train; node 1 rolls out too."""
+    topology = Topology.of(fleet())
+    copies = TrainingPart(device="h20", dp=2, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
+    shards, stages = replace(copies, sharded=True), replace(copies, dp=1, pp=2)
+
+    def way(part: TrainingPart, *homes: tuple[int, ...]) -> Link | None:
+        training = tuple(Pipeline(member=0, stages=tuple(Stage(node=n, devices=(0,)) for n in h)) for h in homes)
+        plan = TrainingPlan(parts=(part,), step_s=1.0, sync_s=0.0)
+        return weight_ways(topology, plan, Placement(training=training, replicas=()), [1])[1]
+
+    assert way(copies, (1,), (2,)) is None and way(shards, (1,), (1,)) is None
+    between = topology.link(1, 2)
+    assert way(shards, (1,), (2,)) == way(stages, (1, 2)) == way(copies, (2,), (1, 2)) == between
 
 
 def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec) -> None:
@@ -253,6 +269,8 @@ def test_shares_and_words_add_up(plan: Plan) -> None:
     said = " ".join(found.sentences)
     assert "Not verified for NVIDIA H20 96GB" in said
     assert "Efficiencies: defaults" in said
+    assert "Proved: among the listed shapes and batch caps" in said
+    assert "training step" not in " ".join([said, *(number[0] for number in found.numbers)]).lower()
 
 
 def test_the_page_is_whole_and_escapes_names(plan: Plan) -> None:

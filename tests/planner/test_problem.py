@@ -78,7 +78,7 @@ def test_sharding_and_recomputation_come_when_memory_is_short() -> None:
     [
         (
             0.1e9,
-            "m (1.0B parameters) cannot roll out on any device of this fleet:\n  a: 0.1 GiB per device needed even with tp 8 x pp 2, 0.1 of 0.1 GiB usable\n",
+            "m (1.0B parameters) cannot roll out on any device of this fleet:\n  a: 0.1 GiB per device needed even with tp 4 x pp 4, 0.1 of 0.1 GiB usable\n",
         ),
         (1.2e9, "m (1.0B parameters) cannot train on any device of this fleet:\n  a: "),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +91,15 @@ def test_two_types_sum_gradients_over_the_link_between_their_nodes() -> None:
     assert passes_s + 0.45 < wide.step_s < passes_s + 0.45 + optimizer_s
     narrow = make_plan(of_two_types(network=1e10, link=1e7), spec).solution.plan
     assert [part.device for part in narrow.parts] == ["a"]  # 2 GB would take 200 s
+
+
+@pytest.mark.parametrize("seed", [0, 5, 23])
+def test_small_fleets_are_planned_as_well_as_by_enumeration(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs both roles in a node, beside a node with one role or alone, and a batch cap off the list."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    enumerated = importlib.import_module("plan_gap")
+    fleet, spec = enumerated.drawn(seed)
+    assert make_plan(fleet, spec).solution.steps_per_s >= 0.99 * enumerated.Best(fleet, spec).rate()
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

@@ -9,9 +9,8 @@ import pytest
 
 from tests import runs
 from tests.swarm.chaos.campaign import Case, survive
-from tests.swarm.chaos.faults import WITH_LIARS, Blows
+from tests.swarm.chaos.faults import Blows
 from tests.swarm.chaos.laws import sampled
-from tests.swarm.chaos.stage import SPEEDS
 from tests.swarm.nginx_kit import NGINX
 
 
@@ -21,26 +20,18 @@ def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def test_push_pull_survives_kills_pauses_and_a_bad_network(experiment_folder: Path) -> None:
-    often = Blows(gap_s=0.4)
+    often = Blows(gap_s=0.5)  # the ten steps take five seconds where nothing is in their way
     settings = ("--rollout.max_staleness", "2")
-    case = Case(strategy="bounded_async", argv=settings, steps=8, num_kills=4, blows=often, relay=NGINX is not None)
+    case = Case(strategy="bounded_async", argv=settings, steps=10, num_kills=6, blows=often, relay=NGINX is not None)
     survivor = asyncio.run(survive(case, experiment_folder))
     assert survivor.toll.num_kills >= 3
     assert survivor.held.acked_tokens > 0.5 * survivor.held.decoded_tokens  # else the law of them says little
 
 
-def test_members_sent_away_at_random_leave_the_account_even(experiment_folder: Path) -> None:
-    often = Blows(gap_s=0.3, ways=WITH_LIARS)
-    case = Case(strategy="april", steps=10, num_kills=2, num_sent_away=3, blows=often, relay=False)
-    slow = {name: tokens_per_s / 5 for name, tokens_per_s in SPEEDS.items()}  # so that the run outlasts what is done
-    survivor = asyncio.run(survive(case, experiment_folder, speeds=slow))
-    assert survivor.toll.sent_away.total() >= 1
-
-
 def test_pull_mode_samples_token_for_token_what_an_undisturbed_run_does(experiment_folder: Path) -> None:
-    case = Case(strategy="sync", mode="pull", steps=5, num_kills=3, blows=Blows(gap_s=0.8), relay=NGINX is not None)
+    case = Case(strategy="sync", mode="pull", steps=6, num_kills=5, blows=Blows(gap_s=0.8), relay=NGINX is not None)
     alone = runs.Processes(experiment_folder).run(
-        *("train", "run.toml", "--run-dir", "alone", "--rollout.strategy", "sync", "--steps", "5", "--seed", "0")
+        *("train", "run.toml", "--run-dir", "alone", "--rollout.strategy", "sync", "--steps", "6", "--seed", "0")
     )
     assert alone.code == 0, alone.err
     survivor = asyncio.run(survive(case, experiment_folder))

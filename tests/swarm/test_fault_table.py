@@ -50,7 +50,7 @@ async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
     experiment_folder: Path,
 ) -> None:
     # The phone alone needs longer for so many steps than the laptop is away.
-    async with stage_in(experiment_folder, steps=20).open() as stage:
+    async with stage_in(experiment_folder, steps=40).open() as stage:
         await until_step(stage, 1)
         await stage.until("a call of the laptop", lambda: any(w.num_calls for w in stage.status().workers))
         stage.spawn(stage.pause("laptop", 2 * LEASE_S))
@@ -63,13 +63,13 @@ async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
         await stage.until(
             back, lambda: any(at_s > paused_s for at_s, who in stage.proxy.record.welcomes if who == "laptop")
         )
-        await finish(stage, 20)
+        await finish(stage, 40)
 
 
 async def test_a_killed_coordinator_loses_and_doubles_no_call_under_way(
     experiment_folder: Path,
 ) -> None:
-    slow = {name: tokens_per_s / 3 for name, tokens_per_s in TWO.items()}  # so that much is under way
+    slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
     async with stage_in(experiment_folder, speeds=slow).open() as stage:
         await until_step(stage, 1)
         await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
@@ -120,10 +120,10 @@ async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(
 async def test_a_clock_that_is_set_ends_no_lease_and_spoils_no_measurement(
     experiment_folder: Path,
 ) -> None:
-    steps = 20
+    steps = 40
 
     # The lease is long enough for the slowest machine, and far shorter than what the clocks are set by.
-    slow = {name: tokens_per_s / 2 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
+    slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
     argv = ("--engine.lease_s", "60")
     async with stage_in(experiment_folder, *argv, steps=steps, speeds=slow, has_own_clock=True).open() as stage:
         log = stage.run / "swarm" / "weights.jsonl"

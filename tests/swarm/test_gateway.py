@@ -264,7 +264,7 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
         (b"", "a frame begins with nothing"),
         (b"\x00\xc1", "a frame of 2 bytes cannot be read"),
         (b"\x01nonsense", "cannot be read"),
-        (b"\x00\x82\xa5lease\x00\xa1x" + b"\x91" * 100_000, "cannot be read: maximum recursion depth"),
+        (b"\x00" + b"\x91" * 100_000, "cannot be read"),
         ("text", "it sent a text frame, but all frames are binary"),
         (encode(0, head(1)), "cannot be read"),
         (b"\x00\x81\xa5lease\xa2\xff\xfe", "cannot be read: Expected `int`"),

@@ -251,6 +251,15 @@ def test_tokens_of_one_version_go_out_together_each_call_in_its_turn() -> None:
     assert sent == [("a", 0, 4, 0), ("b", 0, 4, 0), ("a", 4, 2, 1), ("b", 4, 2, 1)]
 
 
+def test_the_ending_goes_with_the_last_tokens() -> None:
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    held.decoded(stream, chunk((1, 2)))
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    message = held.next_message()
+    assert isinstance(message, Decoded) and message.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("message", ["assign", "adopt"])
 def test_a_call_that_is_held_is_not_assigned_or_adopted_again(message: str) -> None:
     held = HeldCalls(100)
@@ -297,16 +306,6 @@ def test_only_the_last_message_of_an_ended_call_has_its_ending() -> None:
     sent = [held.next_message(), held.next_message(), held.next_message()]
     assert [message.finish_reason for message in sent if isinstance(message, Decoded)] == [None, "stop"]
     assert sent[2] is None
-
-
-def test_a_failure_is_told_after_the_tokens_before_it() -> None:
-    held = HeldCalls(100)
-    stream = held.open(assign("a"))
-    held.decoded(stream, chunk((1, 2)))
-    held.ended(stream, StreamEnding(failure="out of memory"))
-    tokens, failed, nothing = (held.next_message() for _ in range(3))
-    assert isinstance(tokens, Decoded) and tokens.finish_reason is None
-    assert failed == CallFailed(call_id="a", reason="out of memory") and nothing is None
 
 
 def test_what_is_acknowledged_is_not_sent_any_more() -> None:

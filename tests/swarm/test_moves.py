@@ -47,7 +47,6 @@ def test_an_idle_fast_member_takes_over_the_call_of_a_slow_one() -> None:
     (piece,) = decoded(fast, "g1.0#1.", LENGTH)
     (out,) = [e for e in hub.received(fast.lease, piece, 6.0) if isinstance(e, Deliver)]
     assert out.piece.token_ids == response("g1.0.", 3)
-    assert [e.lease for e in hub.journaled("g1.0.", LENGTH) if isinstance(e, Send)] == [fast.lease]
     assert hub.counters.moved_calls == 1 and not hub.members["slow"].distrust
     assert_crowd_is_current(hub)
 

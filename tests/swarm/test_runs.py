@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +26,9 @@ from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 from tests.speed import within
-from tests.swarm.chaos.forked import Forked
 
 DEADLINE_S = within(240.0)
-_TOKENS_PER_S = 500.0
-"""Of a worker: so that a run of twenty steps outlasts what is done to it."""
+ROOT = Path(__file__).parents[2]
 
 
 class Swarm:
@@ -37,14 +38,19 @@ class Swarm:
         self.folder = folder
         self.port = free_port()
         self.run = folder / "out"
-        self.processes: dict[str, Forked] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         config = re.sub(r"\[engine\]\n.*?(?=\[trainer\])", "", runs.CONFIG, flags=re.DOTALL)
         (folder / "swarm.toml").write_text(f'{config}\n[engine]\nkind = "swarm"\nlease_s = 3.0\nmax_running = 24\n')
 
+    def spawn(self, name: str, *argv: str) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.folder)])}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "rollover", *argv], cwd=self.folder, env=env, stdout=log, stderr=log
+            )
+
     def train(self, *argv: str) -> None:
-        self.processes["trainer"] = Forked(
-            self.folder, "trainer", ("train", *argv, "--engine.listen", f"127.0.0.1:{self.port}")
-        )
+        self.spawn("trainer", "train", *argv, "--engine.listen", f"127.0.0.1:{self.port}")
 
     def join(self, name: str, *argv: str, url: str = "") -> None:
         """Start a worker, at once: those that are to share a short run begin together."""
@@ -54,31 +60,28 @@ class Swarm:
             key = open_key(swarm / "publisher.key").public_key()
             token.touch(0o600)
             token.write_text(Credentials(swarm / "workers.json").add(name, key).text)
-        arguments = ("--join", url or f"ws://127.0.0.1:{self.port}", "--token-file", str(token))
-        arguments += ("--cache", str(self.folder / f"cache-{name}"), "--engine.max_running", "12", *argv)
-        self.processes[name] = Forked(self.folder, name, ("worker", *arguments), tokens_per_s=_TOKENS_PER_S)
+        self.spawn(
+            name,
+            *("worker", "--join", url or f"ws://127.0.0.1:{self.port}", "--token-file", str(token)),
+            *("--cache", str(self.folder / f"cache-{name}"), "--engine.max_running", "12", *argv),
+        )
 
     def rollover(self, *argv: str, code: int = 0) -> str:
-        done = runs.Processes(self.folder).run(*argv)
-        assert done.code == code, done.err
-        return done.out if code == 0 else done.err
+        done = subprocess.run(
+            [sys.executable, "-m", "rollover", *argv],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
 
     def kill(self, name: str) -> None:
-        self.processes.pop(name).kill()
-        if name == "trainer":
-            (self.run / "swarm" / "status.json").unlink()  # it is about members that are gone
-
-    @contextmanager
-    def held(self, *names: str) -> Iterator[None]:
-        """Have these workers decode nothing but checks until each of them serves: then all begin at the same time."""
-        halts = [self.folder / f"{name}.halt" for name in names]
-        for halt in halts:
-            halt.touch()
-        yield
-        for name in names:
-            self.until_state(name, "ready")
-        for halt in halts:
-            halt.unlink()
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes.pop(name).wait()
 
     def until(self, what: str, condition: Path | Callable[[], bool], *, holds: str = "") -> None:
         """Wait for a file, or for text in it, or for anything else that becomes true."""
@@ -89,7 +92,7 @@ class Swarm:
             else condition()
         ):
             assert time.monotonic() < give_up_s, f"{what} did not happen:\n{self.logs()}"
-            ended = self.processes["trainer"].exit_code
+            ended = self.processes["trainer"].poll()
             assert ended is None, f"the trainer ended with {ended} before {what}:\n{self.logs()}"
             time.sleep(0.1)
 
@@ -114,11 +117,14 @@ class Swarm:
     def until_state(self, name: str, state: str) -> None:
         """Wait until the trainer says that a worker is in a state."""
         status = StatusFile(self.run / "swarm" / "status.json")
-        self.until(f"{name} is {state}", status.path, holds=name)
         self.until(f"{name} is {state}", lambda: any((w.name, w.state) == (name, state) for w in status.read().workers))
 
     def finish(self) -> None:
-        assert self.processes["trainer"].wait(DEADLINE_S) == 0, self.logs()
+        try:
+            code = self.processes["trainer"].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.logs()) from None
+        assert code == 0, self.logs()
 
     def logs(self) -> str:
         return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
@@ -132,6 +138,7 @@ def swarm(folder: Path) -> Iterator[Swarm]:
     finally:
         for process in made.processes.values():
             process.kill()
+            process.wait()
 
 
 def tokens(run: Path) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
@@ -161,16 +168,15 @@ def assert_weights_are_accounted(run: Path, members: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "late"),
+    ("names", "late", "steps"),
     [
-        pytest.param(("a", "b", "c"), (), id="three workers"),
-        pytest.param(("a",), ("b",), id="one that joins late"),
+        pytest.param(("a", "b", "c"), (), 30, id="three workers"),
+        pytest.param(("a",), ("b",), 40, id="one that joins late"),
     ],
 )
 def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(
-    names: tuple[str, ...], late: tuple[str, ...], experiment: Path
+    names: tuple[str, ...], late: tuple[str, ...], steps: int, experiment: Path
 ) -> None:
-    steps = 6
     argv = ["--rollout.strategy", "sync", "--steps", str(steps)]
     # Blocks are of the size that the co-located engine has, since sums are taken block by block; a batch of 8 samples
     # needs more places than one worker has, so each that is there decodes some.
@@ -179,14 +185,12 @@ def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(
         it.rollover("train", "run.toml", "--run-dir", "alone", *argv)
         it.train("swarm.toml", "--run-dir", "out", "--engine.mode", "pull", *argv)
         it.until("the swarm", it.run / "swarm" / "status.json")
-        with it.held(*names):
-            for name in names:
-                it.join(name, *engine)
+        for name in names:
+            it.join(name, *engine)
         if late:
             it.until_step(0)
-            with it.held(*names, *late):
-                for name in late:
-                    it.join(name, *engine)
+        for name in late:
+            it.join(name, *engine)
         it.finish()
         for name in (*names, *late):
             assert it.processes[name].wait(DEADLINE_S) == 0, it.logs()
@@ -209,23 +213,22 @@ def test_pull_mode_is_the_co_located_run_for_any_number_of_workers(
 
 
 def test_workers_and_trainer_are_killed_and_nothing_is_lost_or_doubled(experiment: Path) -> None:
-    steps = 20
+    steps = 120  # enough for each worker to sample after the trainer was killed, on a fast machine too
     with swarm(experiment) as it:
         argv = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2", "--steps", str(steps)]
         it.train("swarm.toml", "--run-dir", "out", *argv)
         it.until("the swarm", it.run / "swarm" / "status.json")
-        with it.held("a", "b"):
-            it.join("a")
-            it.join("b")
+        for name in ("a", "b"):
+            it.join(name)
         for name in ("a", "b"):
             it.until_sampled(name)
-        it.kill("a")
         it.until_step(3)
+        it.kill("a")
+        it.until_step(5)
         it.kill("trainer")
         before = it.num_events()
-        with it.held("a", "b"):
-            it.join("a")
-            it.train("--resume", str(it.run))
+        it.join("a")
+        it.train("--resume", str(it.run))
         for name in ("a", "b"):
             it.until_sampled(name, after=before)
         it.kill("b")
@@ -259,5 +262,5 @@ def test_a_revoked_worker_is_sent_away_and_says_so(experiment: Path) -> None:
         assert f"is in use by pid {it.processes['trainer'].pid}" in second, "a run has one coordinator"
         step = runs.rows(it.run)[-1]["step"]
         it.until_step(step + 2)
-        it.processes["trainer"].send(signal.SIGINT)
+        it.processes["trainer"].send_signal(signal.SIGINT)
         assert it.processes["trainer"].wait(DEADLINE_S) in (0, 130), it.logs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
+    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     CallFailed,
@@ -33,6 +35,7 @@ from rollover.swarm.wire.messages import (
     Hello,
     Leaving,
     NotServing,
+    ProtocolError,
     Ready,
     Welcome,
     encode,
@@ -268,11 +271,45 @@ class TestTransport:
 
         self.run(law)
 
+    @pytest.mark.parametrize(
+        "frame",
+        [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1)), b"\x00" + b"\x91" * 100_000],
+        ids=["empty", "msgpack", "zstd", "downwards", "deep"],
+    )
+    def test_an_invalid_frame_ends_the_connection_with_one_message(self, frame: bytes) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token("b")) as connection:
+                await connection._send_frame(frame)
+                with pytest.raises(Disconnected, match=r"a frame (begins with nothing|of .* cannot be read)"):
+                    await connection.receive()
+                with pytest.raises(Disconnected):
+                    await connection.receive()
+            async with place.dial(self.token("c")) as connection:
+                await greeted(connection)
+            assert sessions.names == ["c"] and sessions.refusals == ["frame"]
+
+        self.run(law)
+
+    def test_a_frame_beyond_the_limit_ends_the_connection(self) -> None:
+        async def law(place: Place, sessions: RecordedSessions) -> None:
+            async with place.dial(self.token()) as connection:
+                await greeted(connection)
+                with pytest.raises(ProtocolError, match="above the protocol's"):
+                    await connection.send(CallFailed(call_id="a", reason="x" * MAX_FRAME_BYTES))
+                with pytest.raises(Disconnected):
+                    await connection._send_frame(b"\x00" + Random(0).randbytes(MAX_FRAME_BYTES))
+                    await connection._receive_frame()
+                await sessions.until(lambda: sessions.gone == [1])
+                assert sessions.messages[1] == [HELLO]
+
+        self.run(law)
+
     def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.HELLO_TIMEOUT_S", 0.2)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:
+                await asyncio.to_thread(time.sleep, 0.5)  # twice as long as one may be silent
                 with pytest.raises(Disconnected):
                     await connection.receive()
             assert sessions.names == []

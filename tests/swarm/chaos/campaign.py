@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Literal
@@ -58,8 +58,7 @@ class Case:
     steps: int = 14
     argv: tuple[str, ...] = ()
     num_kills: int = 12
-    num_sent_away: int = 0
-    """Members that are sent away, if the ``blows`` have that. The run is left alone afterwards."""
+    """The run is left alone afterwards."""
     blows: Blows = STORM
     relay: bool = True
     """Blobs go through nginx, which must be installed."""
@@ -68,7 +67,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.mode}-{self.strategy}" + "-liars" * bool(self.num_sent_away)
+        return f"{self.mode}-{self.strategy}"
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -119,28 +118,22 @@ async def survive(case: Case, folder: Path, *, speeds: Mapping[str, float] = SPE
             raise
         bound = load(str(folder / "swarm.toml"), case.settings).rollout.staleness_bound
         held = check_laws(stage.run, case.steps, bound, stage.proxy.record)
-        check_members(stage.proxy.record, stage.liars)
+        check_members(stage.proxy.record)
         trained = sampled(stage.run)
     return Survivor(case, stage.toll, held, stage.proxy.record, trained, time.monotonic() - began_s)
 
 
 async def _storm(stage: Stage, case: Case) -> None:
-    """Strike until there were so many kills and so many members are to be sent away, or the run is over."""
+    """Strike until there were so many kills, or the run is over."""
     lots = Random(f"{case.seed}/{case.name}/blows")
     blows = drawn_blows(case.blows, tuple(stage.speeds), lots)
     cues = Random(f"{case.seed}/{case.name}/cues")
-    stage.next_cue = lambda: _cue(cues) if stage.toll.num_kills < case.num_kills else None
-    while not stage.is_over:
-        is_killing = stage.toll.num_kills < case.num_kills
-        if not is_killing and len(stage.liars) >= case.num_sent_away:
-            break
+    stage.next_cue = lambda: _cue(cues)
+    while stage.toll.num_kills < case.num_kills and not stage.is_over:
         blow = next(blows)
-        if not is_killing and blow.way != "send away":
-            continue
         await _pass(stage, blow.gap_s, lambda: True)
         if blow.is_watched:
             await _pass(stage, 0.0, lambda: stage.is_settled)
-        blow = replace(blow, target=stage.holder(blow.target))
         if not stage.is_over and stage.is_up(blow.target):
             stage.strike(blow)
             if blow.is_watched:

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tests.swarm.chaos.judged import MOMENTS
-from tests.swarm.chaos.throttle import LIES
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFaults:
@@ -56,12 +53,10 @@ def damaged(body: bytes, faults: WireFaults, lots: Random) -> tuple[bytes | None
     return body, ""
 
 
-Way = Literal["kill", "pause", "cut", "freeze", "fill", "send away"]
+Way = Literal["kill", "pause", "cut", "freeze", "fill"]
 _PROCESS: tuple[tuple[Way, float], ...] = (("kill", 7.0), ("pause", 1.5), ("cut", 1.0), ("freeze", 0.5))
 WITH_DISKS: tuple[tuple[Way, float], ...] = (*_PROCESS, ("fill", 0.5))
 """Disks are filled as well."""
-WITH_LIARS: tuple[tuple[Way, float], ...] = (*_PROCESS, ("send away", 14.0))
-"""Members are sent away as well."""
 FULL_S = 2.0
 
 
@@ -78,8 +73,6 @@ class Blow:
     way: Way
     seconds: float
     """Length of a pause, a frozen network or a full disk; of a kill, the time before the process is started again."""
-    lie: str = ""
-    """What a member is sent away for, or the moment at which it is; see ``Stage.send_away``."""
     is_watched: bool = False
     """The blow waits until all processes are well, and no other comes before its target is back."""
 
@@ -108,11 +101,8 @@ def drawn_blows(rule: Blows, members: Sequence[str], lots: Random) -> Iterator[B
         (target,) = lots.choices(["coordinator", "nginx", *members], [4.0, 1.0, *(7.0 / len(members) for _ in members)])
         ways, weights = zip(*rule.ways, strict=True)
         (way,) = lots.choices(ways, weights)
-        if target not in members and way == "send away":
-            way = "kill"
         if target not in members and (way in ("cut", "freeze") or (target, way) == ("nginx", "fill")):
             way = "pause"
         pause_s, away_s = min(lots.uniform(0.1, 2.0) * rule.lease_s, 8.0), lots.uniform(0.0, 0.4)
         seconds = {"kill": away_s, "fill": FULL_S}.get(way, pause_s)
-        lie = lots.choice((*LIES, *MOMENTS)) if way == "send away" else ""
-        yield Blow(gap_s, target, way, seconds, lie, is_watched=lots.random() < rule.watched and way == "kill")
+        yield Blow(gap_s, target, way, seconds, is_watched=lots.random() < rule.watched and way == "kill")

@@ -48,8 +48,8 @@ class Forked:
 
     Args:
         kill_at: when the process kills itself with SIGKILL.
-        tokens_per_s: what a worker's engine decodes at most, as ``ThrottledEngine`` describes; its files are in
-            ``folder``. A trainer judges members on order, see ``judged.py``.
+        tokens_per_s: what a worker's engine decodes at most; as fast as it can when left out. While there is a file
+            ``NAME.halt`` in ``folder`` it decodes nothing.
         has_own_clock: its wall clock is what ``set_clocks`` makes it.
     """
 
@@ -74,10 +74,6 @@ class Forked:
         """As ``Popen`` has it: minus the signal, for a process that was killed; ``None`` while it runs."""
         return self._process.exitcode
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
     def send(self, number: int) -> None:
         if self.exit_code is None and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -86,11 +82,6 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
-
-    def wait(self, limit_s: float) -> int | None:
-        """Return the exit code, once the process has ended; ``None`` if it has not after so long."""
-        self._process.join(limit_s)
-        return self.exit_code
 
     def last_words(self) -> str:
         return f"-- {self.name}: {self.exit_code}\n{self.log.read_text(errors='replace')[-3000:]}"
@@ -118,13 +109,7 @@ def _main(
     if tokens_per_s is not None:
         from tests.swarm.chaos.throttle import throttle_workers
 
-        throttle_workers(tokens_per_s, Path.cwd() / name)
-    if argv[0] == "train":
-        from rollover.engine import sampling_check
-        from tests.swarm.chaos.judged import judge_on_order
-
-        sampling_check.MAX_DRAWS = 4  # as many show greedy decoding; whoever joins often draws often
-        judge_on_order(Path.cwd())
+        throttle_workers(tokens_per_s, Path.cwd() / f"{name}.halt")
     if has_own_clock:
         follow_clock(Path.cwd())
     if kill_at is not None:

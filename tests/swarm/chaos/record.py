@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rollover.swarm.wire.messages import (
@@ -53,8 +53,6 @@ class WireRecord:
     """All that is of interest afterwards; times are ``time.monotonic()``."""
 
     calls: dict[str, SeenCall] = field(default_factory=dict)
-    labels: dict[tuple[str, int], set[tuple[str, int, int]]] = field(default_factory=lambda: defaultdict(set))
-    """By sample key and position: member, version and token of each message."""
     frames: Counter[str] = field(default_factory=Counter)
     """By message."""
     faults: Counter[str] = field(default_factory=Counter)
@@ -81,8 +79,6 @@ class WireRecord:
                 call.put(message.offset, ids)
                 call.sent.append((time.monotonic(), member, range(message.offset, message.offset + len(ids))))
                 call.is_over = message.finish_reason is not None
-                for position, token in enumerate(ids, start=message.offset):
-                    self.labels[call.sample_key, position].add((member, message.version, token))
 
     def down(self, member: str, message: FromCoordinator) -> None:
         """A message goes out to a worker."""

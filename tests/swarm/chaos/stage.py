@@ -31,11 +31,9 @@ from tests.speed import within
 from tests.swarm.chaos.disks import SmallDisk
 from tests.swarm.chaos.faults import Blow
 from tests.swarm.chaos.forked import Forked
-from tests.swarm.chaos.judged import order
 from tests.swarm.chaos.proxy import FaultProxy
 from tests.swarm.chaos.relay import Relay
 from tests.swarm.chaos.returns import Return, followed
-from tests.swarm.chaos.throttle import LIES
 
 SPEEDS: Mapping[str, float] = {"workstation": 2000.0, "laptop": 1000.0, "tablet": 300.0, "phone": 100.0}
 """Tokens per second of each member."""
@@ -51,8 +49,6 @@ class Toll:
     kills: Counter[str] = field(default_factory=Counter)
     """By name and way: ``coordinator/event`` for one that died as an event went to the journal."""
     others: Counter[str] = field(default_factory=Counter)
-    sent_away: Counter[str] = field(default_factory=Counter)
-    """By the lie for which a member was sent away, or the moment."""
     returns: list[Return] = field(default_factory=list)
     num_starts: int = 0
     """Of the coordinator."""
@@ -90,7 +86,7 @@ class Stage:
         disks: Mapping[str, SmallDisk] | None = None,
         has_own_clock: bool = False,
     ) -> None:
-        self.folder, self.speeds, self.run = folder, dict(speeds), run or folder / "out"
+        self.folder, self.speeds, self.run = folder, speeds, run or folder / "out"
         self._caches = caches or folder
         self._with_relay, self._disks = with_relay, disks or {}
         self._argv, self._has_own_clock = tuple(argv), has_own_clock
@@ -110,12 +106,9 @@ class Stage:
         self._may_end: set[str] = set()
         """Processes that started on a full disk, and a coordinator whose disk has been full."""
         self._frozen_until_s = 0.0
-        self.liars: dict[str, str] = {}
-        """Members that are to be sent away or were, each with its lie or the moment."""
         self._num_returning = 0
         """Processes that were killed and are not known to be back."""
         self._is_watching = False
-        self._token_of: Callable[[str], str]
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
@@ -143,19 +136,15 @@ class Stage:
         self.start("coordinator")
         await self.until("the swarm", lambda: (swarm / "status.json").exists())
         key = open_key(swarm / "publisher.key").public_key()
-        self._token_of = lambda name: Credentials(swarm / "workers.json").add(name, key).text
+        credentials = Credentials(swarm / "workers.json")
         if self._with_relay:
-            relay.configure(self._token_of("nginx"))
+            relay.configure(credentials.add("nginx", key).text)
             self.cast["nginx"] = relay
             relay.start()
         for name in self.speeds:
-            self._join(name)
-
-    def _join(self, name: str) -> None:
-        """Start a member for the first time."""
-        (self.folder / f"{name}.token").write_text(self._token_of(name))
-        (self.folder / f"{name}.token").chmod(0o600)
-        self.start(name)
+            (self.folder / f"{name}.token").write_text(credentials.add(name, key).text)
+            (self.folder / f"{name}.token").chmod(0o600)
+            self.start(name)
 
     # -- the cast -----------------------------------------------------------------------------------------------
 
@@ -234,25 +223,6 @@ class Stage:
         there."""
         (self.folder / f"{name}.halt").touch()
 
-    async def send_away(self, name: str, lie: str) -> None:
-        """Have a member lie from now on in one of the ``LIES``, or the coordinator send it away at one of the
-        ``MOMENTS``. Another of the same speed takes its place."""
-        self.liars[name] = lie
-        if lie in LIES:
-            (self.folder / f"{name}.lie").write_text(lie)
-        else:
-            order(self.folder, name, lie)
-        if lie == "draws":  # they are checked when it joins
-            await self.kill(name)
-        while name in self._away or self.cast[name].exit_code != 2:
-            await asyncio.sleep(0.05)
-        self.toll.sent_away[lie] += 1
-        del self.cast[name]
-        who, _, number = name.partition("-")
-        successor = f"{who}-{int(number or 1) + 1}"
-        self.speeds[successor] = self.speeds.pop(name)
-        self._join(successor)
-
     async def fill(self, name: str, seconds: float) -> None:
         """Leave no space on a process's disk for a while. A process that ends because of it is started again."""
         which = self._disk_of(name)
@@ -291,10 +261,6 @@ class Stage:
                 self.spawn(self.pause(blow.target, blow.seconds))
             case "fill":
                 self.spawn(self.fill(blow.target, blow.seconds))
-            case "send away" if blow.target not in self.liars:
-                # Enough honest members stay. Draws are checked when a member joins under new weights, if it ever does.
-                if sum(name in self.cast and lie != "draws" for name, lie in self.liars.items()) < 2:
-                    self.spawn(self.send_away(blow.target, blow.lie))
             case "cut":
                 self.toll.others[f"{blow.target}/cut"] += 1
                 self.proxy.cut(blow.target)
@@ -302,10 +268,6 @@ class Stage:
                 self.toll.others[f"{blow.target}/freeze"] += 1
                 self._frozen_until_s = max(self._frozen_until_s, time.monotonic() + blow.seconds)
                 self.proxy.freeze(blow.target, blow.seconds)
-
-    def holder(self, seat: str) -> str:
-        """Return the member that has the place of one with which the run began, or the name of another process."""
-        return next((name for name in self.speeds if name.partition("-")[0] == seat), seat)
 
     def is_up(self, name: str) -> bool:
         """Tell whether a process runs, as far as can be seen, so that a blow would hit."""
@@ -380,8 +342,7 @@ class Stage:
             if code == 2 and name in self._may_end and name not in self._away:
                 self._away.add(name)
                 self.spawn(self._after_full_disk(name))
-            is_sent_away = code == 2 and name in self.liars and "is no longer trusted" in process.last_words()
-            assert name in self._away or is_sent_away or code in (None, 0, -signal.SIGKILL), (
+            assert name in self._away or code in (None, 0, -signal.SIGKILL), (
                 f"{name} ended with {code}\n{self.last_words()}"
             )
 

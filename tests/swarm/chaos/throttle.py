@@ -1,4 +1,4 @@
-"""A slow machine on a fast one, which may stand still or lie: files say when."""
+"""A slow machine on a fast one: an engine whose calls wait by the clock for their tokens, or for a file to go."""
 
 from __future__ import annotations
 
@@ -14,23 +14,14 @@ from rollover.run import worker
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.types import FinishReason
 
-LIES = ("checks", "log-probs", "draws")
-"""Ways to lie: about the log-probs of checks or of samples, or about how tokens are drawn."""
-_LIE = 0.5
-"""Nats by which false log-probs are too low: far beyond any tolerance."""
-
 
 class ThrottledEngine:
-    """An engine that hands out ``tokens_per_s`` at most, over all calls but the single tokens of a check. While the file
-    ``NAME.halt`` exists, it hands out nothing else than these; a call that is stopped then hands over nothing. While
-    the file ``NAME.lie`` exists, the engine lies in the way that the file names.
+    """An engine that hands out ``tokens_per_s`` at most, over all its calls; while the file ``halt`` is there nothing but
+    the single tokens of a check. A call that is stopped waits no more, and hands over what the engine has decoded, where
+    there is no such file."""
 
-    Args:
-        files: the folder with the two files, and the name: ``folder / "laptop"``.
-    """
-
-    def __init__(self, engine: Any, tokens_per_s: float, files: Path) -> None:
-        self._engine, self._halt, self._lie = engine, files.with_suffix(".halt"), files.with_suffix(".lie")
+    def __init__(self, engine: Any, tokens_per_s: float, halt: Path) -> None:
+        self._engine, self._halt = engine, halt
         self._tokens_per_s = tokens_per_s
         self._free_s = 0.0
         """Time at which all that was promised so far has been handed out."""
@@ -45,15 +36,10 @@ class ThrottledEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         stopped = self._stopped[request.request_id] = asyncio.Event()
         is_check = request.params.max_new_tokens == 1
-        lie = self._lie.read_text() if self._lie.exists() else ""
-        if lie == "draws" and request.params.temperature == 1:
-            request = replace(request, params=replace(request.params, temperature=0.0))
-        shift = _LIE if lie == ("checks" if is_check else "log-probs") else 0.0
         try:
             async with aclosing(self._engine.generate(request)) as chunks:
-                async for true in chunks:
-                    chunk = replace(true, logprobs=tuple(x - shift for x in true.logprobs)) if shift else true
-                    if not is_check and not stopped.is_set():
+                async for chunk in chunks:
+                    if not stopped.is_set():
                         now_s = asyncio.get_running_loop().time()
                         self._free_s = max(now_s, self._free_s) + len(chunk.token_ids) / self._tokens_per_s
                         with suppress(TimeoutError):
@@ -75,8 +61,8 @@ class ThrottledEngine:
         await self._engine.abort(request_ids)
 
 
-def throttle_workers(tokens_per_s: float, files: Path) -> None:
-    """From now on the engines of workers in this process are throttled; see ``ThrottledEngine``."""
+def throttle_workers(tokens_per_s: float, halt: Path) -> None:
+    """From now on the engines of workers in this process decode so fast at most, and nothing while ``halt`` is there."""
     opener = worker.opener
 
     def throttled(config: WorkerConfig, *, name: str, root: Path) -> Any:
@@ -84,7 +70,7 @@ def throttle_workers(tokens_per_s: float, files: Path) -> None:
 
         async def opened(folder: Path) -> Any:
             engine = await open_on(folder)
-            return replace(engine, engine=ThrottledEngine(engine.engine, tokens_per_s, files))
+            return replace(engine, engine=ThrottledEngine(engine.engine, tokens_per_s, halt))
 
         return opened
 

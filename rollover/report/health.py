@@ -26,7 +26,7 @@ def _of(metric: str, name: str = "") -> Curve:
 
 
 FIGURES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
-    ("Entropy of the policy and surprise of its tokens, nats", (_of("entropy"), _of("surprise"))),
+    ("Entropy and surprise, nats", (_of("entropy"), _of("surprise"))),
     (
         "Entropy by tokens before the end, nats",
         (

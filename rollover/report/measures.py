@@ -101,6 +101,16 @@ def clip_curve(curve: Sequence[tuple[float, int]], start_s: float, end_s: float)
     return (*inside, (end_s, inside[-1][1]))
 
 
+def evenly(curve: Sequence[tuple[float, int]], num: int) -> tuple[tuple[float, int], ...]:
+    """Return the values of a step curve at ``num`` times that are equally far apart, from its first to its last.
+
+    Example: ``evenly(((0.0, 5), (0.5, 9), (0.6, 7), (2.0, 7)), 3)`` is ``((0.0, 5), (1.0, 7), (2.0, 7))``.
+    """
+    start_s, end_s = curve[0][0], curve[-1][0]
+    times = [start_s + (end_s - start_s) * i / (num - 1) for i in range(num)]
+    return tuple((t, curve[bisect_right(curve, t, key=lambda point: point[0]) - 1][1]) for t in times)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
     """A stretch of consecutive training steps and the time it took.

@@ -171,7 +171,7 @@ def _bars(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, origi
 def _hover(name: str, each: MemberSpan) -> str:
     span = each.span
     return (
-        f"<b>{html.escape(name)}</b>: {each.sample.sample_id} under v{span.policy_version}, {span.num_tokens} of"
+        f"{html.escape(name)}: {each.sample.sample_id} under v{span.policy_version}, {span.num_tokens} of"
         f" {each.sample.num_tokens} tokens in {span.end_s - span.start_s:.2f} s"
     )
 

@@ -244,7 +244,7 @@ def small(record: RunRecord, curves: Sequence[Curve]) -> Figure | None:
         points = [(float(row.step), y) for row in rows if math.isfinite(y := curve.value(row.values))]
         if points and (len(curves) == 1 or any(y for _, y in points)):
             found.append((curve.name, [x for x, _ in points], [y for _, y in points]))
-    return _small(found)
+    return _small(found, named=len(curves) > 1)
 
 
 def by_name(record: RunRecord, prefix: str) -> Figure | None:
@@ -262,20 +262,21 @@ def lengths_by_reward(record: RunRecord) -> Figure | None:
     return _small([(name, steps, [pair[i] for _, pair in found]) for i, name in enumerate(names)]) if found else None
 
 
-def _small(curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], height: int = 180) -> Figure | None:
-    """Draw curves (name, x, y); a single one with the band of its steps."""
+def _small(
+    curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, height: int = 180, named: bool = True
+) -> Figure | None:
+    """Draw curves (name, x, y); a single one with the band of its steps. ``named``: whether their names are shown."""
     if not curves:
         return None
     data = downsampling.band(*curves[0][1:], "--blue") if len(curves) == 1 else []
     for (name, x, y), colour in zip(curves, cycle(CURVE_COLOURS), strict=False):
         data.append(line(*downsampling.coarsened(x, y), name, colour, line={"color": colour, "width": 1.6}))
-    several = len(curves) > 1
     return figure(
         data,
         height=height,
-        margin={"l": 40, "r": 8, "t": 30 if several else 8, "b": 28},
-        showlegend=several,
+        margin={"l": 40, "r": 8, "t": 30 if named else 8, "b": 28},
+        showlegend=named,
         xaxis=step_axis(1, "") if len(curves[0][1]) == 1 else axis(showgrid=False, nticks=5),
-        yaxis=axis(nticks=4),
+        yaxis=axis(nticks=4, exponentformat="e"),
         hovermode="x unified",
     )

@@ -55,9 +55,9 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     page.add(alarm_list(summary.alarms))
     page.add(tiles(_key_numbers(summary)))
     _learning(page, record)
+    _timeline(page, record)
     if samples:
         page.section("Samples", captions.SAMPLES, samples, layout="column")
-    _timeline(page, record)
     _lag(page, record)
     _tokens(page, record, summary)
     _time(page, record)

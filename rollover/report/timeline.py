@@ -30,7 +30,7 @@ from rollover.rollout.events import (
 )
 from rollover.types import FinishReason, SampleId, Segment, WasteCause
 
-_PROMPT_CHARACTERS = 60
+_PROMPT_CHARACTERS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

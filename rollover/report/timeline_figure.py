@@ -8,16 +8,15 @@ from typing import Any
 
 from rollover.report import measures
 from rollover.report.colours import version_colours
-from rollover.report.downsampling import stretches
 from rollover.report.measures import StepWindow
 from rollover.report.plot import Figure, axis, figure, line
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
 from rollover.types import FinishReason
 
-MAX_SPANS = 600
-"""Bars per picture; of a larger window every k-th group is drawn. Each takes 100 bytes of the page."""
-_MAX_CHANGES = 400
-"""Changes of the number of active samples that are drawn."""
+MAX_SPANS = 400
+"""Bars per picture; of a larger window every k-th group is drawn. Each takes some 200 bytes of the page."""
+_MAX_CHANGES = 600
+"""Changes of the number of active samples that are drawn one by one; a picture has about as many columns of pixels."""
 
 
 def gantt(
@@ -39,7 +38,7 @@ def gantt(
     data += _by_version(placed, window, origin_s)
     data += _wasted(placed, window, origin_s)
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
-    data.append(_active([part[-1] for part in stretches(active, _MAX_CHANGES)], origin_s))
+    data.append(_active(active if len(active) <= _MAX_CHANGES else measures.evenly(active, _MAX_CHANGES), origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
     right = start + length_s if length_s is not None else stop
     return figure(
@@ -150,7 +149,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
     reward = "" if sample.reward is None else f", reward {sample.reward:g}"
     prompt = html.escape(sample.prompt_end)
     return (
-        f"<b>{sample.sample_id}</b> under v{span.policy_version}:"
+        f"{sample.sample_id} under v{span.policy_version}:"
         f" {span.num_tokens} of {sample.num_tokens} tokens, {end}<br>{fate}{reward}<br>{prompt}"
     )
 

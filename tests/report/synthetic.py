@@ -143,7 +143,7 @@ class Simulation:
         prompt = Prompt(
             prompt_id=f"sums/{group}@0",
             token_ids=(1, 2),
-            text=f"What is {group} + {group * 7 % 10}?",
+            text=f"What is {group} + {group * 7 % 10}?<|im_end|>\n<|im_start|>assistant\n",
             source="sums",
         )
         self.events.append(

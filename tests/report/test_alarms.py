@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from rollover.report.alarms import alarms
-from rollover.report.metrics import MetricRow
+from rollover.report.metrics import MetricRow, read_metrics
 
 
 def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[MetricRow, ...]:
@@ -83,3 +84,10 @@ def test_no_alarm_is_raised_before_five_steps_or_without_a_measurement() -> None
     assert alarms(rows(4, reward__mean=0.0, reward__groups_with_signal=0.0, response__truncated=1.0)) == ()
     missing = MetricRow(kind="step", step=0, time_s=0.0, values={"loss": 1.0, "entropy": math.nan})
     assert alarms([missing] * 20) == ()
+
+
+def test_the_quickstart_raises_no_alarm_at_any_of_its_steps() -> None:
+    record = read_metrics(Path(__file__).parent / "quickstart")
+    assert sum(row.kind == "step" for row in record) == 60
+    for cut in range(len(record) + 1):
+        assert alarms(record[:cut]) == ()

@@ -23,7 +23,7 @@ from rollover.report import health, run_figures, sample_cards
 from rollover.report.colours import version_colours
 from rollover.report.comparison import compare_table, comparison, render_comparison, write_comparison
 from rollover.report.downsampling import MAX_POINTS
-from rollover.report.measures import lengths_by_reward, window_of, windows
+from rollover.report.measures import evenly, lengths_by_reward, window_of, windows
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.page import script_json
 from rollover.report.plot import smoothed
@@ -309,6 +309,12 @@ def test_smoothing_leaves_a_straight_line_alone_and_spreads_a_peak() -> None:
     assert smoothed(line) == line
     assert smoothed([0.0, 0.0, 0.0, 5.0, 0.0, 0.0, 0.0]) == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     assert smoothed([]) == []
+
+
+def test_a_long_curve_keeps_its_values_at_even_times() -> None:
+    curve = tuple((i / 100, i % 7) for i in range(1001))
+    assert evenly(curve, 11) == tuple((float(t), (100 * t) % 7) for t in range(11))
+    assert evenly(((0.0, 5), (0.5, 9), (0.6, 7), (2.0, 7)), 3) == ((0.0, 5), (1.0, 7), (2.0, 7))
 
 
 def test_a_restart_is_marked_in_the_timeline() -> None:

@@ -30,8 +30,6 @@ from rollover.rollout.events import (
 )
 from rollover.types import FinishReason, SampleId, Segment, WasteCause
 
-_PROMPT_CHARACTERS = 32
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedSpan:
@@ -75,8 +73,6 @@ class SampleTrace:
     sample_id: SampleId
     prompt_id: str
     num_prompt_tokens: int
-    prompt_end: str
-    """The last characters of the prompt."""
     spans: tuple[DecodedSpan, ...] = ()
     gaps: tuple[Gap, ...] = ()
     reward: float | None = None
@@ -239,7 +235,6 @@ class _Fold:
                     SampleTrace,
                     prompt_id=prompt.prompt_id,
                     num_prompt_tokens=len(prompt.token_ids),
-                    prompt_end=prompt.text[-_PROMPT_CHARACTERS:],
                 )
                 self.samples |= {i: trace(sample_id=i) for i in self.groups[group_id]}
             case SampleStarted(sample_id=sample_id):

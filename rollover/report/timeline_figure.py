@@ -147,7 +147,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
     elif sample.trained_step is not None:
         fate = f"trained at step {sample.trained_step}"
     reward = "" if sample.reward is None else f", reward {sample.reward:g}"
-    prompt = html.escape(sample.prompt_end)
+    prompt = html.escape(sample.prompt_id)
     return (
         f"{sample.sample_id} under v{span.policy_version}:"
         f" {span.num_tokens} of {sample.num_tokens} tokens, {end}<br>{fate}{reward}<br>{prompt}"

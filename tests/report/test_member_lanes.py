@@ -28,7 +28,6 @@ def sample(i: int, *spans: DecodedSpan) -> SampleTrace:
         sample_id=SampleId(i, 0),
         prompt_id=f"p{i}",
         num_prompt_tokens=1,
-        prompt_end="2+2=",
         spans=spans,
     )
 

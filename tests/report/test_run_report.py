@@ -132,7 +132,7 @@ def test_nothing_from_data_becomes_markup() -> None:
         MetricRow(kind="step", step=0, time_s=1.0, values={"reward/mean": 0.5}),
     )
     group = opened(0, 1)
-    prompt = type(group.prompt)(prompt_id="p", token_ids=(1,), text=EVIL, source=EVIL)
+    prompt = type(group.prompt)(prompt_id=EVIL, token_ids=(1,), text=EVIL, source=EVIL)
     events: list[Event] = [
         type(group)(time_s=0.0, group_id=0, prompt=prompt, group_size=1, cursor=1),
         started(0, 0, 1.0, 0),

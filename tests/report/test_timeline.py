@@ -95,7 +95,6 @@ def test_a_rolled_over_sample_is_two_spans_and_the_gap_between() -> None:
         sample_id=SampleId(1, 0),
         prompt_id="p/1",
         num_prompt_tokens=1,
-        prompt_end="prompt 1",
         spans=(
             DecodedSpan(start_s=1.0, end_s=3.5, policy_version=0, num_tokens=12, finish_reason=ABORT),
             DecodedSpan(start_s=5.5, end_s=6.0, policy_version=1, num_tokens=4, finish_reason=STOP),

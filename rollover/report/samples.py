@@ -146,7 +146,7 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
             step=step,
             reward=score.reward,
             shaping=score.shaping,
-            components=getattr(score, "components", {}),
+            components=score.components,
         )
         for one, score in sorted(scored.items(), key=lambda each: (group_ids.index(each[0].group), each[0]))
         if segments.get(one)
@@ -165,7 +165,7 @@ def of_batch(batch: Batch, shaping: Callable[[int], float]) -> tuple[TrainedSamp
                 step=batch.step,
                 reward=t.reward or 0.0,
                 shaping=shaping(t.num_tokens),
-                components=getattr(t, "components", {}),
+                components=t.components,
             )
             for t in batch.trajectories
         ]

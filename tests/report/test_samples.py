@@ -35,7 +35,8 @@ def run(tmp_path: Path) -> Path:
             last = number == len(parts) - 1
             reason = FinishReason.STOP if last else FinishReason.ABORT
             events.append(SegmentEnded(1.0, SampleId(7, index), segment(2 + number, text.replace("\x1b", ""), reason)))
-        events.append(SampleScored(2.0, SampleId(7, index), parts[-1][1]))
+        components = {"exact": 1.0, "style": 0.5} if index == 0 else {}
+        events.append(SampleScored(2.0, SampleId(7, index), parts[-1][1], components=components))
     events += [BatchConsumed(3.0, 3, (7,)), BatchTrained(4.0, 3, {})]
     journal = Journal(tmp_path / "journal.sqlite")
     journal.append(events)
@@ -51,6 +52,7 @@ def test_a_batch_is_read_with_what_was_learned_from_it(run: Path) -> None:
     assert (batch.step, batch.is_trained) == (3, True)
     right, parked = batch.samples
     assert (right.relative, parked.relative) == (0.5, -0.5)
+    assert (right.components, parked.components) == ({"exact": 1.0, "style": 0.5}, {})
     assert (right.lag, parked.lag) == (1.0, 7 / 12)
     assert parked.breaks == [(7, "parked, version 2 → 3")]
     assert in_order(batch.samples, "length") == [parked, right]
@@ -64,6 +66,8 @@ def test_samples_are_shown_with_their_interruptions(run: Path, capsys: pytest.Ca
     assert "g7.1  sums/4@0  reward 0  against its group -0.500  12 tokens  lag 0.58" in shown
     assert "one and⟦parked, version 2 → 3⟧ 8[2J" in shown
     assert '{"answer": "9"}' in shown
+    assert cli.main(["samples", str(run), "--show", "1"]) == 0
+    assert "g7.0  sums/4@0  reward 1 (exact 1, style 0.5)  against its group +0.500" in capsys.readouterr().out
 
 
 def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from rollover.kept import MAX_KEPT, join_kept, split_kept
+
 UNBOUNDED = "unbounded"
 """``Annotated[float, UNBOUNDED]`` declares a setting that may be ``inf``; all other numbers of a config are finite."""
 
@@ -72,8 +74,17 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0 switches it off."""
+    min_p: float = 0.0
+    """Leaves out tokens that are less probable than this share of the most probable one."""
+    returns_kept: bool = False
+    """Each token comes with its kept set (``rollover.kept``): the tokens among which it was drawn."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether tokens are drawn from a part of the vocabulary only."""
+        return bool(self.temperature and (self.top_k or self.top_p < 1 or self.min_p))
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -84,6 +95,10 @@ class SamplingParams:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must lie in [0, 1) (0 is off), got {self.min_p}")
+        if self.returns_kept and not 0 < self.top_k <= MAX_KEPT:
+            raise ValueError(f"kept sets need a top_k from 1 to {MAX_KEPT:,}, got {self.top_k}")
         if "" in self.stop_strings:
             raise ValueError("stop_strings must not hold an empty string, which every response completes at once")
 
@@ -140,6 +155,13 @@ class Segment(NamedTuple):
     """Response tokens whose cache had to be computed again before this segment could start."""
     engine: str = ""
     """Name of the engine that sampled these tokens, where a run has several."""
+    kept: Sequence[bytes] = ()
+    """Kept set of each token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
+
+    @property
+    def kept_sets(self) -> Sequence[bytes]:
+        """Return the kept set of each token, even if there are none."""
+        return self.kept or (b"",) * len(self.token_ids)
 
     def continues_into(self, later: Segment) -> bool:
         """Return whether ``later`` continued without an interruption and under the same weights and cache."""
@@ -156,20 +178,30 @@ class Segment(NamedTuple):
             rollout_logprobs=_joined(self.rollout_logprobs, later.rollout_logprobs),
             start_s=self.start_s,
             num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
+            kept=(*self.kept_sets, *later.kept_sets) if self.kept or later.kept else (),
         )
 
     def packed(self) -> Segment:
         """Return the same segment with 8 bytes a token instead of about 70; ``unpacked`` undoes it exactly, since
-        log-probs are float32 values. Tokens that are not in a tuple stay as they are."""
+        log-probs are float32 values. Kept sets are then in one piece. Tokens that are not in a tuple stay as they
+        are."""
         if not isinstance(self.token_ids, tuple):
             return self
-        return self._replace(token_ids=array("i", self.token_ids), rollout_logprobs=array("f", self.rollout_logprobs))
+        return self._replace(
+            token_ids=array("i", self.token_ids),
+            rollout_logprobs=array("f", self.rollout_logprobs),
+            kept=(join_kept(self.kept),) if self.kept else (),
+        )
 
     def unpacked(self) -> Segment:
         """Return a packed segment as it was."""
         if not isinstance(self.token_ids, array):
             return self
-        return self._replace(token_ids=tuple(self.token_ids), rollout_logprobs=tuple(self.rollout_logprobs))
+        return self._replace(
+            token_ids=tuple(self.token_ids),
+            rollout_logprobs=tuple(self.rollout_logprobs),
+            kept=split_kept(self.kept[0], len(self.token_ids)) if self.kept else (),
+        )
 
 
 def _joined(values: Sequence[Any], later: Sequence[Any]) -> Sequence[Any]:
@@ -248,6 +280,13 @@ class Trajectory:
     @property
     def rollout_logprobs(self) -> tuple[float, ...]:
         return tuple(p for s in self.segments for p in s.rollout_logprobs)
+
+    @property
+    def kept(self) -> tuple[bytes, ...]:
+        """Return the kept set of each response token; nothing if all were drawn from the whole vocabulary."""
+        if not any(s.kept for s in self.segments):
+            return ()
+        return tuple(k for s in self.segments for k in s.kept_sets)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
@@ -384,6 +423,8 @@ class WasteCause(StrEnum):
     """Its importance weight lies outside the bounds (``algorithm.correction = "mis"``)."""
     REJECTED_SAMPLE = "rejected_sample"
     """The mean weight of its sample lies outside the bounds (``algorithm.guard``)."""
+    ONLY_CHOICE = "only_choice"
+    """It was the only token that ``rollout.top_p``, ``top_k`` and ``min_p`` left, so its log-prob is always 0."""
     ZERO_ADVANTAGE = "zero_advantage"
     """Its advantage is exactly 0, as those of a group whose rewards are all equal, and no KL term trains it."""
 

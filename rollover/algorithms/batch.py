@@ -12,7 +12,8 @@ from torch import Tensor
 class TokenBatch:
     """Response tokens of ``B`` whole samples, concatenated (``T`` tokens). A sample is never split.
 
-    All log-probs follow one convention: float32 ``log_softmax(logits / temperature)`` over the full vocabulary.
+    All log-probs follow one convention: float32 ``log_softmax(logits / temperature)`` over the full vocabulary, or over
+    the kept set of the token if it was drawn from a part of the vocabulary.
 
     Example: two samples of one group, of 3 and 2 tokens, have ``sample_T`` of ``(0, 0, 0, 1, 1)`` and ``group_B`` of
     ``(0, 0)``.
@@ -35,6 +36,10 @@ class TokenBatch:
     """Index of the sample, among the B, to which each token belongs; int64, non-decreasing."""
     group_B: Tensor
     """Index of the group of the global batch to which each sample belongs; int64."""
+
+    is_only_choice_T: Tensor | None = None
+    """True where the token's kept set contains no other, so that its log-prob is constant; ``None`` if all were drawn
+    from the whole vocabulary."""
 
     @property
     def num_samples(self) -> int:

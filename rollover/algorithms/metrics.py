@@ -25,6 +25,7 @@ CAUSES = (
     WasteCause.MASKED_STALE,
     WasteCause.REJECTED_WEIGHT,
     WasteCause.REJECTED_SAMPLE,
+    WasteCause.ONLY_CHOICE,
     WasteCause.ZERO_ADVANTAGE,
 )
 """Reasons, found in its data, why the loss has no gradient at a token. A token whose ratio is clipped counts as
@@ -33,14 +34,18 @@ trained, since training moved it to where the clip stops it."""
 
 def untrained_causes(algorithm: Algorithm, tokens: TokenBatch, correction: CorrectionFactors) -> Tensor:
     """Return each token's index in ``CAUSES``, ``[T]``, or -1 where it is trained. Of several causes the first in this
-    order counts: mask, guard, correction, advantage."""
+    order counts: mask, guard, correction, only choice, advantage."""
     masked_T, rejected_T, guarded_T = tokens.loss_mask_T == 0, correction.rejected_T > 0, correction.guarded_T > 0
     by_correction = WasteCause.MASKED_STALE if algorithm.correction == "mask_stale" else WasteCause.REJECTED_WEIGHT
     causes_T = torch.full_like(tokens.sample_T, CAUSES.index(WasteCause.ZERO_ADVANTAGE))
+    has_gradient_T = _has_gradient(algorithm, tokens, ~(masked_T | rejected_T))
+    if tokens.is_only_choice_T is not None:
+        causes_T[tokens.is_only_choice_T] = CAUSES.index(WasteCause.ONLY_CHOICE)
+        has_gradient_T = has_gradient_T & ~tokens.is_only_choice_T
     causes_T[rejected_T] = CAUSES.index(by_correction)
     causes_T[guarded_T] = CAUSES.index(WasteCause.REJECTED_SAMPLE)
     causes_T[masked_T] = CAUSES.index(WasteCause.MASKED_TRUNCATED)
-    return causes_T.masked_fill(_has_gradient(algorithm, tokens, ~(masked_T | rejected_T)), -1)
+    return causes_T.masked_fill(has_gradient_T, -1)
 
 
 def _has_gradient(algorithm: Algorithm, tokens: TokenBatch, admitted_T: Tensor) -> Tensor:

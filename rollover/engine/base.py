@@ -83,6 +83,8 @@ class Chunk:
     """Response tokens re-prefilled to start this call; on its first chunk only."""
     engine: str = ""
     """Name of the engine that sampled the tokens; a pool of several fills it in."""
+    kept: tuple[bytes, ...] = ()
+    """Kept set of each token (``rollover.kept``) if the request wants them, otherwise empty."""
 
 
 GPU_PREFILL_TOKENS = 150.0

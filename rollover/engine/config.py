@@ -24,8 +24,8 @@ class DeclaredCapabilities:
 
     in_flight_update: bool = True
     """Same as in ``Capabilities``."""
-    cuts_logprobs: bool = True
-    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    gives_kept: bool = False
+    """Tokens come with the kept sets (``rollover.kept``) that a request wants."""
     keeps_kv: bool = False
     """Tokens may attend to caches that older weights computed."""
     deterministic: bool = False

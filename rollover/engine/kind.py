@@ -54,6 +54,8 @@ class EngineSetup:
     """The longest prompt and response that it will be asked for: the context of an engine whose config names none."""
     max_staleness: int = 0
     """The largest number of versions by which a trained token may be older than the weights."""
+    returns_kept: bool = False
+    """Calls want the kept sets of their tokens (``rollover.kept``)."""
     device: str | None = None
     """The GPU from which this process sends the weights of a folder to servers over NCCL; the first when left out."""
     notify: Callable[[str], None] = _ignore
@@ -93,8 +95,8 @@ class EngineFacts:
     """Reads the model's shape; called only if the shape matters."""
     longest_tokens: int
     """The longest prompt and response."""
-    cuts_distribution: bool = False
-    """``top_p`` or ``top_k`` cut the distribution."""
+    judges_drift: bool = True
+    """Its log-probs are compared with the trainer's after every batch: the two are of the same distribution."""
     sender: str | None = None
     """The GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way."""
     places: Callable[[Any], Sequence[str]] | None = None

@@ -43,6 +43,11 @@ class HostedConfig:
                 "engine.colocated has no effect inside another trainer, which decides itself when its devices are free:"
                 " leave it out"
             )
+        if self.rollout.is_cut:
+            raise ValueError(
+                "rollout.top_p, top_k and min_p have no place inside another trainer, which computes log-probs over the"
+                " whole vocabulary: leave them out"
+            )
 
     @property
     def deterministic(self) -> bool:

@@ -30,6 +30,7 @@ WASTE_COLOURS = {
     WasteCause.MASKED_STALE: "--yellow",
     WasteCause.REJECTED_WEIGHT: "--yellow",  # a run has one correction: this or the one before
     WasteCause.REJECTED_SAMPLE: "--red",
+    WasteCause.ONLY_CHOICE: "--brown",
     WasteCause.ZERO_ADVANTAGE: "--violet",
 }
 """Colours of the causes of waste."""

@@ -15,6 +15,7 @@ from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
 from rollover.errors import EngineError
+from rollover.kept import check_kept
 from rollover.rollout.actions import StartSample
 from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
@@ -142,6 +143,7 @@ class SampleCall:
             end_s=self.clock.now_s(),
             num_prefilled_tokens=sum(c.num_prefilled_tokens for c in chunks),
             engine=last.engine if last else "",
+            kept=tuple(k for c in chunks for k in c.kept),
         )
         self._chunks, self._num_open_tokens, self._start_s = [], 0, segment.end_s
         self.is_over = reason is not None
@@ -195,8 +197,8 @@ def check_chunk(
     that this call has decoded.
 
     Raises:
-        EngineError: it goes beyond the request, says that the response has ended where it cannot have, or is older than
-            the weights in force when its group started.
+        EngineError: it goes beyond the request, says that the response has ended where it cannot have, is older than
+            the weights in force when its group started, or lacks the kept sets that were asked for.
     """
     limit = request.params.max_new_tokens
     if num_tokens > limit:
@@ -207,6 +209,11 @@ def check_chunk(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
             f" {start_version} was published before they were asked for"
         )
+    if request.params.returns_kept:
+        try:
+            check_kept(chunk.kept, chunk.token_ids)
+        except ValueError as e:
+            raise EngineError(f"the engine sent kept sets of {sample_id} that cannot be: {e}") from e
 
 
 def sample_key(sample_id: SampleId) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from rollover.errors import ResourceError, RunError, parse_json
+from rollover.kept import join_kept, split_kept
 from rollover.privacy import make_private
 from rollover.rollout.events import (
     BatchConsumed,
@@ -33,7 +34,9 @@ from rollover.rollout.events import (
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, FORMAT_VERSION)
+"""Format 1 has no kept sets."""
 _IN_MEMORY = Path(":memory:")
 """SQLite's name for a database without a file."""
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
@@ -47,14 +50,17 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
-    """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32) and log-probs
-    (float32)."""
+    """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32), log-probs (float32) and
+    kept sets (``join_kept``), and the body the size of these."""
     body, blob = event._asdict(), b""
     if isinstance(event, GroupOpened):
         body["prompt"] = {name: getattr(event.prompt, name) for name in event.prompt.__slots__}  # asdict copies tokens
     if isinstance(event, SegmentEnded):
         segment = body["segment"] = event.segment._asdict()
         blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
+        if kept := join_kept(segment.pop("kept")):
+            blob += kept
+            segment["kept_bytes"] = len(kept)
     for name in _LATER.get(type(event), ()):
         if body[name] == event._field_defaults[name]:
             del body[name]
@@ -85,13 +91,16 @@ def _decode(kind: str, body: str, blob: bytes | int) -> Event:
 def _decode_segment(fields: dict[str, Any], blob: bytes | int) -> Segment:
     reason = fields.pop("finish_reason")
     finish_reason = None if reason is None else FinishReason(reason)
+    kept_bytes = fields.pop("kept_bytes", 0)
+    size = blob if isinstance(blob, int) else len(blob)
+    left_out = range((size - kept_bytes) // _TOKEN_BYTES)
     if isinstance(blob, int):
-        left_out = range(blob // _TOKEN_BYTES)
         return Segment(token_ids=left_out, rollout_logprobs=left_out, finish_reason=finish_reason, **fields)
-    half = len(blob) // 2
+    middle, end = 4 * len(left_out), _TOKEN_BYTES * len(left_out)
     return Segment(
-        token_ids=tuple(array("i", blob[:half])),
-        rollout_logprobs=tuple(array("f", blob[half:])),
+        token_ids=tuple(array("i", blob[:middle])),
+        rollout_logprobs=tuple(array("f", blob[middle:end])),
+        kept=split_kept(blob[end:], len(left_out)),
         finish_reason=finish_reason,
         **fields,
     )
@@ -276,12 +285,14 @@ def _check_format(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
     row = db.execute("SELECT version FROM format").fetchone()
     if row is None and create:
         db.execute("INSERT INTO format VALUES (?)", (FORMAT_VERSION,))
-    elif row is None or row[0] != FORMAT_VERSION:
+    elif row is None or row[0] not in _READABLE:
         found = None if row is None else row[0]
         raise RunError(
             f"{path} has journal format {found}, this version of Rollover reads {FORMAT_VERSION};"
             " open the run with the version that wrote it"
         )
+    elif create and row[0] != FORMAT_VERSION:
+        db.execute("UPDATE format SET version = ?", (FORMAT_VERSION,))
 
 
 def read_events(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rollover.kept import DEFAULT_KEPT, MAX_KEPT
 from rollover.settings.changes import Changeable
 from rollover.types import SamplingParams
 
@@ -35,9 +36,18 @@ class SharedConfig:
     """Token budget of a whole response, across all resumes."""
     temperature: float = 1.0
     top_p: float = 1.0
-    """Below 1, log-probs belong to the truncated distribution, and importance ratios are no longer exact."""
+    """Nucleus sampling: draw from the most probable tokens that together have at least this probability. 1 disables it.
+    If it or `top_k` or `min_p` leaves tokens out, the engine returns the tokens among which each token was drawn, and
+    log-probs are normalised over these (see "Truncated sampling" in docs/engines.md)."""
     top_k: int = 0
-    """0 disables it; otherwise the remark about `top_p` applies here too."""
+    """Draw from this number of most probable tokens, at most 4,096. 0 disables it, but with `top_p` or `min_p` it is
+    then 512, so that what is stored with a token is bounded."""
+    min_p: float = 0.0
+    """Leave out tokens that are less probable than this share of the most probable one. 0 disables it."""
+    accept_truncation_bias: Changeable[bool] = False
+    """Train as if tokens had been drawn from the whole vocabulary although `top_p`, `top_k` or `min_p` leaves some out.
+    Every importance ratio and the gradient are then biased. For engines that cannot return the tokens among which they
+    drew."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes one of these strings, or with the tokenizer's end token."""
     save_every_tokens: Changeable[int] = 256
@@ -66,6 +76,18 @@ class SharedConfig:
             raise ValueError(f"rollout.temperature must be above 0 to train (no density at 0), got {self.temperature}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"rollout.max_staleness must be at least 0, got {self.max_staleness}")
+        if self.accept_truncation_bias and not self.is_cut:
+            raise ValueError(
+                "rollout.accept_truncation_bias has no effect, since no tokens are left out: set rollout.top_p, top_k"
+                " or min_p, or leave it out"
+            )
+        if self.replays_truncation and self.top_k > MAX_KEPT:
+            raise ValueError(
+                f"rollout.top_k must be at most {MAX_KEPT:,}, got {self.top_k:,}: the tokens among which each token was"
+                " drawn are stored with it; set top_k = 0 to draw from the whole vocabulary"
+            )
+        if self.replays_truncation and self.top_k == 1:
+            raise ValueError("rollout.top_k is 1: each token would be the only choice, and there is nothing to train")
         self.sampling()
 
     @property
@@ -79,12 +101,29 @@ class SharedConfig:
         one."""
         return self.group_size if self.unit == "sample" else 1
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether ``top_p``, ``top_k`` or ``min_p`` leaves tokens out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def replays_truncation(self) -> bool:
+        """Return whether the tokens among which each one was drawn are recorded, for the trainer."""
+        return self.is_cut and not self.accept_truncation_bias
+
+    @property
+    def max_kept(self) -> int:
+        """Return the largest number of tokens among which a token is drawn if that is recorded."""
+        return self.top_k or DEFAULT_KEPT
+
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=self.max_kept if self.replays_truncation else self.top_k,
+            min_p=self.min_p,
+            returns_kept=self.replays_truncation,
             stop_token_ids=stop_token_ids,
             stop_strings=self.stop_strings,
         )

@@ -228,10 +228,12 @@ def contradictions(config: RunConfig) -> Iterator[str]:
             on_cluster=config.cluster is not None and bool(config.cluster.num_engines),
         )
     )
-    if not can.cuts_logprobs and (rollout.top_p < 1 or rollout.top_k > 0):
+    if rollout.replays_truncation and not can.gives_kept:
         yield (
-            f"rollout.top_p ({rollout.top_p:g}) and rollout.top_k ({rollout.top_k}) cut the distribution, but"
-            f" engine.kind {engine.kind!r} reports log-probs from before the cut: set them to 1 and 0"
+            f"rollout.top_p ({rollout.top_p:g}), rollout.top_k ({rollout.top_k}) and rollout.min_p ({rollout.min_p:g})"
+            f" leave tokens out, but engine.kind {engine.kind!r} does not return the tokens among which it drew,"
+            " without which the gradient is biased: set them to 1, 0 and 0, use engine.kind 'embedded', or set"
+            " rollout.accept_truncation_bias = true"
         )
     running = rollout.strategy.num_running if isinstance(rollout.strategy, NumRunning) else None
     if running is not None and can.max_running is not None and running > can.max_running:

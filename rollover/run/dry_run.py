@@ -83,8 +83,16 @@ def _adapters(config: RunConfig) -> Iterator[str]:
 
 def _biases(config: RunConfig) -> Iterator[str]:
     r, advantage = config.rollout, resolve(config.algorithm).advantage
-    if r.top_p < 1 or r.top_k > 0:
-        yield "warning: top_p or top_k truncates the sampling distribution; importance ratios are not exact"
+    if r.replays_truncation:
+        yield (
+            f"each token is drawn from at most {r.max_kept} tokens (rollout.top_k), which are stored with it; log-probs"
+            " are normalised over these"
+        )
+    elif r.is_cut:
+        yield (
+            "warning: rollout.accept_truncation_bias: top_p, top_k or min_p leaves tokens out, but log-probs are"
+            " trained as those of the whole vocabulary, so importance ratios and gradients are biased"
+        )
     if r.strategy.sorts_by_length and ADVANTAGES[advantage].compares == "batch":
         yield (
             f"warning: strategy {r.strategy.kind} trains responses of similar length together, and the advantage"

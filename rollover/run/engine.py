@@ -36,6 +36,7 @@ async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: C
         adapters=config.published_adapters,
         longest_tokens=longest_tokens(config),
         max_staleness=config.rollout.staleness_bound,
+        returns_kept=config.rollout.replays_truncation,
         device=sending_device(config),
         notify=notify,
     )
@@ -56,7 +57,7 @@ def check_engine(config: RunConfig) -> list[str]:
     facts = EngineFacts(
         read_model=lambda: _architecture(config),
         longest_tokens=longest_tokens(config),
-        cuts_distribution=rollout.top_p < 1 or rollout.top_k > 0,
+        judges_drift=not rollout.accept_truncation_bias,
         sender=sending_device(config),
         places=places,
     )

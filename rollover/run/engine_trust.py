@@ -76,7 +76,7 @@ class Trust:
         """Mean distance of log-probs, in nats, that counts as rounding."""
         self._remedy = config.engine.mismatch_remedy(number_format)
         """Advice for the user about an engine beyond the tolerance."""
-        self._judges_drift = rollout.top_p == 1 and rollout.top_k == 0
+        self._judges_drift = not rollout.accept_truncation_bias
         """Otherwise engines are right to report other log-probs than the trainer computes."""
         self._windows = DriftWindows(self._tolerance)
         if opened.placement is not None:

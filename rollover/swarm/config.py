@@ -124,7 +124,9 @@ class SwarmConfig(EngineConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
-        return DeclaredCapabilities(max_running=self.max_running, opens_many_calls=True, serves_training_only=True)
+        return DeclaredCapabilities(
+            max_running=self.max_running, gives_kept=True, opens_many_calls=True, serves_training_only=True
+        )
 
     def mismatch_remedy(self, number_format: str) -> str:
         return (

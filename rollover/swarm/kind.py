@@ -21,6 +21,7 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
         max_context_tokens=setup.longest_tokens,
         keep_versions=setup.max_staleness + 2,
         clock=setup.clock,
+        returns_kept=setup.returns_kept,
     )
     setup.notify(
         f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {setup.root} --add"
@@ -38,10 +39,10 @@ def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
 
     config.blob_sources(os.environ)  # refuses a query that is missing
     lines = [f"swarm: {line}" for line in check_listening(config)]
-    if facts.cuts_distribution:
+    if not facts.judges_drift:
         lines.append(
-            "swarm: warning: top_p or top_k cuts the distribution, so workers are verified by the log-prob check alone,"
-            " not by drift: set them to 1 and 0 unless you trust whoever runs the workers"
+            "swarm: warning: with rollout.accept_truncation_bias, workers are verified by the log-prob check alone, not"
+            " by drift: leave it out unless you trust whoever runs the workers"
         )
     return lines
 

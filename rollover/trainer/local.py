@@ -28,6 +28,7 @@ from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
+from rollover.kept import mean_kept
 from rollover.trainer.balancing import attention_share
 from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.checks import check_suits
@@ -179,17 +180,17 @@ class LocalTrainer:
                 quadratic=attention_share(self._model.config.hidden_size),
             )
             constants = self._constants(data, minis)
-            measured_2T = torch.full((2, data.num_tokens), torch.nan, dtype=torch.float64, device=self._device)
+            measured_3T = torch.full((3, data.num_tokens), torch.nan, dtype=torch.float64, device=self._device)
             rate = learning_rate(config, batch.step, self._setup.num_steps)
             losses, norms, parts = [], [], []
             for mini in minis:
-                loss, mini_metrics = self._accumulate(data, constants, mini, measured_2T)
+                loss, mini_metrics = self._accumulate(data, constants, mini, measured_3T)
                 norms.append(apply_gradients(self._optimizer, config, rate))
                 losses.append(loss)
                 parts.append(mini_metrics)
             metrics = reduce(LossMetrics.merge, parts)
             trajectories = [t for g in groups for t in g.trajectories]
-            distance_T, entropy_T = gathered_tokens(world, measured_2T).cpu().numpy()
+            distance_T, entropy_T, mass_T = gathered_tokens(world, measured_3T).cpu().numpy()
             drift = measured_drift(trajectories, distance_T, step=batch.step)
         self._version += 1
         self._is_whole = True
@@ -202,6 +203,7 @@ class LocalTrainer:
             "tokens/per_s": data.num_tokens / elapsed_s,
             **entropy_metrics(data.lengths_B.cpu().numpy(), entropy_T),
             **_batch_metrics(data, minis),
+            **_kept_metrics(data, mass_T),
             **metrics.finalize(),
         }
         return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift)
@@ -306,18 +308,18 @@ class LocalTrainer:
         return StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=ref_T, advantages_T=advantages_T)
 
     def _accumulate(
-        self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, measured_2T: Tensor
+        self, data: BatchTensors, constants: StepConstants, mini: MiniBatch, measured_3T: Tensor
     ) -> tuple[float, LossMetrics]:
         """Accumulate the gradients of one mini-batch, row by row. The distances between recorded and proximal log-probs
-        and the entropies are written into ``measured_2T``."""
-        distance_T, entropy_T = measured_2T
+        and the measures of ``head_measures`` are written into ``measured_3T``."""
+        distance_T = measured_3T[0]
         self._optimizer.zero_grad(set_to_none=True)
         is_first, needs_proximal = mini.first_group == 0, self._algorithm.needs_proximal
         losses, parts = [], []
         refused: RolloverError | None = None
         for row in mini.rows:
             logprobs_T = response_logprobs(
-                self._model, row, self._setup.temperature, autocast=self._autocast, entropy_T=entropy_T
+                self._model, row, self._setup.temperature, autocast=self._autocast, measured_2T=measured_3T[1:]
             )
             tokens = mini.token_batch(data, constants, row, logprobs_T, as_proximal=is_first or not needs_proximal)
             if self._counts and (is_first or needs_proximal):  # otherwise the weights have changed since the step began
@@ -375,3 +377,11 @@ def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str
         "tokens/response": float(data.num_tokens),
         "tokens/forward": float(sum(mini.num_positions for mini in minis)),
     }
+
+
+def _kept_metrics(data: BatchTensors, mass_T: NDArray[np.float64]) -> dict[str, float]:
+    """Return the mean size of the batch's kept sets, and the mean probability that the policy now gives them; nothing
+    if all tokens were drawn from the whole vocabulary."""
+    if not (kept := [one for sample in data.samples for one in sample.kept]):
+        return {}
+    return {"kept/tokens": mean_kept(kept), "kept/mass": float(np.nanmean(mass_T))}

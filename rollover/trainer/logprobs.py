@@ -1,6 +1,8 @@
 """Log-probabilities of response tokens: the one function behind proximal, reference and trainer log-probs.
 
-Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's dtype.
+Convention: ``log_softmax(logits / temperature)`` over the full vocabulary, in float32 whatever the model's dtype. A
+token that was drawn from a part of the vocabulary is normalised over that part, its kept set, whatever the weights: the
+policy that is trained is the one that was sampled from (Keep Sampling Mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.packing import PackedRow
 
 ENTROPY_STRIDE = 32
@@ -22,6 +25,8 @@ ENTROPY_STRIDE = 32
 and the loss."""
 LOGITS_PER_CHUNK = 1 << 26
 """Number of logits held at a time: 256 MiB in float32. Beyond it the head is recomputed in the backward pass."""
+_IMPOSSIBLE = -1e9
+"""Log-prob below all others of a token of probability 0, times which 0 is 0."""
 
 
 class OneForward(nn.Module):
@@ -89,26 +94,28 @@ class _Given(nn.Module):
 
 
 def response_logprobs(
-    model: Any, row: PackedRow, temperature: float, *, autocast: bool = False, entropy_T: Tensor | None = None
+    model: Any, row: PackedRow, temperature: float, *, autocast: bool = False, measured_2T: Tensor | None = None
 ) -> Tensor:
     """Compute the log-probs ``[T]`` of the row's response tokens under ``model`` (from ``load_policy``), with gradient
     unless it is switched off. The head runs only on the ``T`` predicting positions, in bounded memory. ``autocast``
-    runs matrix products in bfloat16. If ``entropy_T`` of the batch is given, the entropies at every
-    ``ENTROPY_STRIDE``-th of its tokens are written into it, by the rank that has the token's position."""
+    runs matrix products in bfloat16. If ``measured_2T`` of the batch is given, what ``head_measures`` returns for every
+    ``ENTROPY_STRIDE``-th of its tokens is written into it, by the rank that has the token's position."""
     if isinstance(model, OneForward):
         inner: Tensor = model(
-            lambda hf: response_logprobs(hf, row, temperature, autocast=autocast, entropy_T=entropy_T)
+            lambda hf: response_logprobs(hf, row, temperature, autocast=autocast, measured_2T=measured_2T)
         )
         return inner
     own = row.share or row
+    kept = row.kept if row.kept is None or row.share is None else row.kept.chosen(row.share.own_T)
     with _autocast(row.input_ids_N.device, autocast):
         hidden_TD = response_hidden(model, row)
-        if entropy_T is not None:
+        if measured_2T is not None:
             token_T = row.token_T if row.share is None else row.token_T[row.share.own_T]
             measured_T = (token_T % ENTROPY_STRIDE == 0).nonzero()[:, 0]
-            entropies_T = head_entropies(OutputHead(model), hidden_TD.detach()[measured_T], temperature)
-            entropy_T[token_T[measured_T]] = entropies_T.to(entropy_T.dtype)
-        logprobs_T = head_logprobs(OutputHead(model), hidden_TD, own.target_T, temperature)
+            kept_T = None if kept is None else kept.chosen(measured_T)
+            found_2T = head_measures(OutputHead(model), hidden_TD.detach()[measured_T], temperature, kept_T)
+            measured_2T[:, token_T[measured_T]] = found_2T.to(measured_2T.dtype)
+        logprobs_T = head_logprobs(OutputHead(model), hidden_TD, own.target_T, temperature, kept)
     return logprobs_T if row.share is None else row.share.gathered(logprobs_T)
 
 
@@ -167,34 +174,61 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     return hidden_TD
 
 
-def head_logprobs(head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
+def head_logprobs(
+    head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float, kept: KeptSets | None = None
+) -> Tensor:
     """Compute the log-probs ``[T]`` of target tokens from the last hidden states ``[T, D]``, in bounded memory.
 
     Example: with a vocabulary of 151,936, the logits of 441 tokens are held at a time.
     """
-    chunk = max(1, LOGITS_PER_CHUNK // head.out_features)
-    if len(hidden_TD) <= chunk:
-        return _token_logprobs(head, hidden_TD, target_T, temperature)
-    parts = [
-        checkpoint(_token_logprobs, head, h, t, temperature, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden_TD.split(chunk), target_T.split(chunk), strict=True)
-    ]
-    return torch.cat(parts)
+    parts = _parts(head, hidden_TD, kept)
+    if len(parts) == 1:
+        return _token_logprobs(head, hidden_TD, target_T, temperature, kept)
+    targets = target_T.split(len(parts[0][0]))
+    return torch.cat(
+        [
+            checkpoint(_token_logprobs, head, h, t, temperature, k, use_reentrant=False, preserve_rng_state=False)
+            for (h, k), t in zip(parts, targets, strict=True)
+        ]
+    )
 
 
 @torch.no_grad()
-def head_entropies(head: OutputHead | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:
-    """Compute the entropies ``[T]``, in nats, of the distributions that the last hidden states predict, in bounded
-    memory."""
-    parts = []
-    for part_TD in hidden_TD.split(max(1, LOGITS_PER_CHUNK // head.out_features)):
-        logprobs_TV = F.log_softmax(_tempered(head, part_TD, temperature), dim=-1)
-        parts.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
-    return torch.cat(parts)
+def head_measures(
+    head: OutputHead | nn.Linear, hidden_TD: Tensor, temperature: float, kept: KeptSets | None = None
+) -> Tensor:
+    """Compute the entropies, in nats, of the distributions that the last hidden states predict, and the shares of the
+    full vocabulary's probability that the kept sets have, ``[2, T]``, in bounded memory."""
+    measures = []
+    for part_TD, part_kept in _parts(head, hidden_TD, kept):
+        logits_TV = _tempered(head, part_TD, temperature)
+        left_TK = logits_TV if part_kept is None else part_kept.left(logits_TV)
+        logprobs_TK = F.log_softmax(left_TK, dim=-1)
+        entropies_T = -(logprobs_TK.exp() * logprobs_TK.clamp(min=_IMPOSSIBLE)).sum(-1)
+        masses_T = torch.ones_like(entropies_T)
+        if part_kept is not None:
+            masses_T = (left_TK.logsumexp(-1) - logits_TV.logsumexp(-1)).exp()
+        measures.append(torch.stack([entropies_T, masses_T]))
+    return torch.cat(measures, dim=1)
 
 
-def _token_logprobs(head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float) -> Tensor:
-    return -F.cross_entropy(_tempered(head, hidden_TD, temperature), target_T, reduction="none")
+def _parts(
+    head: OutputHead | nn.Linear, hidden_TD: Tensor, kept: KeptSets | None
+) -> list[tuple[Tensor, KeptSets | None]]:
+    """Cut the hidden states into parts whose logits can be held, with their kept sets."""
+    chunk = max(1, LOGITS_PER_CHUNK // head.out_features)
+    parts = hidden_TD.split(chunk)
+    sets = (None if kept is None else kept.chosen(slice(i * chunk, (i + 1) * chunk)) for i in range(len(parts)))
+    return list(zip(parts, sets, strict=True))
+
+
+def _token_logprobs(
+    head: OutputHead | nn.Linear, hidden_TD: Tensor, target_T: Tensor, temperature: float, kept: KeptSets | None
+) -> Tensor:
+    logits_TV = _tempered(head, hidden_TD, temperature)
+    if kept is None:
+        return -F.cross_entropy(logits_TV, target_T, reduction="none")
+    return logits_TV.gather(1, target_T[:, None])[:, 0] - kept.left(logits_TV).logsumexp(-1)
 
 
 def _tempered(head: OutputHead | nn.Linear, hidden_TD: Tensor, temperature: float) -> Tensor:

@@ -73,7 +73,8 @@ class BatchTensors:
 
         return cls(
             samples=tuple(
-                TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids) for t in trajectories
+                TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids, kept=t.kept)
+                for t in trajectories
             ),
             sample_ids=tuple(t.sample_id for t in trajectories),
             samples_per_group=tuple(sizes),
@@ -153,6 +154,7 @@ class MiniBatch:
             advantages_T=constants.advantages_T[row.token_T],
             loss_mask_T=data.loss_mask_T[row.token_T],
             staleness_T=data.staleness_T[row.token_T],
+            is_only_choice_T=None if row.kept is None else row.kept.counts_T == 1,
             sample_T=row.sample_T,
             group_B=data.group_B[members] - self.first_group,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.trainer.context import Context, RowShare
+from rollover.trainer.kept_sets import KeptSets
 
 Ints = NDArray[np.int64]
 
@@ -29,8 +31,11 @@ class TrainingSample:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    kept: tuple[bytes, ...] = ()
+    """Kept set of each response token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
+        assert len(self.kept) in (0, len(self.response_ids)), "a response token without its kept set"
         if not self.prompt_ids or not self.response_ids:
             raise ValueError(
                 f"a sample needs at least one prompt and one response token, "
@@ -67,6 +72,8 @@ class PackedRow:
     look."""
     unpad_N: Tensor
     """Index of each input position in the flattened, concatenated blocks."""
+    kept: KeptSets | None = None
+    """Kept sets of the targets, unless all were drawn from the whole vocabulary."""
     share: RowShare | None = None
     """This rank's part of the row, when several share it; the fields above describe the whole row."""
 
@@ -167,7 +174,7 @@ def _row(
     first_token_B: Ints,
     device: torch.device | None,
 ) -> PackedRow:
-    def put(array: Ints) -> Tensor:
+    def put(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     input_ids: list[int] = []
@@ -190,6 +197,7 @@ def _row(
     buckets, unpad_N = _attention_layout(lines, len(input_ids))
     answers = [len(samples[i].response_ids) for i in members]
     tokens = [first_token_B[i] + np.arange(n) for i, n in zip(members, answers, strict=True)]
+    kept = [k for i, n in zip(members, answers, strict=True) for k in samples[i].kept or (b"",) * n]
     return PackedRow(
         samples_B=members,
         input_ids_N=put(np.array(input_ids, dtype=np.int64)),
@@ -200,6 +208,7 @@ def _row(
         sample_T=put(np.repeat(np.arange(len(members)), answers)),
         buckets=tuple(map(put, buckets)),
         unpad_N=put(unpad_N),
+        kept=KeptSets.of(kept, put) if any(kept) else None,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError
+from rollover.kept import check_kept, decode_kept
 from rollover.types import FinishReason, SamplingParams
 from rollover.weights.base import WeightSource, WeightTarget
 from tests.speed import within
@@ -83,6 +84,9 @@ class EngineContract:
     """Its members decode through ``pause``, and change weights each in its own time after ``load``: a call says from which
     version on it may be decoded. That is the swarm's push-pull mode."""
 
+    gives_kept = False
+    """Tokens come with the kept sets that a call wants."""
+
     def make_engine(self) -> FullEngine:
         """A fresh engine at version 0 that runs at least 4 calls and never stops a call before its limit
         unless told to by stop tokens."""
@@ -128,6 +132,23 @@ class EngineContract:
             assert len(tokens(chunks)) == 12
             assert engine.stats().decoded_tokens == 12
             assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+        self.run(law)
+
+    def test_tokens_come_with_the_kept_sets_that_a_call_wants_and_no_others(self) -> None:
+        async def law(engine: FullEngine) -> None:
+            assert all(not c.kept for c in await collect(engine, request("a", top_k=3)))
+            if not self.gives_kept:
+                return
+            whole = await collect(engine, request("b", top_k=3, top_p=0.9, returns_kept=True))
+            rest = await collect(engine, request("c", response_ids=tokens(whole)[:5], top_k=2, returns_kept=True))
+            for chunks, most in ((whole, 3), (rest, 2)):
+                kept = tuple(k for c in chunks for k in c.kept)
+                check_kept(kept, tokens(chunks))
+                counts, _ = decode_kept(kept)
+                assert 1 <= counts.min() <= counts.max() <= most
+                logprobs = [p for c in chunks for p in c.logprobs]
+                assert all(p == 0 for p, count in zip(logprobs, counts, strict=True) if count == 1)
 
         self.run(law)
 

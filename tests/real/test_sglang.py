@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import RootModel
 
 from rollover import cli
 from rollover.clock import SystemClock
+from rollover.engine.base import Chunk
 from rollover.engine.kind import EngineSetup
 from rollover.engine.logprob_check import check_logprobs
 from rollover.engine.servers.engine import ServerEngine
@@ -31,11 +33,16 @@ from rollover.engine.servers.sglang.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
+from rollover.kept import mean_kept
+from rollover.trainer.logprobs import all_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
+from tests.engine.contract import request as call
 from tests.engine.servers.vllm.kit import model_folder
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
@@ -117,6 +124,7 @@ async def client_of(url: str) -> AsyncIterator[HTTPClient]:
 
 class SGLang(EngineContract):
     deadline_s = 900.0
+    gives_kept = True
     endless = 500
     server = "url"
     kv_on_update = "recompute"
@@ -158,6 +166,27 @@ class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["url", "incremental_url"])
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 64, "top_p": 0.9}, {"top_k": 64, "min_p": 0.1}])
+def test_log_probs_are_those_among_the_kept_sets(
+    request: pytest.FixtureRequest, folders: tuple[Path, Path], server: str, cut: dict[str, Any]
+) -> None:
+    asked = call("a", max_new_tokens=40, temperature=0.8, returns_kept=True, **cut)
+
+    async def law() -> list[Chunk]:
+        async with opened(request.getfixturevalue(server), folders[0]) as engine:
+            return await collect(engine, asked)
+
+    chunks = asyncio.run(law())
+    sample = TrainingSample(
+        prompt_ids=asked.prompt_ids, response_ids=tokens(chunks), kept=tuple(k for c in chunks for k in c.kept)
+    )
+    found_T = all_logprobs(load_policy(folders[0]), pack([sample], 1024), 0.8, num_tokens=40)
+    told_T = torch.tensor([p for c in chunks for p in c.logprobs])
+    torch.testing.assert_close(told_T, found_T, atol=TOLERANCE, rtol=0)
+    assert mean_kept(sample.kept) > 1.5
 
 
 NUM_TOKENS = 480

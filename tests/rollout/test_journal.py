@@ -92,6 +92,7 @@ def segments(draw: st.DrawFn) -> Segment:
         start_s=draw(times),
         end_s=draw(times),
         num_prefilled_tokens=draw(sizes),
+        kept=tuple(draw(st.lists(st.binary(max_size=300), min_size=len(ids), max_size=len(ids)))) if ids else (),
     )
 
 
@@ -213,7 +214,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     for opened in (Journal, lambda path: list(read_events(path))):
         with pytest.raises(RunError, match=r"notes\.txt is not a journal"):
             opened(text)
-        with pytest.raises(RunError, match=r"other\.sqlite has journal format 99, .* reads 1"):
+        with pytest.raises(RunError, match=r"other\.sqlite has journal format 99, .* reads 2"):
             opened(other)
     with pytest.raises(RunError, match=r"empty\.sqlite is not a journal"):
         list(read_events(empty))

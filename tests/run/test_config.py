@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rollover.engine.embedded.config import EmbeddedConfig
-from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError
 from rollover.rollout.strategies import AprilConfig, OversampleConfig, SyncConfig
@@ -246,12 +245,13 @@ def test_an_override_of_the_kind_starts_an_engine_table_afresh(tmp_path: Path) -
     assert load(file, ["--engine.launch=true", "--engine.kind=vllm"]).engine == VLLMConfig(launch=True)
 
 
-@pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]])
-def test_sglang_refuses_a_cut_distribution(tmp_path: Path, cut: list[str]) -> None:
-    file = written(tmp_path, f"{ENGINE}kind = 'sglang'\nlaunch = true")
-    assert load(file).engine == SGLangConfig(launch=True)
-    with pytest.raises(ConfigError, match=r"rollout\.top_k .* cut the distribution, but engine\.kind 'sglang'"):
+@pytest.mark.parametrize("cut", [["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"], ["--rollout.min_p", "0.1"]])
+def test_an_engine_without_kept_sets_refuses_to_leave_tokens_out(tmp_path: Path, cut: list[str]) -> None:
+    file = written(tmp_path, f"{ENGINE}kind = 'vllm'\nlaunch = true")
+    assert load(file).engine == VLLMConfig(launch=True)
+    with pytest.raises(ConfigError, match=r"engine\.kind 'vllm' does not return the tokens among which it drew"):
         load(file, cut)
+    assert load(file, [*cut, "--rollout.accept_truncation_bias", "true"]).rollout.is_cut
 
 
 @pytest.mark.parametrize(

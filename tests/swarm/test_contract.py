@@ -33,6 +33,7 @@ class TestASwarmInPullMode(EngineContract):
     deadline_s = 120.0
     endless = CONTEXT - 400
     mode = "pull"
+    gives_kept = True
     workers: tuple[str, ...] = ("a",)
 
     @pytest.fixture(autouse=True)

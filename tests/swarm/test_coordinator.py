@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec import structs
 
+from rollover.kept import join_kept
+from rollover.swarm.coordinator.machine.calls.call import SwarmCall, checked_piece
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import (
@@ -40,6 +43,7 @@ from rollover.swarm.wire.messages import (
     Hello,
     Leaving,
     NotServing,
+    ProtocolError,
     Ready,
     Release,
     Serving,
@@ -566,6 +570,48 @@ def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
     short = Ready(max_running=4, max_context_tokens=63, seeded=True, number_format="float32")
     (bye,) = sent(hub.received(worker.lease, short, 0.0), Goodbye)
     assert bye.is_final and "63" in bye.reason and "64" in bye.reason
+
+
+def replaying() -> tuple[Coordinator, ModelWorker]:
+    """A run that wants kept sets, and a worker that has been welcomed."""
+    hub, worker = coordinator(), ModelWorker("a")
+    hub.run = replace(hub.run, returns_kept=True)
+    worker.got(sent(hub.connected("a", worker.hello(), 0.0), Welcome)[0])
+    return hub, worker
+
+
+def test_a_worker_without_kept_sets_is_refused_by_a_run_that_wants_them() -> None:
+    for gives, expected in ((False, True), (True, False)):
+        hub, worker = replaying()
+        ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32", gives_kept=gives)
+        byes = sent(hub.received(worker.lease, ready, 0.0), Goodbye)
+        assert bool(byes) is expected and all(bye.is_final and "rollout.top_p" in bye.reason for bye in byes)
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        (join_kept((b"\x05\x02", b"\x07")), None),
+        (b"", "2 tokens came with 0 kept sets"),
+        (join_kept((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
+        (join_kept((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
+        (join_kept((b"\x05\x02", b"\x07"))[:-1], "are not the kept sets of 2 tokens"),
+    ],
+)
+def test_kept_sets_of_a_worker_are_checked(kept: bytes, reason: str | None) -> None:
+    asked = request("g0.0")
+    asked = replace(asked, params=replace(asked.params, top_k=2, returns_kept=True))
+    call = SwarmCall(asked, 0)
+    logprobs = pack_logprobs((-0.5, 0.0))
+    said = Decoded(
+        call_id="c", offset=0, token_ids=pack_ids((7, 7)), logprobs=logprobs, version=0, kv_version=0, kept=kept
+    )
+    if reason is None:
+        piece = checked_piece(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
+        assert piece.kept == (b"\x05\x02", b"\x07")
+        return
+    with pytest.raises(ProtocolError, match=reason):
+        checked_piece(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
 
 
 ENDLESS = "x" * 2**20

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollover.engine.base import Chunk
+from rollover.kept import split_kept
 from rollover.swarm.wire.messages import (
     MAX_HELD_CALLS,
     Adopt,
@@ -20,6 +21,7 @@ from rollover.swarm.wire.messages import (
     unpack_ids,
     unpack_logprobs,
 )
+from rollover.swarm.worker import held_stream
 from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import StreamEnding
 from rollover.types import FinishReason
@@ -29,7 +31,13 @@ LIMIT = 300
 
 
 def chunk(ids: tuple[int, ...], version: int = 0) -> Chunk:
-    return Chunk(token_ids=ids, logprobs=tuple(-i / 8 for i in ids), policy_version=version, kv_version=version)
+    return Chunk(
+        token_ids=ids,
+        logprobs=tuple(-i / 8 for i in ids),
+        policy_version=version,
+        kv_version=version,
+        kept=tuple(bytes([i % 128]) for i in ids),
+    )
 
 
 def prefix(ids: tuple[int, ...]) -> str:
@@ -132,6 +140,7 @@ class HeldMachine(RuleBasedStateMachine):
             return
         ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
         assert logprobs == tuple(-i / 8 for i in ids)
+        assert split_kept(message.kept, len(ids)) == tuple(bytes([i % 128]) for i in ids)
         assert message.offset <= len(call.received), "a gap"
         skipped = len(call.received) - message.offset
         assert list(ids[:skipped]) == call.received[message.offset : message.offset + len(ids)]
@@ -249,6 +258,18 @@ def test_tokens_of_one_version_go_out_together_each_call_in_its_turn() -> None:
         assert isinstance(message, Decoded)
         sent.append((message.call_id, message.offset, len(unpack_ids(message.token_ids)), message.version))
     assert sent == [("a", 0, 4, 0), ("b", 0, 4, 0), ("a", 4, 2, 1), ("b", 4, 2, 1)]
+
+
+def test_kept_sets_go_out_as_a_frame_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_stream, "_MAX_KEPT_BYTES", 3)
+    held = HeldCalls(100)
+    stream = held.open(assign("a"))
+    held.decoded(stream, chunk((1, 2)))
+    held.decoded(stream, chunk((3, 4, 5)))
+    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
+    sent = [held.next_message(), held.next_message(), held.next_message()]
+    found = [(unpack_ids(m.token_ids), m.finish_reason) for m in sent if isinstance(m, Decoded)]
+    assert found == [((1, 2, 3), None), ((4, 5), "stop")]
 
 
 def test_the_ending_goes_with_the_last_tokens() -> None:

@@ -31,6 +31,7 @@ from tests.trainer.builders import make_batch, make_folder, make_samples, make_t
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_fleet import PATIENCE_S, assert_close, fleet, published
 from tests.trainer.test_sharded import BUDGET, EPSILON, Trained, assert_alike, batches, refused, train
+from tests.trainer.test_truncated_sampling import recorded
 
 ON_TWO = {"num_devices": 2, "context_parallel": 2}
 ON_FOUR = {"num_devices": 4, "context_parallel": 2}
@@ -132,6 +133,17 @@ def test_the_output_matrix_runs_in_pieces_on_each_rank(two: RankPool, folders: d
     expected = alone(folders[True], "grpo", 1)
     arguments = {"folder": folders[True], "given": batches(), **SETTINGS}
     assert_alike(two.call(in_chunks, **arguments, **ON_TWO)[0], expected)
+
+
+@pytest.mark.parametrize("devices", [{"num_devices": 2}, ON_TWO], ids=["rows of their own", "shared rows"])
+def test_ranks_normalise_each_token_over_its_own_kept_set(
+    two: RankPool, folders: dict[bool, Path], devices: dict[str, int]
+) -> None:
+    arguments = {"folder": folders[True], "given": [recorded(batch) for batch in batches()], **SETTINGS}
+    expected = train(None, **arguments)
+    assert all(0 < metrics["kept/mass"] < 1 for metrics in expected.metrics)
+    for do in (train, in_chunks):
+        assert_alike(two.call(do, **arguments, **devices)[0], expected)
 
 
 def test_bfloat16_is_as_far_from_float32_as_it_is_without_sharing(two: RankPool, folders: dict[bool, Path]) -> None:

@@ -76,9 +76,10 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
     samples = make_samples(12)
     monkeypatch.setattr(logprobs_module, "ENTROPY_STRIDE", 3)
     monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 40 * 7)
-    entropy_T = torch.full((sum(len(s.response_ids) for s in samples),), torch.nan, dtype=torch.float64)
+    measured_2T = torch.full((2, sum(len(s.response_ids) for s in samples)), torch.nan, dtype=torch.float64)
+    entropy_T, mass_T = measured_2T
     for row in pack(samples, 70):
-        response_logprobs(policy, row, 0.8, entropy_T=entropy_T).sum().backward()
+        response_logprobs(policy, row, 0.8, measured_2T=measured_2T).sum().backward()
     with torch.no_grad():
         logits_TV = torch.cat(
             [
@@ -89,6 +90,7 @@ def test_entropies_are_those_of_the_whole_vocabulary_at_some_tokens(
     expected_T = torch.distributions.Categorical(logits=logits_TV / 0.8).entropy().double()
     torch.testing.assert_close(entropy_T[::3], expected_T[::3], atol=1e-5, rtol=1e-5)
     assert torch.equal(entropy_T.isnan(), torch.arange(len(entropy_T)) % 3 != 0)
+    assert (mass_T[::3] == 1).all()
 
 
 def test_logits_are_made_at_predicting_positions_alone(tmp_path: Path) -> None:

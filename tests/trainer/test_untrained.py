@@ -30,6 +30,7 @@ from rollover.trainer.packing import TrainingSample
 from rollover.types import Batch, FinishReason, Trajectory, WasteCause
 from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
+from tests.trainer.test_truncated_sampling import recorded
 from tests.virtual_time import run
 
 STEP = 3
@@ -383,4 +384,5 @@ def test_every_cause_of_waste_is_one_that_something_gives(folder: Path, monkeypa
     for algorithm in ("all at once", "mask_stale"):
         given |= train(folder, algorithm_of(algorithm), of_all_kinds(), monkeypatch)[0].keys()
     given |= make_trainer(folder).skip(make_batch()).untrained.keys()
+    given |= make_trainer(folder).step(recorded(make_batch(), only_choice_of=1)).untrained.keys()
     assert given == set(WasteCause)

@@ -58,7 +58,7 @@ class EmbeddedConfig(EngineConfig):
     """Tokens per streamed chunk, which is also the most that is lost when the process dies. 1 streams every token."""
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that the engine reports and the trainer's for the same
-    weights. It is measured on a few tokens at startup and, unless ``top_p`` or ``top_k`` cut the distribution, on every
+    weights. It is measured on a few tokens at startup and, unless ``rollout.accept_truncation_bias`` is set, on every
     batch; the run stops when it is exceeded. When left out, it is 0.002 if engine and trainer both compute in float32,
     and 0.1 if one of them computes in bfloat16."""
     command_timeout_s: Changeable[float] = 300.0
@@ -68,6 +68,7 @@ class EmbeddedConfig(EngineConfig):
     def declared(self) -> DeclaredCapabilities:
         return DeclaredCapabilities(
             keeps_kv=self.kv_on_update == "keep",
+            gives_kept=True,
             deterministic=True,
             max_running=self.max_running,
             max_context_tokens=self.max_context_tokens,

@@ -36,7 +36,7 @@ from rollover.engine.embedded.block_manager import BlockCopy, BlockManager
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.kv_cache import Ints
 from rollover.engine.embedded.model_runner import InputBatch, MakeModelRunner, ModelRunner, RunnerSizes
-from rollover.engine.embedded.sampler import uniforms
+from rollover.engine.embedded.sampler import Drawn, uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import LoadedWeights, are_tied, digests
@@ -271,7 +271,11 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            for sequence, token, logprob in zip(sequences, *self._decode(sequences), strict=True):
+            token_ids, logprobs, kept = self._decode(sequences)
+            for sequence, kept_set in zip(sequences, kept, strict=False):  # there are none unless some are wanted
+                if sequence.request.params.returns_kept:
+                    sequence.keep(kept_set)
+            for sequence, token, logprob in zip(sequences, token_ids, logprobs, strict=True):
                 self._take(sequence, token, logprob, outputs)
             self._decode_iterations += 1
         self._busy_s += time.perf_counter() - start_s
@@ -316,8 +320,8 @@ class EngineCore:
         ids = [t for p in slices for t in p.sequence.token_ids[p.start : p.start + p.num_tokens]]
         self._model_runner.prefill(InputBatch(np.array(ids), tables_BN, starts_B, counts_B))
 
-    def _decode(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-        """Draw the token ids and log-probs that follow the last token of each sequence."""
+    def _decode(self, sequences: list[Sequence]) -> Drawn:
+        """Draw the token that follows the last one of each sequence."""
         lengths_B = np.array([s.num_cached_tokens for s in sequences])
         noise_B = uniforms([s.request.seed for s in sequences], [s.num_tokens - s.num_prompt for s in sequences])
         last_B = np.array([s.token_ids[-1] for s in sequences])

@@ -23,7 +23,7 @@ from rollover.engine.embedded.model import Attention, Layer
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner
 from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Heads, Rotary
-from rollover.engine.embedded.sampler import drawn, is_cut, sample
+from rollover.engine.embedded.sampler import Drawn, drawn, sample
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
@@ -44,9 +44,7 @@ class GraphModelRunner(TorchModelRunner):
         self._shared = _SharedMemory()
         self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
 
-    def decode(
-        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
-    ) -> tuple[list[int], list[float]]:
+    def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         num_seqs = len(params)
         size = bucket(num_seqs, self._most)
         self._inputs.set(tokens, params, uniforms_B, size)
@@ -55,11 +53,12 @@ class GraphModelRunner(TorchModelRunner):
             recording = _Recording(lambda: self._iteration(size), self._device, self._shared)
             self._recordings[size] = recording
         logits_BV, drawn_2B = recording.replay(lambda: self._iteration(size))
-        if any(map(is_cut, params)):
-            ids_B, logprobs_B = sample(logits_BV[:num_seqs], params, uniforms_B)
+        kept: Sequence[bytes] = ()
+        if any(p.is_cut for p in params):
+            ids_B, logprobs_B, kept = sample(logits_BV[:num_seqs], params, uniforms_B)
             drawn_2B = torch.stack([ids_B.double(), logprobs_B.double()])
         ids, logprobs = drawn_2B[:, :num_seqs].tolist()  # waits for the device, once
-        return [int(i) for i in ids], logprobs
+        return Drawn([int(i) for i in ids], logprobs, kept)
 
     def _iteration(self, size: int) -> tuple[Tensor, Tensor]:
         """Compute logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""

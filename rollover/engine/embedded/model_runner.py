@@ -20,7 +20,7 @@ from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Decoder, Layer, Slot, Weights
 from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
 from rollover.engine.embedded.rotary import Heads, Rotary
-from rollover.engine.embedded.sampler import sample
+from rollover.engine.embedded.sampler import Drawn, sample
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
@@ -81,9 +81,7 @@ class ModelRunner(Protocol):
         """Compute tokens whose keys and values alone are wanted, and write these to the cache."""
         ...
 
-    def decode(
-        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
-    ) -> tuple[list[int], list[float]]:
+    def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         """Write the tokens' keys and values to the cache, and draw one token of each sequence, with its log-prob, from
         the logits of its only new one."""
         ...
@@ -156,11 +154,9 @@ class TorchModelRunner:
         attention = PrefillAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
         self._decoder.prefill(self.kv.to_device(tokens.token_ids_T), attention)
 
-    def decode(
-        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
-    ) -> tuple[list[int], list[float]]:
+    def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         attention = PrefillAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
         logits_BV = self._decoder.logits(self.kv.to_device(tokens.token_ids_T), attention)
-        tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B)
+        tokens_B, logprobs_B, kept = sample(logits_BV, params, uniforms_B)
         ids, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()  # waits for the device, once
-        return [int(i) for i in ids], logprobs
+        return Drawn([int(i) for i in ids], logprobs, kept)

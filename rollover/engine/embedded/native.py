@@ -28,7 +28,7 @@ from rollover.engine.embedded.model import Layer, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
 from rollover.engine.embedded.ops import same_bits
 from rollover.engine.embedded.rotary import Rotary
-from rollover.engine.embedded.sampler import is_cut, sample
+from rollover.engine.embedded.sampler import Drawn, sample
 from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
@@ -223,17 +223,15 @@ class NativeModelRunner:
     def prefill(self, tokens: InputBatch) -> None:
         self._forward(tokens, None, None)
 
-    def decode(
-        self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]
-    ) -> tuple[list[int], list[float]]:
+    def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         logits_BV = self._logits[: len(params)]
-        if any(map(is_cut, params)):
+        if any(p.is_cut for p in params):
             self._forward(tokens, logits_BV, None)
-            tokens_B, logprobs_B = sample(logits_BV, params, uniforms_B, self._kernels.draw_tokens)
-            return tokens_B.tolist(), logprobs_B.tolist()
+            tokens_B, logprobs_B, kept = sample(logits_BV, params, uniforms_B, self._kernels.draw_tokens)
+            return Drawn(tokens_B.tolist(), logprobs_B.tolist(), kept)
         drawing = Drawing(np.array([p.temperature for p in params], dtype=np.float32), uniforms_B)
         self._forward(tokens, logits_BV, drawing)
-        return drawing.tokens_B.tolist(), drawing.logprobs_B.tolist()
+        return Drawn(drawing.tokens_B.tolist(), drawing.logprobs_B.tolist())
 
     def _forward(self, tokens: InputBatch, logits: Tensor | None, drawing: Drawing | None) -> None:
         starts_B, counts_B = tokens.starts_B, tokens.counts_B

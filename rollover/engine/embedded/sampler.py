@@ -4,13 +4,15 @@ One uniform number per token, from a counter-based hash, is put through the inve
 distribution. So what a sample draws does not depend on who else is in the batch, on being parked or on order.
 
 The log-prob reported is that of the distribution sampled from: ``log_softmax(logits / temperature)`` over the
-full vocabulary, in float32; renormalised over the tokens left when top-k or top-p cut some off (top-k
-first, as everywhere); at temperature 0, which is greedy, ``log_softmax(logits)``.
+full vocabulary, in float32; renormalised over the tokens left when top-k, top-p or min-p cut some off (in this
+order); at temperature 0, which is greedy, ``log_softmax(logits)``. Of equal logits at the border of top-k or top-p,
+those of the lower token ids stay, so that a kept set never exceeds top-k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +20,24 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollover.kept import encode_kept
 from rollover.types import SamplingParams
 
 Draw = Callable[[Tensor, NDArray[np.float32], NDArray[np.float64]], tuple[Tensor, Tensor]]
 """``draw_tokens``, or another implementation of it."""
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for B sequences, with their log-probs.
+
+    Example: ``Drawn([31, 4], [-0.2, 0.0], (b"", b"\\x04"))``: the second one was the only token left.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    kept: Sequence[bytes] = ()
+    """Kept sets, ``b""`` for a sequence that wants none; empty if none does."""
+
 
 _CHUNK = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -43,24 +59,30 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def is_cut(params: SamplingParams) -> bool:
-    """Return True if it draws from a part of the vocabulary only."""
-    return bool(params.temperature and (params.top_k or params.top_p < 1))
-
-
 def sample(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64], draw: Draw | None = None
-) -> tuple[Tensor, Tensor]:
-    """Draw token ids ``[B]`` (int64), and give them with their log-probs ``[B]`` (float32)."""
+) -> tuple[Tensor, Tensor, Sequence[bytes]]:
+    """Draw token ids ``[B]`` (int64), and give them with their log-probs ``[B]`` (float32) and the kept sets that are
+    wanted (see ``Drawn``)."""
     logits_BV = logits_BV.float()
     temperatures = np.array([p.temperature for p in params], dtype=np.float32)
-    cut = [i for i, p in enumerate(params) if is_cut(p)]
+    kept: Sequence[bytes] = ()
+    cut = [i for i, p in enumerate(params) if p.is_cut]
     if cut:
         rows = torch.tensor(cut, device=logits_BV.device)
         tempered = logits_BV[rows] / torch.from_numpy(temperatures[cut]).to(logits_BV.device).unsqueeze(1)
-        logits_BV = logits_BV.index_copy(0, rows, _truncated(tempered, [params[i] for i in cut]))
+        left_CV = _truncated(tempered, [params[i] for i in cut])
+        logits_BV = logits_BV.index_copy(0, rows, left_CV)
         temperatures[cut] = 1.0
-    return (draw or draw_tokens)(logits_BV, temperatures, uniforms_B)
+        if any(p.returns_kept for p in params):
+            found = dict(zip(cut, _kept_sets(left_CV), strict=True))
+            kept = [found[i] if p.returns_kept and p.is_cut else b"" for i, p in enumerate(params)]
+    return *(draw or draw_tokens)(logits_BV, temperatures, uniforms_B), kept
+
+
+def _kept_sets(left_BV: Tensor) -> tuple[bytes, ...]:
+    rows_N, ids_N = left_BV.isfinite().nonzero().cpu().numpy().T
+    return encode_kept(np.bincount(rows_N, minlength=len(left_BV)), ids_N)
 
 
 def draw_tokens(
@@ -110,14 +132,19 @@ def _draw(weights_BC: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated(logits_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return the logits with minus infinity at the tokens that top-k and then top-p leave out; the best one stays."""
-    vocab = logits_BV.shape[1]
-    device = logits_BV.device
-    top_k_B1 = torch.tensor([min(p.top_k, vocab) or vocab for p in params], device=device).unsqueeze(1)
+    """Return the logits with minus infinity at the tokens that top-k, top-p and min-p leave out; the best one stays."""
+    vocab, device = logits_BV.shape[1], logits_BV.device
+    top_ks = [min(p.top_k, vocab) or vocab for p in params]
+    top_k_B1 = torch.tensor(top_ks, device=device).unsqueeze(1)
     top_p_B1 = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device).unsqueeze(1)
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    sorted_BV = sorted_BV.masked_fill(torch.arange(vocab, device=device) >= top_k_B1, -torch.inf)
-    probs_BV = torch.softmax(sorted_BV, dim=-1)
-    before_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
-    out_BV = sorted_BV.masked_fill((before_BV >= top_p_B1) & (top_p_B1 < 1), -torch.inf)
-    return torch.empty_like(out_BV).scatter_(1, order_BV, out_BV)
+    least_B1 = torch.tensor([p.min_p for p in params], device=device).log().unsqueeze(1)
+    best_BK = logits_BV.topk(max(top_ks), dim=-1).values
+    best_BK = best_BK.masked_fill(torch.arange(max(top_ks), device=device) >= top_k_B1, -torch.inf)
+    probs_BK = torch.softmax(best_BK, dim=-1)
+    before_BK = probs_BK.cumsum(-1, dtype=torch.float64) - probs_BK
+    is_in_BK = ((before_BK < top_p_B1) | (top_p_B1 == 1)) & (best_BK - best_BK[:, :1] >= least_B1)
+    num_B1 = (is_in_BK & (best_BK > -torch.inf)).sum(-1, keepdim=True).clamp(min=1)
+    border_B1 = best_BK.gather(1, num_B1 - 1)
+    is_equal_BV, is_above_BV = logits_BV == border_B1, logits_BV > border_B1
+    is_first_BV = is_equal_BV.cumsum(-1) <= num_B1 - is_above_BV.sum(-1, keepdim=True)
+    return logits_BV.masked_fill(~(is_above_BV | (is_equal_BV & is_first_BV)), -torch.inf)

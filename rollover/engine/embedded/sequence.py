@@ -57,6 +57,7 @@ class Sequence:
         self._table: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._pending_ids: list[int] = []
         self._pending_logprobs: list[float] = []
+        self._pending_kept: list[bytes] = []
 
     @property
     def block_table_array(self) -> NDArray[np.int64]:
@@ -102,6 +103,10 @@ class Sequence:
         self._pending_ids.append(token_id)
         self._pending_logprobs.append(logprob)
 
+    def keep(self, kept_set: bytes) -> None:
+        """Append the kept set of the token that is appended next."""
+        self._pending_kept.append(kept_set)
+
     def forget_cache(self) -> None:
         self.block_table, self._table, self.num_cached_tokens, self.num_cached_blocks = [], self._table[:0], 0, 0
 
@@ -114,6 +119,8 @@ class Sequence:
             kv_version=self.chain.kv_version,
             finish_reason=reason,
             num_prefilled_tokens=self.num_prefilled_response,
+            kept=tuple(self._pending_kept),
         )
-        self._pending_ids, self._pending_logprobs, self.num_prefilled_response = [], [], 0
+        self._pending_ids, self._pending_logprobs, self._pending_kept = [], [], []
+        self.num_prefilled_response = 0
         return chunk

@@ -92,7 +92,7 @@ class ServerConfig(EngineConfig):
     logprob_tolerance: Changeable[float | None] = None
     """Largest mean difference, in nats, between the log-probs that a server reports and the trainer's for the same
     weights. It is measured on a few tokens of each server at startup, after each weight update and before a server
-    rejoins, and, unless `top_p` or `top_k` cut the distribution, on every batch. A server that exceeds it is taken out.
+    rejoins, and, unless `rollout.accept_truncation_bias` is set, on every batch. A server that exceeds it is taken out.
     When left out: 0.002 if weights and trainer are float32, because bfloat16 produces 0.004 and more; 0.1 if one of
     them is in half precision."""
     health_interval_s: Changeable[float] = 5.0

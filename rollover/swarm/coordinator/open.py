@@ -50,6 +50,7 @@ async def open_swarm(
     keep_versions: int,
     clock: Clock,
     checks: bool = True,
+    returns_kept: bool = False,
 ) -> SwarmEngine:
     """Return an engine whose workers dial in once the first weights are published.
 
@@ -60,6 +61,7 @@ async def open_swarm(
         max_context_tokens: of the longest prompt and response; workers with less are refused.
         keep_versions: publications that can be fetched.
         checks: members get calls only once their log-probs are found to be the trainer's.
+        returns_kept: calls want the kept sets of their tokens; workers whose engine gives none are refused.
 
     Raises:
         ConfigError: the address is in use, or the certificate cannot be used.
@@ -76,7 +78,13 @@ async def open_swarm(
         keep_versions=keep_versions,
     )
     vocab_size = Architecture.from_folder(folder).vocab_size
-    identity = RunIdentity(run_id=run, run_epoch=epoch, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    identity = RunIdentity(
+        run_id=run,
+        run_epoch=epoch,
+        vocab_size=vocab_size,
+        max_context_tokens=max_context_tokens,
+        returns_kept=returns_kept,
+    )
     coordinator = Coordinator(
         identity,
         Head(version=0, manifest=""),

@@ -160,6 +160,7 @@ class Outlets:
                     finish_reason=piece.finish_reason,
                     num_prefilled_tokens=piece.num_prefilled_tokens,
                     engine=effect.member,
+                    kept=piece.kept,
                 )
             )
 

@@ -105,8 +105,8 @@ class Ready(_Message, frozen=True, kw_only=True):
     max_context_tokens: Count
     seeded: bool
     number_format: str
-    cuts_logprobs: bool = True
-    """Log-probs are those of the distribution that ``top_p`` and ``top_k`` leave."""
+    gives_kept: bool = False
+    """Tokens come with the kept sets that a call wants."""
     keeps_kv: bool = False
     """Tokens may attend to caches that older weights computed; otherwise ``kv_version`` is always ``version``."""
 
@@ -175,6 +175,8 @@ class Decoded(_Message, frozen=True, kw_only=True):
     """Set on the last message of a call and on no other."""
     num_prefilled_tokens: Count = 0
     """The number of prefilled tokens as in ``Chunk``; only in the first message of a call."""
+    kept: bytes = b""
+    """Kept sets of the tokens (``rollover.kept.join_kept``), if the call wants them."""
 
 
 class CallFailed(_Message, frozen=True, kw_only=True):
@@ -236,6 +238,8 @@ class Assign(_Message, frozen=True, kw_only=True):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float = 0.0
+    returns_kept: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int

@@ -98,6 +98,8 @@ class OpenCall:
             temperature=assign.temperature,
             top_p=assign.top_p,
             top_k=assign.top_k,
+            min_p=assign.min_p,
+            returns_kept=assign.returns_kept,
             stop_token_ids=assign.stop_token_ids,
             stop_strings=assign.stop_strings,
         )

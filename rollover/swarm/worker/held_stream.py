@@ -14,11 +14,15 @@ sent after the last token.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from rollover.engine.base import Chunk
+from rollover.kept import join_kept
 from rollover.swarm.wire.messages import (
+    MAX_FRAME_BYTES,
     Assign,
     CallFailed,
     Decoded,
@@ -32,6 +36,8 @@ from rollover.types import FinishReason
 
 _BYTES = 4
 """Bytes of a packed token id, and of a packed log-prob."""
+_MAX_KEPT_BYTES = MAX_FRAME_BYTES // 2
+"""Most bytes of the kept sets of a message: those of hundreds of tokens at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,7 @@ class _HeldPiece:
     logprobs: bytes
     version: int
     kv_version: int
+    kept: tuple[bytes, ...] = ()
 
     @property
     def end(self) -> int:
@@ -62,13 +69,24 @@ class _HeldPiece:
 
     def cut(self, start: int, end: int) -> _HeldPiece:
         part = slice((start - self.start) * _BYTES, (end - self.start) * _BYTES)
-        return replace(self, start=start, token_ids=self.token_ids[part], logprobs=self.logprobs[part])
+        kept = self.kept[start - self.start : end - self.start]
+        return replace(self, start=start, token_ids=self.token_ids[part], logprobs=self.logprobs[part], kept=kept)
+
+    def sendable(self) -> _HeldPiece:
+        """Return as much of its beginning as a frame has room for."""
+        sizes = list(accumulate(map(len, self.kept)))
+        return self.cut(self.start, self.start + bisect_right(sizes, _MAX_KEPT_BYTES)) if sizes else self
 
     def joined(self, after: _HeldPiece) -> _HeldPiece | None:
         """Return both as one; ``None`` when their versions differ."""
         if (self.version, self.kv_version) != (after.version, after.kv_version):
             return None
-        return replace(self, token_ids=self.token_ids + after.token_ids, logprobs=self.logprobs + after.logprobs)
+        return replace(
+            self,
+            token_ids=self.token_ids + after.token_ids,
+            logprobs=self.logprobs + after.logprobs,
+            kept=self.kept + after.kept,
+        )
 
 
 class HeldStream:
@@ -135,7 +153,8 @@ class HeldStream:
         if not chunk.token_ids:
             return
         packed = pack_ids(chunk.token_ids)
-        piece = _HeldPiece(self.end, packed, pack_logprobs(chunk.logprobs), chunk.policy_version, chunk.kv_version)
+        logprobs, versions = pack_logprobs(chunk.logprobs), (chunk.policy_version, chunk.kv_version)
+        piece = _HeldPiece(self.end, packed, logprobs, *versions, chunk.kept)
         self._pieces.append(piece)
         self._response += packed
         self.end = piece.end
@@ -189,6 +208,7 @@ class HeldStream:
             if ending.reason is None:
                 return CallFailed(call_id=self.call_id, reason=ending.failure)
             piece = _HeldPiece(first, b"", b"", ending.version, ending.version)
+        piece = piece.sendable()
         self.sent = piece.end
         reason = ending.reason if ending is not None and self.sent == self.end else None
         self.has_sent_ending = reason is not None
@@ -201,6 +221,7 @@ class HeldStream:
             kv_version=piece.kv_version,
             finish_reason=None if reason is None else reason.value,
             num_prefilled_tokens=self._num_prefilled if first == self.origin else 0,
+            kept=join_kept(piece.kept),
         )
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:

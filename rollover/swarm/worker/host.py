@@ -139,7 +139,7 @@ class EngineHost:
             max_context_tokens=capabilities.max_context_tokens,
             seeded=capabilities.seeded,
             number_format=capabilities.number_format,
-            cuts_logprobs=self._config.engine.declared.cuts_logprobs,
+            gives_kept=self._config.engine.declared.gives_kept,
             keeps_kv=self._config.engine.declared.keeps_kv,
         )
 

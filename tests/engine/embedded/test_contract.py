@@ -43,6 +43,8 @@ class Embedded(EngineContract):
 
     lockstep = False
 
+    gives_kept = True
+
     @pytest.fixture(autouse=True)
     def _model(self, folder: Path) -> Iterator[None]:
         self.folder = folder

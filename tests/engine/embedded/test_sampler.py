@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollover.engine.embedded.sampler import sample, uniforms
+from rollover.kept import decode_kept
 from rollover.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -4.0, 0.25])
@@ -17,7 +18,7 @@ DRAWS = 20_000
 
 def draw(n: int = DRAWS, **params: float) -> tuple[torch.Tensor, torch.Tensor]:
     settings = [SamplingParams(max_new_tokens=1, **params)] * n  # type: ignore[arg-type]
-    return sample(LOGITS.expand(n, -1), settings, uniforms([7] * n, range(n)))
+    return sample(LOGITS.expand(n, -1), settings, uniforms([7] * n, range(n)))[:2]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -40,6 +41,9 @@ def test_frequencies_match_the_softmax(temperature: float) -> None:
         ({"top_p": 0.1}, {0}),
         ({"top_p": 0.7, "top_k": 3}, {0, 5}),  # of the three left, the first two hold 0.82
         ({"top_p": 0.85, "top_k": 3}, {0, 5, 1}),
+        ({"top_p": 1e-9}, {0}),
+        ({"min_p": 0.3}, {0, 5, 1}),  # 0.37 and 0.22 of the best one
+        ({"min_p": 0.3, "top_p": 0.6}, {0, 5}),
     ],
 )
 def test_cuts_keep_their_support_and_report_what_is_sampled_from(params: dict[str, Any], support: set[int]) -> None:
@@ -50,6 +54,25 @@ def test_cuts_keep_their_support_and_report_what_is_sampled_from(params: dict[st
     assert torch.allclose(logprobs, torch.log_softmax(kept, -1)[tokens], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_sets_are_what_was_sampled_from_and_bounded_in_ties(dtype: torch.dtype) -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 1.0, 1.0, -torch.inf], dtype=dtype)
+    rows = [
+        SamplingParams(max_new_tokens=1, top_k=4, returns_kept=True),  # three are third
+        SamplingParams(max_new_tokens=1, temperature=0.7),
+        SamplingParams(max_new_tokens=1, top_k=1, returns_kept=True),
+        SamplingParams(max_new_tokens=1, top_k=6, top_p=0.9, temperature=2.0, returns_kept=True),
+        SamplingParams(max_new_tokens=1, top_k=2),
+    ]
+    tokens, logprobs, kept = sample(logits.expand(5, -1), rows, np.linspace(0.1, 0.9, 5))
+    counts, ids = decode_kept(kept)
+    assert counts.tolist() == [4, 0, 1, 5, 0] and ids.tolist() == [1, 2, 3, 4, 1, 1, 2, 3, 4, 5]
+    assert tokens[2] == 1 and logprobs[2] == 0
+    of_fourth = torch.log_softmax(logits.float()[[1, 2, 3, 4, 5]] / 2, -1)
+    assert logprobs[3] == pytest.approx(of_fourth[[1, 2, 3, 4, 5].index(int(tokens[3]))].item(), abs=1e-6)
+    assert sample(logits.expand(2, -1), [rows[1], rows[4]], np.array([0.2, 0.4]))[2] == (), "none was wanted"
+
+
 def test_one_row_may_be_greedy_and_another_cut() -> None:
     rows = [
         SamplingParams(max_new_tokens=1, temperature=0.0),
@@ -57,7 +80,7 @@ def test_one_row_may_be_greedy_and_another_cut() -> None:
         SamplingParams(max_new_tokens=1, temperature=3.0),
     ]
     noise = np.array([0.999, 0.999, 0.999])
-    tokens, logprobs = sample(LOGITS.expand(3, -1), rows, noise)
+    tokens, logprobs, _ = sample(LOGITS.expand(3, -1), rows, noise)
     assert tokens.tolist() == [0, 5, 7]
     assert logprobs[0] == pytest.approx(torch.log_softmax(LOGITS, -1)[0].item(), abs=1e-6)
     for i, row in enumerate(rows):
@@ -68,7 +91,7 @@ def test_one_row_may_be_greedy_and_another_cut() -> None:
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     ends = np.array([2.0**-53, 0.5, 1 - 2.0**-52])
-    tokens, _ = sample(logits.expand(3, -1), [SamplingParams(max_new_tokens=1)] * 3, ends)
+    tokens, *_ = sample(logits.expand(3, -1), [SamplingParams(max_new_tokens=1)] * 3, ends)
     assert tokens.tolist() == [1, 3, 3]
 
 

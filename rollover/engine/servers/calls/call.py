@@ -10,6 +10,7 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.servers.http.client import Patience
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError
+from rollover.kept import check_kept
 from rollover.types import FinishReason
 
 _LOGPROB_TOLERANCE = 1e-3
@@ -37,6 +38,8 @@ class Delta:
     """Tokens of the call's input that the server had in its cache."""
     num_prefilled_tokens: int | None = None
     """Response tokens that it computed again to start the call, if it says so; in the first delta only."""
+    kept: tuple[bytes, ...] = ()
+    """Kept set of each token, if the request wants them."""
 
 
 class GenerationCall:
@@ -104,7 +107,12 @@ class GenerationCall:
         if count or reason is not None:
             if kv_version is None:
                 kv_version = min(self.kv_version, version) if kv_kept else version
-            taken = Delta(token_ids=delta.token_ids[:count], logprobs=delta.logprobs[:count], finish_reason=reason)
+            taken = Delta(
+                token_ids=delta.token_ids[:count],
+                logprobs=delta.logprobs[:count],
+                finish_reason=reason,
+                kept=delta.kept[:count],
+            )
             self._put(taken, version, kv_version)
         return count
 
@@ -129,6 +137,7 @@ class GenerationCall:
                 kv_version=kv_version,
                 finish_reason=delta.finish_reason,
                 num_prefilled_tokens=self._num_prefilled_tokens if self.sent else 0,
+                kept=delta.kept,
             )
         )
         self._num_prefilled_tokens = 0
@@ -144,6 +153,11 @@ class GenerationCall:
                 raise EngineError(f"{name}: token {token} is outside the vocabulary of {self._vocab_size}")
             if not (math.isfinite(logprob) and logprob <= _LOGPROB_TOLERANCE):
                 raise EngineError(f"{name}: token {token} has the log-prob {logprob}, not a finite one up to 0")
+        if params.returns_kept:
+            try:
+                check_kept(delta.kept, delta.token_ids, self._vocab_size)
+            except ValueError as e:
+                raise EngineError(f"{name}: {e}") from None
         total = len(self.response) + len(delta.token_ids)
         if total > params.max_new_tokens:
             raise EngineError(f"{name}: {total} tokens came, but at most {params.max_new_tokens} were requested")

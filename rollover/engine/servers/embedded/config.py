@@ -81,7 +81,8 @@ class EmbeddedServerConfig(ServerConfig):
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        return DeclaredCapabilities(is_colocated=self.colocated, keeps_kv=self.kv_on_update == "keep")
+        keeps = self.kv_on_update == "keep"
+        return DeclaredCapabilities(is_colocated=self.colocated, keeps_kv=keeps, gives_kept=True)
 
     @property
     def unties_first(self) -> bool:

@@ -11,6 +11,7 @@ What is peculiar to it:
 from __future__ import annotations
 
 import secrets
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,6 +27,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError
+from rollover.kept import split_kept
 from rollover.types import SamplingParams
 
 _DRAIN_S = 0.02
@@ -110,8 +112,15 @@ class EmbeddedServerDialect:
                     label=event.label,
                     kv_label=event.kv_label,
                     num_prefilled_tokens=event.num_prefilled_tokens if is_first else None,
+                    kept=self._kept(event),
                 )
                 is_first = False
+
+    def _kept(self, event: TokensEvent) -> tuple[bytes, ...]:
+        try:
+            return split_kept(b64decode(event.kept, validate=True), len(event.token_ids))
+        except ValueError as e:
+            raise EngineError(f"{self._client} sent kept sets that cannot be read: {e}") from None
 
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         body = {"request_ids": [self._prefix + request_id for request_id in request_ids]}

@@ -77,6 +77,8 @@ class TokensEvent(Event):
     finish_reason: FinishReason | None = None
     num_prefilled_tokens: Count = 0
     """Response tokens prefilled to start the call; in its first event only."""
+    kept: str = ""
+    """Kept sets of the tokens, if the request wants them: ``join_kept`` in base64."""
 
 
 class TensorDigests(Answer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollover.engine.servers.embedded.messages import (
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
 from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
+from rollover.kept import join_kept
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import in_thread
@@ -191,6 +193,7 @@ class ServedEngine:
             kv_label=self._labels[chunk.kv_version],
             finish_reason=chunk.finish_reason,
             num_prefilled_tokens=chunk.num_prefilled_tokens,
+            kept=b64encode(join_kept(chunk.kept)).decode(),
         )
 
     async def _change(self, label: str, take: Callable[[int], Awaitable[None]]) -> None:

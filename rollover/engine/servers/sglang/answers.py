@@ -143,12 +143,17 @@ class ReportedEnd(Answer):
 class Meta(Answer):
     """The numbers of an event about its call.
 
-    Example: ``{"completion_tokens": 2, "output_token_logprobs": [[-0.2, 31, null], [-1.1, 4, null]]}``.
+    Example: ``{"completion_tokens": 2, "output_token_logprobs": [[-0.2, 31, null], [-1.1, 4, null]]}``; with kept sets,
+    ``"output_token_sampling_mask": [[31, 7], [4]], "output_token_sampling_logprobs": [-0.1, 0.0]`` too.
     """
 
     completion_tokens: Count | None = None
     finish_reason: ReportedEnd | None = None
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    """The tokens among which each one was drawn."""
+    output_token_sampling_logprobs: list[float] | None = None
+    """Log-probs among these."""
     weight_versions: list[WeightSpan] | None = None
     cached_tokens: Count | None = None
 

@@ -44,8 +44,8 @@ class SGLangConfig(ServerConfig):
     def declared(self) -> DeclaredCapabilities:
         keeps = self.kv_on_update == "keep"
         return DeclaredCapabilities(
-            cuts_logprobs=False,
             keeps_kv=keeps,
+            gives_kept=True,
             is_colocated=self.colocated,
             max_context_tokens=self.launched_context("--context-length"),
             context_key="--context-length in engine.launch_args",

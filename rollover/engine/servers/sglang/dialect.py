@@ -10,7 +10,7 @@ What is peculiar to it:
   shows that it has. ``/health`` answers 503 after a pause of 20 s and is not asked.
 * ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
   model folder as well, which is an error unless they are among ours.
-* Log-probs are taken before ``top_p`` and ``top_k`` cut the distribution; such calls are refused.
+* Log-probs are taken before ``top_p``, ``top_k`` and ``min_p`` cut the distribution, but for calls that want kept sets.
 """
 
 from __future__ import annotations
@@ -132,13 +132,6 @@ class SGLangDialect:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def check_request(self, request: GenerateRequest) -> None:
-        params = request.params
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
-            raise EngineError(
-                f"{request.request_id}: SGLang reports log-probs from before top_p and top_k, not those of the"
-                " distribution that it samples from: use rollout.top_p = 1 and rollout.top_k = 0, got"
-                f" {params.top_p:g} and {params.top_k}"
-            )
         if DELIMITER in request.request_id:
             raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
 
@@ -173,7 +166,7 @@ class SGLangDialect:
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k or -1,
-                "min_p": 0.0,
+                "min_p": params.min_p,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
@@ -192,6 +185,7 @@ class SGLangDialect:
             "return_text_in_logprobs": False,
             "extra_key": call.label,
             "stream": True,
+            **({"return_sampling_mask": True} if params.returns_kept else {}),
             **self._adapter(),
         }
 

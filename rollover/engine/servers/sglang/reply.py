@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta
 from rollover.engine.servers.sglang.answers import Generation, Meta, ReportedEnd, WeightSpan
 from rollover.errors import EngineError
+from rollover.kept import encode_kept
 from rollover.types import FinishReason
 
 _NO_TOKENS = "Abort before prefill"
@@ -45,7 +48,7 @@ class Reply:
         self._label = label
         self._shown = shown
         self._incremental = incremental
-        self._held: list[tuple[int, float]] = []
+        self._held: list[tuple[int, float, bytes]] = []
         """Tokens that have come and are not labelled yet."""
         self._num_labelled = 0
         self._last = request.response_ids[-1] if request.response_ids else None
@@ -82,14 +85,27 @@ class Reply:
         first, last = (0, total - seen) if self._incremental else (seen, total)
         ids = event.output_ids[first:last]
         pairs = (event.meta_info.output_token_logprobs or [])[first:last]
-        tokens = [(token, logprob) for logprob, token, _ in pairs if logprob is not None]
-        if len(ids) < last - first or [token for token, _ in tokens] != ids:
+        tokens = [(token, logprob, b"") for logprob, token, _ in pairs if logprob is not None]
+        if len(ids) < last - first or [token for token, *_ in tokens] != ids:
             raise EngineError(
                 f"{self._name}: the server counts {total} tokens, {seen} of them sent before, but sent the tokens"
                 f" {ids[:8]} with the log-probs {pairs[:8]}"
             )
-        self._held += tokens
+        self._held += self._of_kept(event.meta_info, ids, first, last) if self._request.params.returns_kept else tokens
         self._last = ids[-1] if ids else self._last
+
+    def _of_kept(self, meta: Meta, ids: list[int], first: int, last: int) -> list[tuple[int, float, bytes]]:
+        """Return new tokens with their log-probs among the kept ones, and the kept sets."""
+        masks = [sorted(mask) for mask in (meta.output_token_sampling_mask or [])[first:last]]
+        logprobs = (meta.output_token_sampling_logprobs or [])[first:last]
+        if not len(masks) == len(logprobs) == len(ids):
+            raise EngineError(
+                f"{self._name}: the server sent {len(ids)} tokens with {len(masks)} kept sets and {len(logprobs)}"
+                " log-probs among these: use SGLang 0.5.23 or later"
+            )
+        counts = np.array([len(mask) for mask in masks], dtype=np.int64)
+        kept = encode_kept(counts, np.array([token for mask in masks for token in mask], dtype=np.int64))
+        return list(zip(ids, logprobs, kept, strict=True))
 
     def _labelled(self, spans: list[WeightSpan], reason: FinishReason | None) -> list[Delta]:
         """Return all that is held, cut where the weights changed; ``reason`` goes with the last piece."""
@@ -107,8 +123,9 @@ class Reply:
         self._num_labelled, self._held = self.num_tokens, []
         deltas = [
             Delta(
-                token_ids=tuple(token for token, _ in tokens),
-                logprobs=tuple(logprob for _, logprob in tokens),
+                token_ids=tuple(token for token, *_ in tokens),
+                logprobs=tuple(logprob for _, logprob, _ in tokens),
+                kept=tuple(kept for *_, kept in tokens) if self._request.params.returns_kept else (),
                 finish_reason=reason if number == len(pieces) else None,
                 label=label,
             )

@@ -156,7 +156,7 @@ class VLLMDialect:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "min_p": 0.0,
+            "min_p": params.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

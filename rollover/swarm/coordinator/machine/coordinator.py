@@ -276,6 +276,12 @@ class Coordinator:
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        if self.run.returns_kept and not ready.gives_kept:
+            reason = (
+                "its engine does not return the tokens among which it draws, but the run needs them"
+                " (rollout.top_p, top_k or min_p): give the worker an engine of kind 'embedded'"
+            )
+            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         if member.ready is not None and member.ready.keeps_kv != ready.keeps_kv:
             raise ProtocolError(
                 f"it says of its engine keeps_kv = {ready.keeps_kv}, but said {not ready.keeps_kv} before"

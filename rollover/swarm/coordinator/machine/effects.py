@@ -23,6 +23,7 @@ class Piece:
     kv_version: int
     finish_reason: FinishReason | None = None
     num_prefilled_tokens: int = 0
+    kept: tuple[bytes, ...] = ()
 
     @property
     def end(self) -> int:

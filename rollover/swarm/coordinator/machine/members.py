@@ -52,6 +52,8 @@ class RunIdentity:
     """The number of this start of the run: 1 for the first."""
     vocab_size: int
     max_context_tokens: int
+    returns_kept: bool = False
+    """Its calls want the kept sets of their tokens."""
 
 
 @dataclass(slots=True)

@@ -36,6 +36,8 @@ class EmbeddedServer(EngineContract):
     num_at_once = 100
     endless = 20_000
 
+    gives_kept = True
+
     @pytest.fixture(autouse=True)
     def _server(self, url: str, folders: dict[str, Path]) -> None:
         self.url, self.folders = url, folders

@@ -12,6 +12,7 @@ from rollover.engine.servers.http.answer import Reader
 from rollover.engine.servers.sglang.answers import Generation
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError
+from rollover.kept import decode_kept
 from rollover.types import FinishReason
 from tests.engine.contract import request
 
@@ -177,3 +178,27 @@ def test_a_finish_that_an_abort_hides_wins() -> None:
 def test_events_of_another_type_are_refused_naming_the_field(broken: Any, field: str) -> None:
     with pytest.raises(EngineError, match=re.escape(field)):
         received(broken)
+
+
+MASKS = [[12, 10], [11], [4, 12, 7], [13, 3]]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_kept_sets_come_with_their_own_log_probs(incremental: bool) -> None:
+    stream = reply(incremental=incremental, top_k=3, returns_kept=True)
+    found = []
+    for first, last in ((0, 2), (2, 4)):
+        start = first if incremental else 0
+        kept = {
+            "output_token_sampling_mask": MASKS[start:last],
+            "output_token_sampling_logprobs": [-0.1 * t for t in range(start, last)],
+        }
+        found += stream.read(event(last, IDS[start:last], **kept), certain=True)
+    assert [p for d in found for p in d.logprobs] == [-0.1 * t for t in range(4)]
+    counts, ids = decode_kept([k for d in found for k in d.kept])
+    assert counts.tolist() == [2, 1, 3, 2] and ids.tolist() == [10, 12, 11, 4, 7, 12, 3, 13]
+
+
+def test_tokens_without_the_kept_sets_that_were_asked_for_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"2 tokens with 0 kept sets and 0 log-probs .* SGLang 0\.5\.23 or later"):
+        reply(top_k=3, returns_kept=True).read(event(2, IDS[:2]), certain=True)

@@ -88,7 +88,7 @@ def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
 def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
         await collect(engine, request("a", temperature=0.25, stop_token_ids=(1, 2)))
-        await collect(engine, request("b", temperature=0.0, top_p=0.5, top_k=7))
+        await collect(engine, request("b", temperature=0.0, top_p=0.5, top_k=7, min_p=0.1))
 
     body, greedy = bodies(check(folder, law), "/generate")
     expected = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.25, "n": 1, "min_new_tokens": 0}
@@ -97,7 +97,17 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
     assert {key: body["sampling_params"][key] for key in expected} == expected
     assert (body["return_logprob"], body["stream"], body["logprob_start_len"]) == (True, True, -1)
     assert not {"text", "image_data"} & body.keys()
-    assert (greedy["sampling_params"]["top_p"], greedy["sampling_params"]["top_k"]) == (0.5, 7)
+    assert [greedy["sampling_params"][key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.1]
+    assert "return_sampling_mask" not in body
+
+
+def test_kept_sets_are_asked_for_and_missed(folder: Path) -> None:
+    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+        with pytest.raises(EngineError, match="kept sets"):
+            await collect(engine, request("a", top_k=7, returns_kept=True))
+
+    [body] = bodies(check(folder, law), "/generate")
+    assert body["return_sampling_mask"] is True
 
 
 def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
@@ -135,15 +145,6 @@ def test_an_id_is_never_reused_so_a_late_abort_hits_nobody(folder: Path) -> None
                 assert (len(tokens(chunks)), chunks[-1].finish_reason) == (40, FinishReason.LENGTH)
 
     run(main())
-
-
-def test_truncated_sampling_whose_log_probs_would_be_wrong_is_refused(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
-        for cut in ({"top_p": 0.9}, {"top_k": 5}):
-            with pytest.raises(EngineError, match=r"use rollout\.top_p = 1 and rollout\.top_k = 0"):
-                await collect(engine, request("a", **cut))
-
-    assert bodies(check(folder, law), "/generate") == []
 
 
 def test_a_server_that_is_started_is_told_what_training_needs(folder: Path) -> None:

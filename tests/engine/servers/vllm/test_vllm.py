@@ -71,10 +71,10 @@ def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
 
 def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
     async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
-        await collect(engine, request("a", top_p=0.5, top_k=7, temperature=0.25, stop_token_ids=(1, 2)))
+        await collect(engine, request("a", top_p=0.5, top_k=7, min_p=0.1, temperature=0.25, stop_token_ids=(1, 2)))
 
     (body,) = bodies(check(folder, law), "/v1/completions")
-    expected = {"top_p": 0.5, "top_k": 7, "min_p": 0.0, "temperature": 0.25, "n": 1, "logprobs": 0}
+    expected = {"top_p": 0.5, "top_k": 7, "min_p": 0.1, "temperature": 0.25, "n": 1, "logprobs": 0}
     expected |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
     expected |= {"stop_token_ids": [1, 2], "ignore_eos": True, "return_token_ids": True, "stream": True}
     assert {key: body[key] for key in expected} == expected

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rollover.engine.base import GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
+from rollover.kept import check_kept, split_kept
 from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
     Adopt,
@@ -117,6 +118,8 @@ class SwarmCall:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
+            returns_kept=params.returns_kept,
             stop_token_ids=params.stop_token_ids,
             stop_strings=params.stop_strings,
             seed=request.seed,
@@ -171,6 +174,13 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         raise ProtocolError(f"it sent token {max(ids)}, but the vocabulary has {vocab_size} tokens")
     if not (math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= _LOGPROB_SLACK):  # a NaN makes the sum one
         raise ProtocolError("it sent a log-prob that is not a finite number of at most 0")
+    kept: tuple[bytes, ...] = ()
+    if call.request.params.returns_kept:
+        try:
+            kept = split_kept(message.kept, len(ids))
+            check_kept(kept, ids, vocab_size)
+        except ValueError as e:
+            raise ProtocolError(f"it sent kept sets that cannot be: {e}") from None
     if message.offset < 0 or message.offset + len(ids) > call.limit:
         raise ProtocolError(
             f"it sent tokens up to position {message.offset + len(ids)}, but the call ends at {call.limit}"
@@ -185,4 +195,5 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         num_prefilled_tokens=min(max(0, message.num_prefilled_tokens), call.start)
         if message.offset <= call.start
         else 0,
+        kept=kept,
     )

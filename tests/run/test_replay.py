@@ -1,0 +1,98 @@
+"""Whole runs with truncated sampling: the sets that tokens were drawn from reach the trainer, whatever happens between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollover import cli
+from rollover.rollout.events import SegmentEnded
+from rollover.rollout.journal import Journal
+from rollover.trainer.logprobs import all_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from rollover.types import Trajectory
+from tests import runs
+from tests.runs import Cue, Processes
+
+CUT = ("--rollout.top_p", "0.9")
+
+
+def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
+    """Between the log-probs on record and those of the trainer under the version that each token is labelled with."""
+    samples = [
+        TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids, kept=t.kept if replays else ())
+        for t in trajectories
+    ]
+    versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
+    recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
+    worst = 0.0
+    for version in versions_T.unique().tolist():
+        model = load_policy(run / "checkpoints" / f"step_{version}" if version else initial)
+        logprobs_T = all_logprobs(model, pack(samples, 1024), 1.0, num_tokens=len(recorded_T))
+        worst = max(worst, float((logprobs_T - recorded_T)[versions_T == version].abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("changes", [(), ("--engine.cpu_kernels", "torch")], ids=["compiled", "torch"])
+def test_a_killed_run_trains_each_token_over_the_set_it_was_drawn_from(
+    experiment: Path, tiny_model: Path, changes: tuple[str, ...]
+) -> None:
+    processes, run = Processes(experiment), Path("out")
+    argv = ("train", "run.toml", "--run-dir", "out", "--steps", "6", *CUT, *changes)
+    every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+    assert processes.run(*argv, *every, kill_at=Cue(SegmentEnded, 30)).code == -9
+    resumed = processes.run("train", "--resume", "out")
+    assert resumed.code == 0, resumed.err
+    trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
+    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
+    assert all(len(t.kept) == t.num_tokens for t in trajectories)
+    assert largest_error(run, tiny_model, trajectories) < 1e-4
+    assert largest_error(run, tiny_model, trajectories, replays=False) > 0.05, "what is avoided"
+    runs.ledger(run)
+    rows = runs.rows(run)
+    assert all(row["kept/tokens"] > 1 and 0.8 < row["kept/mass"] < 1 for row in rows)
+    assert rows[0]["is_weight/max"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:
+    path = experiment / "journal.sqlite"
+    journal = Journal(path)
+    journal._db.execute("UPDATE format SET version = 1")
+    journal.close()
+    Journal(path).close()
+    assert Journal(path)._db.execute("SELECT version FROM format").fetchone() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (CUT, "each token is drawn from at most 512 tokens (rollout.top_k), which are stored with it"),
+        (("--rollout.min_p", "0.1", "--rollout.top_k", "20"), "each token is drawn from at most 20 tokens"),
+        ((*CUT, "--rollout.accept_truncation_bias", "true"), "importance ratios and gradients are biased"),
+    ],
+)
+def test_a_dry_run_states_what_becomes_of_tokens_left_out(
+    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], expected: str
+) -> None:
+    assert cli.main(["train", "run.toml", "--dry-run", *argv]) == 0
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (("--rollout.top_k", "4097"), "rollout.top_k must be at most 4,096, got 4,097"),
+        (("--rollout.top_k", "1"), "nothing to train"),
+        (("--rollout.min_p", "1"), "min_p must lie in [0, 1)"),
+        (("--rollout.accept_truncation_bias", "true"), "accept_truncation_bias has no effect"),
+        ((*CUT, "--engine.kind", "vllm", "--engine.launch", "true"), "rollout.accept_truncation_bias = true"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_at_the_start(
+    experiment: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], expected: str
+) -> None:
+    assert cli.main(["train", "run.toml", *argv]) == 2
+    assert expected in capsys.readouterr().err

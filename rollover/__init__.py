@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rollover.rollout.actions import StopAll as StopAll
     from rollover.rollout.config import strategy as strategy
     from rollover.rollout.driver import RolloutDriver as RolloutDriver
-    from rollover.rollout.driver import Scorer as Scorer
     from rollover.rollout.journal import Journal as Journal
     from rollover.rollout.journal import restart as restart
     from rollover.rollout.scheduler import Scheduler as Scheduler
     from rollover.rollout.scheduler import Source as Source
+    from rollover.rollout.scorer import Scorer as Scorer
     from rollover.rollout.state import RolloutState as RolloutState
     from rollover.run.api import train as train
     from rollover.trainer.config import TrainerConfig as TrainerConfig
@@ -56,7 +56,7 @@ PUBLIC_MODULES = {
     "RolloverError": "errors",
     "SamplingParams": "types",
     "Scheduler": "rollout.scheduler",
-    "Scorer": "rollout.driver",
+    "Scorer": "rollout.scorer",
     "Segment": "types",
     "Source": "rollout.scheduler",
     "StartSample": "rollout.actions",

@@ -44,11 +44,12 @@ from rollover.clock import SystemClock
 from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineTimeout, RunError
 from rollover.rollout.config import Limits, RolloutConfig
-from rollover.rollout.driver import RolloutDriver, Scorer
+from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.events import BatchTrained, Event
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import ledger_metrics
 from rollover.rollout.scheduler import Source
+from rollover.rollout.scorer import Scorer
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch, Trajectory, WasteCause
 

@@ -38,48 +38,25 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import CallDisplaced, EngineError, EngineTimeout, NoReward, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import Event, GroupDropped, SegmentEnded
-from rollover.rollout.generation import SampleCall, sample_key
+from rollover.rollout.events import Event, GroupDropped
+from rollover.rollout.generation import SampleCall
 from rollover.rollout.journal import Journal
 from rollover.rollout.places import EnginePlaces
 from rollover.rollout.records import FINISHED, SETTLED, SampleRecord
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
+from rollover.rollout.scorer import Scorer, compares_siblings, scores_of
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
-from rollover.types import Batch, Prompt, SampleId, SamplingParams, Trajectory, WasteCause
-
-
-class Scorer(Protocol):
-    """Turns a finished trajectory into a reward, with deadlines and retries of its own.
-
-    Example: ``await scorer.score(trajectory)`` returns 1.0 for a right answer, or a ``Score`` if the reward has
-    components. It raises ``RewardError`` when it gives up on this trajectory (``NoReward`` when none applies to it),
-    and another ``RolloverError`` when trying others would be futile.
-    """
-
-    async def score(self, trajectory: Trajectory) -> float: ...
-
-
-@runtime_checkable
-class GroupScorer(Scorer, Protocol):
-    """A scorer that scores the finished responses of a group together, if their source asks for that: once the last one
-    has ended.
-
-    Example: ``await scorer.score_group(siblings)`` returns ``[1.0, 0.0]``, the ranks of two responses, or the
-    ``RewardError`` of each that has none.
-    """
-
-    def compares_siblings(self, source: str) -> bool: ...
-
-    async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[float | RewardError]: ...
+from rollover.rollout.writer import EventWriter
+from rollover.types import Batch, Prompt, SampleId, SamplingParams, WasteCause
 
 
 class RolloutDriver:
@@ -145,16 +122,15 @@ class RolloutDriver:
             shaping=shaping,
             compared=compared,
             passes_over=passes_over,
-            compares_siblings=self._compares_siblings,
+            compares_siblings=partial(compares_siblings, scorer),
             emit=self._emit,
         )
         self._engine = engine
-        self._journal = journal
+        self._writer = EventWriter(journal, state.ledger, placement, self._break)
         self._observer = observer
         self._turn = asyncio.Lock() if lockstep else None
         self._name = secrets.token_hex(4)
         """Distinguishes request ids from the ids that another driver, or this run before a crash, has sent."""
-        self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._calls: dict[SampleId, SampleCall] = {}
         self._open_call = partial(
             SampleCall,
@@ -180,9 +156,6 @@ class RolloutDriver:
         self._num_calls = 0
         self._retries = Retries(limits.max_retries)
         self._broken: Exception | None = None
-        self._unwritten: list[Event] = []
-        self._unwritten_tokens: dict[SampleId, int] = {}
-        """Number of tokens of each sample, including its unwritten segments."""
         self._distrusted: list[str] = []
         """Members whose tokens have yet to be dropped."""
         self._placement = placement
@@ -206,7 +179,7 @@ class RolloutDriver:
             raise self._broken
         self._scheduler.begin_round()
         if not self.ledger.replay:
-            in_hand = self._scoring.keys() | self._tasks.keys()  # a call that is ending scores its own sample
+            in_hand = self._scoring.keys() | self._calls.keys()  # a call that is ending scores its own sample
             for sample_id in self.ledger.unscored.keys() - in_hand:
                 self._start_scoring(self._due(sample_id))
         self._last_progress_s = self._clock.now_s()
@@ -219,9 +192,7 @@ class RolloutDriver:
             raise self._broken
         self._batch_is_due = False
         batch = self._scheduler.consume(self._clock.now_s())
-        self.flush()
-        if self._journal is not None:
-            self._journal.sync()  # a checkpoint that includes this batch may be on the disk soon
+        self._writer.sync()  # a checkpoint that includes this batch may be on the disk soon
         self.ledger.check()
         return batch
 
@@ -233,7 +204,7 @@ class RolloutDriver:
     async def update_weights(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Run ``load``, which puts weights ``version`` into the engine. Running samples continue during the load if the
         engine supports that; otherwise they are parked before and resumed after it."""
-        goes_on = not self._tasks or self._engine.capabilities.in_flight_update
+        goes_on = not self._calls or self._engine.capabilities.in_flight_update
         async with nullcontext() if goes_on else self._all_parked():
             start_s = self._clock.now_s()
             await load()
@@ -263,7 +234,7 @@ class RolloutDriver:
                     self._scheduler.drop_tokens_of(name, self._clock.now_s(), since=0)
                 self._distrusted.clear()
         finally:
-            pending = [*self._tasks.values(), *self._scoring.values()]
+            pending = [*(call.task for call in self._calls.values()), *self._scoring.values()]
             if pending:
                 for task in pending:
                     task.cancel()
@@ -281,13 +252,8 @@ class RolloutDriver:
             self._placement.run_ended()
 
     def flush(self) -> None:
-        """Write all events so far to the journal, and tell members that hold tokens until they are journaled."""
-        if self._unwritten and self._journal is not None:
-            self._journal.append(self._unwritten)  # if this fails, the events are kept, so the journal has no holes
-            tokens, self._unwritten, self._unwritten_tokens = self._unwritten_tokens, [], {}
-            if self._placement is not None:
-                self._journal.sync()  # members delete these tokens now
-                self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
+        """Write all events so far to the journal."""
+        self._writer.flush()
 
     def record(self, event: Event) -> None:
         """Record an event of the loop (what became of a batch) and write it to the journal."""
@@ -311,7 +277,7 @@ class RolloutDriver:
                         start=action,
                         back_off_s=self._retries.back_off_s(sample_id),
                     )
-                    self._tasks[sample_id] = asyncio.create_task(self._generate(call))
+                    call.task = asyncio.create_task(self._generate(call))
                 case StopAll():
                     self._stopping = asyncio.create_task(self._stop_all())
                 case ConsumeBatch():
@@ -337,7 +303,7 @@ class RolloutDriver:
 
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep, calls that have ended are closed and scored first."""
-        in_hand = self._turn is not None and (self._scoring or self._tasks.keys() - self.ledger.running.keys())
+        in_hand = self._turn is not None and (self._scoring or self._calls.keys() - self.ledger.running.keys())
         return self._batch_is_due and not in_hand
 
     async def _until(self, done: Callable[[], bool]) -> None:
@@ -351,7 +317,7 @@ class RolloutDriver:
             idle_s = self._clock.now_s() - self._last_progress_s
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
-            assert self._tasks or self._scoring or self._placement, "no batch, and nothing is running or being scored"
+            assert self._calls or self._scoring or self._placement, "no batch, and nothing is running or being scored"
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
                     await self._changed.wait()
@@ -362,7 +328,7 @@ class RolloutDriver:
 
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
-            f" {len(self._tasks)} samples decoding: {names(self._tasks)};"
+            f" {len(self._calls)} samples decoding: {names(self._calls)};"
             f" {len(self._scoring)} being scored: {names(self._scoring)}; the engine is {self._engine!r}"
         )
 
@@ -385,22 +351,21 @@ class RolloutDriver:
 
     async def _abort_running(self) -> None:
         """Stop every open call, and return when each has handed over its tokens."""
-        tasks = dict(self._tasks)
-        if not tasks:
+        calls = dict(self._calls)
+        if not calls:
             return
         try:
             async with asyncio.timeout(self._limits.abort_timeout_s):
-                calls = [self._calls[i] for i in tasks]
-                for call in calls:
+                for call in calls.values():
                     call.stop()
-                await self._engine.abort([call.request_id for call in calls])
-                await asyncio.wait(list(tasks.values()))
+                await self._engine.abort([call.request_id for call in calls.values()])
+                await asyncio.wait([call.task for call in calls.values()])
         except TimeoutError:
-            if late := ", ".join(str(i) for i in tasks if i in self.ledger.running):
+            if late := ", ".join(str(i) for i in calls if i in self.ledger.running):
                 raise EngineTimeout(
                     f"the engine did not acknowledge the abort of {late} within {self._limits.abort_timeout_s:.0f} s"
                 ) from None
-            await self._until(lambda: not self._tasks)  # in lockstep they are being scored
+            await self._until(lambda: not self._calls)  # in lockstep they are being scored
 
     # -- one sample ------------------------------------------------------------------------------------------
 
@@ -421,7 +386,7 @@ class RolloutDriver:
                     segment = call.cut_off()
                     self._scheduler.segment_ended(sample_id, segment, segment.end_s)
                 if self._calls.get(sample_id) is call:  # otherwise it is already running again
-                    del self._tasks[sample_id], self._calls[sample_id]
+                    del self._calls[sample_id]
                 self._ended()
             if failure is not None:
                 self._call_failed(sample_id, failure)
@@ -439,7 +404,7 @@ class RolloutDriver:
         running samples fail."""
         if isinstance(error, CallDisplaced) or self._retries.failed(sample_id) or self._broken is not None:
             return
-        if self._retries.all_failing(self._tasks.keys()):
+        if self._retries.all_failing(self._calls.keys()):
             raise error
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
@@ -455,14 +420,11 @@ class RolloutDriver:
             if self._turn is not None:
                 await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
 
-    def _compares_siblings(self, source: str) -> bool:
-        return isinstance(self._scorer, GroupScorer) and self._scorer.compares_siblings(source)
-
     def _due(self, sample_id: SampleId) -> tuple[SampleId, ...]:
         """Return the samples to score now that this one has ended: itself if it is finished, or, if their reward
         compares siblings, all finished ones of its group once each has ended."""
         group = self.ledger.groups.get(sample_id.group)
-        if group is None or not self._compares_siblings(group.prompt.source):
+        if group is None or not compares_siblings(self._scorer, group.prompt.source):
             return (sample_id,) if sample_id in self.ledger.unscored else ()
         if any(sample.state is not FINISHED and sample.state not in SETTLED for sample in group.samples):
             return ()
@@ -473,29 +435,14 @@ class RolloutDriver:
         if sample_ids:
             self._scoring.update(dict.fromkeys(sample_ids, asyncio.create_task(self._score(sample_ids))))
 
-    async def _ask_for_scores(self, sample_ids: tuple[SampleId, ...]) -> Sequence[float | RewardError]:
-        trajectories = [self.ledger.sample(sample_id).trajectory for sample_id in sample_ids]
-        if isinstance(self._scorer, GroupScorer) and self._compares_siblings(trajectories[0].prompt.source):
-            return await self._scorer.score_group(trajectories)
-        return [await self._scorer.score(trajectory) for trajectory in trajectories]
-
     async def _score(self, sample_ids: tuple[SampleId, ...]) -> None:
-        scores: Sequence[float | RewardError] = ()
         if not sample_ids:
             return
         try:
-            scores = await self._ask_for_scores(sample_ids)
-        except RewardError as e:
-            scores = [e] * len(sample_ids)
-        except RolloverError as e:  # a mistake that would affect every other sample too
+            scores = await scores_of(self._scorer, [self.ledger.sample(i).trajectory for i in sample_ids])
+        except RolloverError as e:
             self._break(e)
             return
-        except Exception as e:
-            scores = [RewardError(f"{type(e).__name__}: {e}")] * len(sample_ids)
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            scores = [RewardError("the scorer cancelled it")] * len(sample_ids)  # a worker was shut down, say
         finally:
             for sample_id in sample_ids:
                 self._scoring.pop(sample_id, None)
@@ -515,30 +462,15 @@ class RolloutDriver:
     def _ended(self) -> None:
         """Wake the waiting caller when a call or a score has ended, but only in lockstep or when no call is left;
         otherwise it is woken when a batch is due."""
-        if self._turn is not None or not self._tasks:
+        if self._turn is not None or not self._calls:
             self._changed.set()
 
-    # -- writing down ----------------------------------------------------------------------------------------
-
     def _emit(self, event: Event) -> None:
-        """Queue an event for the journal, which is written at the end of this turn of the event loop, so that many
-        events share a transaction."""
         if isinstance(event, GroupDropped):
             for sample_id in [i for i in self._scoring if i.group == event.group_id]:
                 self._scoring.pop(sample_id).cancel()
-        if self._journal is not None:
-            if not self._unwritten:
-                asyncio.get_running_loop().call_soon(self._flush_later)
-            self._unwritten.append(event)
-            if isinstance(event, SegmentEnded):  # its group may no longer be in the ledger when it is written
-                self._unwritten_tokens[event.sample_id] = self.ledger.sample(event.sample_id).num_tokens
+        self._writer.add(event)
         self._observer(event)
-
-    def _flush_later(self) -> None:
-        try:
-            self.flush()
-        except Exception as e:
-            self._break(e)
 
     def _break(self, error: Exception) -> None:
         """End the run: ``next_batch`` raises the first ``error`` reported here."""

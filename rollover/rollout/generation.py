@@ -50,6 +50,8 @@ class SampleCall:
     """True if the engine is told when tokens have been journaled."""
     on_tokens: Callable[[SampleId], None]
     """Called whenever the engine has decoded tokens, before the segment ends."""
+    task: asyncio.Task[None] = field(init=False)
+    """The caller's task that consumes its segments."""
     is_over: bool = False
     """True if its last segment was handed out: the sample may be running again by now, in another call."""
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)

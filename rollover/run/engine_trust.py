@@ -19,11 +19,13 @@ the run, since it is easily fixed; later the run continues with the engines that
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollover.engine.base import Engine
+from rollover.engine.config import EngineConfig
 from rollover.engine.kind import OpenedEngine
 from rollover.engine.logprob_check import (
     TEMPERATURES,
@@ -35,12 +37,9 @@ from rollover.engine.logprob_check import (
 )
 from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
-from rollover.run.config import RunConfig
+from rollover.rollout.config import RolloutConfig
 from rollover.run.drift_windows import DriftWindows
 from rollover.types import Drift
-
-if TYPE_CHECKING:
-    from rollover.trainer.base import Trainer
 
 _NUM_REFERENCES = 8
 """Number of versions under which members can be checked: those of a swarm may be a few behind."""
@@ -50,31 +49,33 @@ class Trust:
     """Decides for one run which engines are trusted.
 
     Args:
-        num_tokens: size of the tokenizer's vocabulary; models may have more rows, or fewer.
+        next_logits: returns the trainer's logits of the token after each prompt, shape (prompts, vocabulary).
+        vocab_size: number of tokens that both the tokenizer and the model have.
         trainer_format: the number format in which the trainer computes log-probs.
         replayed: steps whose batches an earlier process sampled and judged.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        rollout: RolloutConfig,
+        engine: EngineConfig,
         opened: OpenedEngine,
-        trainer: Trainer,
         *,
-        num_tokens: int,
+        next_logits: Callable[[Sequence[Sequence[int]]], NDArray[np.float32]],
+        vocab_size: int,
         trainer_format: str,
         replayed: Collection[int],
     ) -> None:
-        rollout, capabilities = config.rollout, opened.engine.capabilities
+        capabilities = opened.engine.capabilities
         self._engine = opened.engine
         self._pool = opened.trust
-        self._trainer = trainer
-        self._prompts = check_prompts(min(num_tokens, trainer.vocab_size), capabilities.max_context_tokens)
+        self._next_logits = next_logits
+        self._prompts = check_prompts(vocab_size, capabilities.max_context_tokens)
         self._temperature = rollout.temperature
         number_format = capabilities.number_format
-        self._tolerance = config.engine.logprob_tolerance or default_tolerance(number_format, trainer_format)
+        self._tolerance = engine.logprob_tolerance or default_tolerance(number_format, trainer_format)
         """Mean distance of log-probs, in nats, that counts as rounding."""
-        self._remedy = config.engine.mismatch_remedy(number_format)
+        self._remedy = engine.mismatch_remedy(number_format)
         """Advice for the user about an engine beyond the tolerance."""
         self._judges_drift = not rollout.accept_truncation_bias
         """Otherwise engines are right to report other log-probs than the trainer computes."""
@@ -89,24 +90,23 @@ class Trust:
         if self._pool is not None:
             self._pool.check_logprobs_with(self._check)
 
-    async def expect(self, version: int) -> None:
+    def expect(self, version: int) -> None:
         """Compute the log-probs of the check's prompts with the trainer's weights, which must not change meanwhile."""
         if self._pool is None and self.has_checked:
             return  # same memory, same process: after the first check, drift is enough
-        logits_PV = await asyncio.to_thread(self._trainer.next_logits, self._prompts)
-        reference = Reference(version=version, prompts=self._prompts, logits_PV=logits_PV)
+        reference = Reference(version=version, prompts=self._prompts, logits_PV=self._next_logits(self._prompts))
         self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
 
-    async def check(self, version: int) -> Sequence[str]:
+    async def check(self, version: int, *, strict: bool = False) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines
         that were excluded.
 
         Raises:
-            EngineMismatch: one fails at the start, or all do later.
+            EngineMismatch: one fails at the start, or later if ``strict``; otherwise when all do.
         """
         failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
-            failed = await self._pool.check_logprobs(strict=not self.has_checked)
+            failed = await self._pool.check_logprobs(strict=strict or not self.has_checked)
         elif not self.has_checked:
             await self._check(self._engine, version)
         self.has_checked = True

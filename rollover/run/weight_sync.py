@@ -70,7 +70,7 @@ class WeightSync:
         weights = await self.publisher.stage(await asyncio.to_thread(self._weights))
         self.measured("weights/bytes", weights.manifest.num_bytes)
         self.measured("weights/stage_s", time.perf_counter() - began_s)
-        await self.trust.expect(version)
+        await asyncio.to_thread(self.trust.expect, version)
         if self.sleeper is not None:  # the trainer's last computation before the engine's turn
             await asyncio.to_thread(self.trainer.rest)
         failed: Sequence[str] = ()

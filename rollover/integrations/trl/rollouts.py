@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollover.clock import SystemClock
-from rollover.engine.base import Capabilities, Engine
+from rollover.engine.base import Capabilities
 from rollover.engine.kind import EngineSetup, OpenedEngine
-from rollover.engine.logprob_check import (
-    Reference,
-    check_logprobs,
-    check_prompts,
-    default_tolerance,
-    some_prompts,
-)
-from rollover.engine.sampling_check import check_sampling
-from rollover.errors import EngineError, EngineMismatch
+from rollover.errors import EngineMismatch
 from rollover.integrations.feed import Deadlines, Feed, FeedParts, ScoredByHost
 from rollover.integrations.hosted import HostedConfig, check_capabilities
 from rollover.integrations.record import HostedRun
@@ -31,18 +24,12 @@ from rollover.integrations.steps import AskedSteps
 from rollover.integrations.trl.weights import next_logits, policy_source
 from rollover.rollout.events import Event
 from rollover.rollout.scheduler import Source
-from rollover.run.drift_windows import DriftWindows
+from rollover.run.engine_trust import Trust
 from rollover.run.kinds import open_engine
 from rollover.run.meter import peak_memory_bytes
 from rollover.types import Batch, Drift, WasteCause
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
-
-_NUM_REFERENCES = 2
-_REMEDY = (
-    "set engine.dtype = 'float32' if the engine is embedded; a server must serve this model in its own number"
-    " format, without quantisation, and nothing else may load weights into it"
-)
 
 
 class HostedRollouts:
@@ -50,12 +37,13 @@ class HostedRollouts:
 
     Example: one step of a trainer::
 
-        batch = rollouts.take(7, model)                        # version 7 is published; Batch(step=7, groups=(...))
+        batch = rollouts.take(7)                               # version 7 is published; Batch(step=7, groups=(...))
         ...                                                    # train it
         rollouts.report({"reward/mean": 0.4}, untrained={})
         rollouts.finish_step()                                 # version 8 can be taken
 
     Args:
+        model: the policy in training.
         folder: of the model, for the engine to open.
         make_source: returns the prompts, given the engine's capabilities.
         stop_token_ids: tokens that end a response.
@@ -72,6 +60,7 @@ class HostedRollouts:
         self,
         config: HostedConfig,
         run: HostedRun,
+        model: Any,
         *,
         folder: Path,
         make_source: Callable[[Capabilities], Source],
@@ -83,13 +72,10 @@ class HostedRollouts:
     ) -> None:
         self._config = config
         self._run = run
+        self._model = model
         self._folder = folder
         self._make_source = make_source
         self._stop_token_ids = stop_token_ids
-        self._num_tokens = num_tokens
-        self._references: dict[int, Reference] = {}
-        """The newest references by version: a server may be checked under an older one while a newer one is loaded."""
-        self._has_checked = False
         self._batch: Batch | None = None
         """The trainer's present batch."""
         self._opened: OpenedEngine
@@ -105,23 +91,27 @@ class HostedRollouts:
             deadlines=Deadlines(update_timeout_s=2 * timeout_s),
             observer=observer,
         )
-        self._engine = self._opened.engine
         self._publisher = Publisher(self._opened.weights, folders=self._opened.folders, timeout_s=timeout_s)
         """Created in this thread, used on the feed's."""
         self._steps = AskedSteps(
             self.feed, run, knows_rewards=False, overlaps_training=config.rollout.strategy.overlaps_training
         )
-        self._tolerance = config.engine.logprob_tolerance or default_tolerance(
-            self._engine.capabilities.number_format, number_format
+        self._trust = Trust(
+            config.rollout,
+            config.engine,
+            self._opened,
+            next_logits=partial(next_logits, model),
+            vocab_size=min(num_tokens, model.get_input_embeddings().weight.shape[0]),
+            trainer_format=number_format,
+            replayed=self.feed.replayed,
         )
-        self._windows = DriftWindows(self._tolerance)
 
-    def take(self, version: int, model: Any) -> Batch:
-        """Publish ``model`` as ``version`` and return the batch that it trains. Raises like ``Feed``, and raises
-        ``EngineMismatch`` when the engine does not sample from ``model``."""
+    def take(self, version: int) -> Batch:
+        """Publish the model as ``version`` and return the batch that it trains. Raises like ``Feed``, and raises
+        ``EngineMismatch`` when the engine does not sample from the model."""
         self.finish_step()
         self._steps.begin(version)
-        self._publish(version, model)
+        self._publish(version)
         self._steps.published()
         self._batch = self.feed.batch(version)
         self._measured = self._steps.handed_out(self._batch)
@@ -139,15 +129,8 @@ class HostedRollouts:
             EngineMismatch: their log-probs are further apart than rounding explains.
         """
         assert self._batch is not None, "no batch is underway"
-        if self._batch.step in self.feed.replayed:
-            return
-        for found in self._windows.add({"": drift}).values():
-            raise EngineMismatch(
-                f"{self._engine!r} does not sample from the trainer's weights: the log-probs of"
-                f" {found.num_tokens:,} tokens, up to step {self._batch.step} and each sampled from the newest"
-                f" weights, are {found.mean_abs:.3g} nats from TRL's on average (engine.logprob_tolerance is"
-                f" {self._tolerance:g}); {_REMEDY}"
-            )
+        for reason in self._trust.verdicts(self._batch.step, {"": drift}).values():
+            raise EngineMismatch(f"{self._opened.engine!r} cannot be trusted: {reason}")
 
     def finish_step(self) -> None:
         """Record that the last batch is trained. Does nothing if that is already recorded."""
@@ -172,41 +155,18 @@ class HostedRollouts:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def _publish(self, version: int, model: Any) -> None:
-        if self._opened.trust is not None or not self._has_checked:
-            capabilities = self._engine.capabilities
-            vocab_size = min(self._num_tokens, model.get_input_embeddings().weight.shape[0])
-            prompts = check_prompts(vocab_size, capabilities.max_context_tokens)
-            reference = Reference(version=version, prompts=prompts, logits_PV=next_logits(model, prompts))
-            self._references = dict([*self._references.items(), (version, reference)][-_NUM_REFERENCES:])
-
-        source = policy_source(model, version)
+    def _publish(self, version: int) -> None:
+        self._trust.expect(version)
+        source = policy_source(self._model, version)
         if self._opened.folders is not None:  # while samples may still be decoding, since it can take a while
             tensors = dict(source.tensors())
             source = MemoryWeights(version, tensors, folder=self._opened.folders.write(version, tensors))
 
         async def load() -> None:
             await self._publisher.publish(source)
-            if self._opened.trust is not None:
-                await self._opened.trust.check_logprobs(strict=True)
-            elif not self._has_checked:
-                await self._check(self._engine, version)
-            self._has_checked = True
+            await self._trust.check(version, strict=True)
 
         self.feed.publish(version, load)
-
-    async def _check(self, engine: Engine, version: int, *, is_known: bool = False, draws: bool = True) -> None:
-        if version not in self._references:
-            raise EngineError(f"{engine!r} cannot be checked: nothing to compare weights version {version} with")
-        await check_logprobs(
-            engine,
-            self._references[version],
-            tolerance=self._tolerance,
-            remedy=_REMEDY,
-            first=some_prompts(version) if is_known else (),
-        )
-        if draws and not is_known:
-            await check_sampling(engine, self._references[version], temperature=self._config.rollout.temperature)
 
     # -- the engine ------------------------------------------------------------------------------------------
 
@@ -223,8 +183,6 @@ class HostedRollouts:
         engine = opened.engine
         try:
             check_capabilities(self._config, engine.capabilities)
-            if opened.trust is not None:
-                opened.trust.check_logprobs_with(self._check)
             yield FeedParts(
                 engine=engine,
                 source=self._make_source(engine.capabilities),

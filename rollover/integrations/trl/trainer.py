@@ -166,7 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"TRL asks for a batch at optimizer step {self.state.global_step}, in the middle of a batch of"
                 f" {steps_per_batch(self.args)} steps: resume from a checkpoint at the end of a batch"
             )
-        batch = rollouts.take(version, self.accelerator.unwrap_model(self.model))
+        batch = rollouts.take(version)
         answers = Answers.of(batch, num_generations=self.num_generations, end_token=int(self._tokenizer.eos_token_id))
         rows = [self._row(row) for row in answers.rows]
         self._last_loaded_step = self.state.global_step  # otherwise TRL would load weights into its vLLM
@@ -252,6 +252,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._rollouts = HostedRollouts(
                 self.rollover_config,
                 self._run,
+                model,
                 folder=model_folder(model, self._tokenizer, self._run.model, is_untrained=self.state.global_step == 0),
                 make_source=self._make_source,
                 stop_token_ids=self._stop_token_ids(),

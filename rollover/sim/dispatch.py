@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.errors import RunError
 from rollover.sim.replica import Replica
 from rollover.types import SampleId
 
 
 class ReplicaPool:
-    """All replicas, each at the place of its index. Say ``eased`` whenever one has fewer calls, or is up again."""
+    """All replicas, each at the place of its index. Call ``eased`` whenever one has fewer calls."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = replicas
@@ -23,15 +22,11 @@ class ReplicaPool:
         self._has_fast_lane = bool(in_lane_R.any())
         self._bounds_R = {fast: np.where(in_lane_R == fast, 0.0, math.inf) for fast in (False, True)}
         """For the fast lane and the rest: loads that those of the replicas are not below, infinite for replicas that
-        are not in it or are down."""
+        are not in it."""
         self._parked_on: dict[SampleId, Replica] = {}
 
     def place(self, sample_id: SampleId, *, fast_lane: bool) -> Replica:
-        """Return where to send the sample.
-
-        Raises:
-            RunError: every replica is down.
-        """
+        """Return where to send the sample."""
         fast_lane = fast_lane and self._has_fast_lane
         before = self._parked_on.pop(sample_id, None)
         if before is not None and before.model.fast_lane == fast_lane and before.can_resume(sample_id):
@@ -41,13 +36,11 @@ class ReplicaPool:
     def _least_loaded(self, bounds_R: NDArray[np.float64]) -> Replica:
         """Return the replica with the least load, the first of several. Loads grow unheard of: the least bound is
         raised until it is a load."""
-        while (bound := bounds_R[place := int(bounds_R.argmin())]) < math.inf:
-            replica = self.replicas[place]
-            load = replica.load if replica.is_up else math.inf
-            if load == bound:
+        while True:
+            replica = self.replicas[place := int(bounds_R.argmin())]
+            if replica.load == bounds_R[place]:
                 return replica
-            bounds_R[place] = load
-        raise RunError("every replica is down: nothing can be decoded")
+            bounds_R[place] = replica.load
 
     def parked(self, sample_id: SampleId, replica: Replica) -> None:
         self._parked_on[sample_id] = replica

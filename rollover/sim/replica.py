@@ -66,7 +66,6 @@ class Replica:
     def __init__(self, model: ReplicaModel, index: int = 0) -> None:
         self.model = model
         self.index = index
-        self.is_up = True
         self._is_bounded = model.kv_tokens < math.inf
         self._capacity = model.max_running if model.max_running < 2**31 else model.b0
         """Number of samples by which loads are divided when replicas are compared."""
@@ -155,7 +154,7 @@ class Replica:
 
     def can_resume(self, sample_id: SampleId) -> bool:
         """Return whether the sample's cache is still here, and a place for it."""
-        return self.is_up and sample_id in self._kept and len(self.calls) < self.model.max_running
+        return sample_id in self._kept and len(self.calls) < self.model.max_running
 
     def add(self, call: Call) -> None:
         self.calls[call.sample_id] = call
@@ -192,14 +191,10 @@ class Replica:
             else:
                 yield call, self.num_decoded(call)
 
-    def forget(self) -> None:
-        """Drop the caches of parked samples."""
-        self._kept.clear()
-        self._kept_tokens = 0
-
     def recompute(self, policy_version: int) -> None:
         """Drop every cache for new weights; running samples have theirs computed again and stay."""
-        self.forget()
+        self._kept.clear()
+        self._kept_tokens = 0
         for call in self._running.values():
             response = call.response_tokens + self.num_decoded(call)
             call.num_prefilled_tokens += response

@@ -35,7 +35,7 @@ _as_long_as = lru_cache(maxsize=2**16)(range)
 """Stands for a number of tokens without taking any room; one for all segments of a length."""
 
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
-_REPLICA, _SCORED, _TRAINED, _FAILS, _RECOVERS = range(5)
+_REPLICA, _SCORED, _TRAINED = range(3)
 
 NEW_OBJECTS = 1_000_000
 """Between two collections of garbage, fewer than a gigabyte: a simulation keeps millions of records and makes no cycles
@@ -139,12 +139,9 @@ class _Run:
         self._admitted: list[int] = []
 
     def train(self, steps: int) -> Simulation:
-        for failure in self._scenario.failures:
-            self._enter(failure.at_s, _FAILS, failure.replica)
-            self._enter(failure.until_s, _RECOVERS, failure.replica)
         self._scheduler.begin_round()
         self._decide()
-        happen = (self._wake, self._score, self._publish, self._fail, self._recover)  # by kind
+        happen = (self._wake, self._score, self._publish)  # by kind
         while len(self._records) < steps:
             if not self._agenda:
                 raise RunError(self._stuck())
@@ -171,20 +168,6 @@ class _Run:
             self._pool.eased(replica)
             self._end(call, replica)
         self._schedule(replica)
-
-    def _fail(self, index: int) -> None:
-        replica = self._pool.replicas[index]
-        replica.advance(self._now_s)
-        replica.is_up = False
-        self._end_all(replica)
-        replica.forget()
-        self._decide()
-
-    def _recover(self, index: int) -> None:
-        replica = self._pool.replicas[index]
-        replica.is_up = True
-        self._pool.eased(replica)
-        self._decide()
 
     def _end(self, call: Call, replica: Replica) -> None:
         """End a call that has decoded all it was asked for."""

@@ -1,5 +1,5 @@
-"""The environment of a simulated run, apart from the strategy and the lengths: a model of a decoding replica, latencies
-of training and scoring, and failures."""
+"""The environment of a simulated run, apart from the strategy and the lengths: a model of a decoding replica, and the
+latencies of training and scoring."""
 
 from __future__ import annotations
 
@@ -113,24 +113,6 @@ NO_TIME = Latency()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A temporary loss of a replica. Decoded tokens are kept; its cache is lost.
-
-    Example: ``Failure(replica=1, at_s=60.0, until_s=90.0)``: the second replica is down for half a minute.
-    """
-
-    replica: int
-    at_s: float
-    until_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.at_s < self.until_s:
-            raise ValueError(
-                f"a failure must begin at 0 s or later and end after that, got {self.at_s} to {self.until_s}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Replicas, trainer and rewards.
 
@@ -156,7 +138,6 @@ class Scenario:
     """Probability of reward 1 instead of 0, the same for all samples."""
     filter_zero_signal: bool = False
     """If true, groups of equal rewards are dropped (dynamic sampling)."""
-    failures: tuple[Failure, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.replicas:
@@ -166,9 +147,6 @@ class Scenario:
         if self.colocated:
             check_colocated(self.kv_on_update)
         _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
-        for failure in self.failures:
-            if not 0 <= failure.replica < len(self.replicas):
-                raise ValueError(f"a failure names replica {failure.replica}, but there are only {len(self.replicas)}")
 
     @property
     def max_running(self) -> int:

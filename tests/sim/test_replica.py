@@ -109,7 +109,7 @@ def test_new_weights_cost_the_caches() -> None:
     replica = replica_with([call(0, 10, prompt=100)], prefill_tokens_per_s=50, b0=1e9)
     replica.advance(2.0 + 4.0)
     replica.stop()
-    replica.forget()
+    replica.recompute(1)
     resumed = call(0, 6, prompt=100, response=4)
     replica.add(resumed)
     assert replica.prefilled_tokens == 100 + 104

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import ConfigError, RunError
+from rollover.errors import ConfigError
 from rollover.garbage import rare_collections
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
 from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
-from rollover.sim.scenario import Failure, Latency, ReplicaModel, Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SIMULATED as NAMES
 from rollover.types import WasteCause
 from rollover.workload.base import Workload
@@ -28,7 +28,6 @@ TWO = Scenario(
     ),
     trainer=Latency(s_per_token=0.05, sigma=0.2),
     reward=Latency(base_s=0.4, sigma=0.5),
-    failures=(Failure(replica=1, at_s=120.0, until_s=300.0),),
     filter_zero_signal=True,
 )
 
@@ -144,21 +143,6 @@ def test_discarded_prompts_come_back_with_other_responses() -> None:
     assert simulation.tokens.wasted[WasteCause.DISCARDED_ON_ABORT] > 0
 
 
-def test_a_replica_that_dies_hands_its_samples_to_the_others() -> None:
-    model = ReplicaModel(c0_s=1.0, b0=1e9, prefill_tokens_per_s=1e9)
-    scenario = Scenario(replicas=(model, model), failures=(Failure(replica=0, at_s=10.0, until_s=1e6),))
-    simulation = simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
-    assert simulation.steps[0].duration_s == pytest.approx(30, abs=1e-3)
-    assert simulation.tokens.reprefilled == 2 * 10
-    assert not simulation.tokens.wasted
-
-
-def test_a_fleet_that_is_down_for_good_is_an_error() -> None:
-    scenario = one_replica(failures=(Failure(replica=0, at_s=10.0, until_s=1e9),))
-    with pytest.raises(RunError, match="every replica is down"):
-        simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -207,9 +191,8 @@ def test_thresholds_are_those_of_before_whatever_happens() -> None:
     )
     assert set(inside) == {(NEW_OBJECTS, *before[1:])}
     assert gc.get_threshold() == before
-    with pytest.raises(RunError):
-        scenario = one_replica(failures=(Failure(replica=0, at_s=1.0, until_s=1e9),))
-        simulate(strategy_of("sync"), Lengths(lambda *_: 30), scenario, steps=2)
+    with pytest.raises(ZeroDivisionError):
+        simulate(strategy_of("sync"), Lengths(lambda *_: 1 // 0), one_replica(), steps=2)
     assert gc.get_threshold() == before
 
 

@@ -198,7 +198,7 @@ class Feed:
             EngineError: the engine does not answer any call.
             DataError: every sample fails.
         """
-        return self._call(self._next_batch(version), None, f"collect batch {version}")
+        return self.run(self._next_batch(version), None, f"collect batch {version}")
 
     def publish(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Let the engine sample from weights ``version`` from now on.
@@ -213,7 +213,7 @@ class Feed:
             EngineTimeout: ``load`` took longer than ``update_timeout_s``.
             EngineError: any that ``load`` raises.
         """
-        self._call(self._publish(version, load), None, f"publish version {version}")
+        self.run(self._publish(version, load), None, f"publish version {version}")
 
     def trained(self, step: int, untrained: Mapping[WasteCause, int] | None = None) -> None:
         """Record that the host has trained the batch of ``step``.
@@ -224,7 +224,7 @@ class Feed:
         Raises:
             RunError: this batch was not handed out, is already trained or is no longer on record.
         """
-        self._call(self._trained(step, untrained or {}), self._deadlines.close_timeout_s, f"record step {step}")
+        self.run(self._trained(step, untrained or {}), self._deadlines.close_timeout_s, f"record step {step}")
 
     def saved(self, step: int) -> None:
         """Record that no restart will return to a checkpoint before ``step``. Batches of earlier steps are then
@@ -236,11 +236,11 @@ class Feed:
         Raises:
             RunError: it is more batches than were handed out.
         """
-        self._call(self._saved(step), self._deadlines.close_timeout_s, f"record the checkpoint at step {step}")
+        self.run(self._saved(step), self._deadlines.close_timeout_s, f"record the checkpoint at step {step}")
 
     def account(self) -> dict[str, float]:
         """Return the tokens decoded, trained, live and wasted so far, and the work in flight, by metric name."""
-        return self._call(self._account(), self._deadlines.close_timeout_s, "read the account")
+        return self.run(self._account(), self._deadlines.close_timeout_s, "read the account")
 
     def close(self) -> None:
         """Stop running samples, journal their tokens and close all parts. The run can be resumed from its journal. Does
@@ -391,8 +391,13 @@ class Feed:
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None, what: str) -> T:
-        """Run ``work`` on the event loop and return its result. Without ``timeout_s`` it has deadlines of its own."""
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None, what: str) -> T:
+        """Run ``work`` on the feed's event loop and return its result. Without ``timeout_s`` it has deadlines of its
+        own.
+
+        Raises:
+            EngineTimeout: it has not ended in time. ``what`` says in the message what it was to do.
+        """
         if self._is_closed or self._ended.done():
             work.close()
             raise RunError(f"the feed is closed: it cannot {what}")

@@ -7,10 +7,10 @@ them is refused here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from rollover.engine.base import Capabilities
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -20,6 +20,8 @@ from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, no_in_flight
 from rollover.run.kinds import AnyEngineConfig
 from rollover.settings import toml
 from rollover.settings.schema import ByKind, build
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,35 @@ def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> H
         here[last] = value
     _refuse_a_bound_without_use(data, given.get("rollout.max_staleness"), document.name)
     return build(HostedConfig, toml.Document(name=document.name, data=data, lines=document.lines))
+
+
+def refuse_other_versions(host: str, found: str, supported: Sequence[str], remedy: str = "install that") -> None:
+    """Raise ``ConfigError`` unless version ``found`` of a host is one of ``supported``, given without their last
+    number."""
+    if not found.startswith(tuple(f"{version}." for version in supported)):
+        raise ConfigError(f"{host} {found} is installed, and this was written for {' and '.join(supported)}: {remedy}")
+
+
+def split_options(asked: Any, options: type[T], source: str) -> tuple[T, dict[str, Any]]:
+    """Separate the settings that only one host has from the tables of an ordinary run.
+
+    Args:
+        asked: the name of a strategy, a table of settings or nothing.
+        options: the dataclass of the host's own settings.
+
+    Raises:
+        ConfigError: it is something else, or a setting of the host's own cannot work.
+
+    Example: ``split_options({"weights_lag": 1, "rollout": {}}, SlimeOptions, "rollover")`` is
+    ``(SlimeOptions(weights_lag=1), {"rollout": {}})``.
+    """
+    if isinstance(asked, str):
+        asked = {"rollout": {"strategy": asked}}
+    if not isinstance(asked, Mapping | None):
+        raise ConfigError(f"{source}: expected the name of a strategy or a table of settings, got {asked!r}")
+    tables = copy.deepcopy(dict(asked or {}))
+    own = {f.name: tables.pop(f.name) for f in fields(options) if f.name in tables}  # type: ignore[arg-type]
+    return build(options, toml.Document(name=source, data=own)), tables
 
 
 def _refuse_a_bound_without_use(data: Mapping[str, Any], bound: Given | None, source: str) -> None:

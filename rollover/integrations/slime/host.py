@@ -15,6 +15,7 @@ from importlib import import_module, metadata
 from typing import Any, NamedTuple, Protocol
 
 from rollover.errors import ConfigError
+from rollover.integrations.hosted import refuse_other_versions
 
 Sample = Any
 """The host's ``Sample``."""
@@ -58,18 +59,12 @@ class Host:
     filters: tuple[str, ...]
     """Its dynamic sampling filters that only drop groups whose rewards are all equal."""
 
-    def refuse_other_versions(self) -> None:
+    def check_version(self) -> None:
         """Raise ``ConfigError`` for an installed version that is not supported. A checkout on the path does not reveal
         its version, and is accepted."""
-        known = " and ".join(self.versions)
         for distribution in self.distributions:
             with suppress(metadata.PackageNotFoundError):
-                found = metadata.version(distribution)
-                if not found.startswith(tuple(f"{version}." for version in self.versions)):
-                    raise ConfigError(
-                        f"{distribution} {found} is installed, and this was written for {known}: install that, or a"
-                        " newer Rollover"
-                    )
+                refuse_other_versions(distribution, metadata.version(distribution), self.versions)
 
     def module(self, name: str) -> Any:
         """Import a module of the host. Raises ``ConfigError`` when there is none of that name."""

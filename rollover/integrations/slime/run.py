@@ -13,17 +13,16 @@ gets its servers back idle, even when the rollout fails.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import tempfile
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rollover.clock import SystemClock
-from rollover.errors import ConfigError, EngineTimeout, RunError
+from rollover.errors import ConfigError, RunError
 from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import FeedParts
@@ -44,8 +43,6 @@ from rollover.integrations.slime.source import GivesGroups, SlimeSource
 from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
 from rollover.types import Batch, Group, Trajectory, WasteCause
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +139,7 @@ class SlimeRun:
             raise
         self._end()
         timeout_s = 2 * self._settings.options.reward_timeout_s  # samples from before a restart may be judged again
-        groups = self._on_loop(self._handed_out(batch, version), timeout_s, "hand out the batch")
+        groups = self._feed.run(self._handed_out(batch, version), timeout_s, "hand out the batch")
         metrics = self._steps.handed_out(batch, self._masked(batch, version))
         metrics["staleness/weights"] = float(step - version)
         return groups, {f"rollover/{name}": value for name, value in metrics.items()}
@@ -150,7 +147,7 @@ class SlimeRun:
     def _begin(self, step: int) -> int:
         """Borrow the servers for a rollout. Returns the version of their weights."""
         config = self._settings.servers
-        label = self._on_loop(self._servers.begin(), 8 * config.control_timeout_s, "reach the servers")
+        label = self._feed.run(self._servers.begin(), 8 * config.control_timeout_s, "reach the servers")
         self._line = self._line or LabelLine.first(step=step, label=label, max_lag=self._settings.options.weights_lag)
         version = self._line.version(label, step=step)
         self._steps.trained_before(version)
@@ -168,7 +165,7 @@ class SlimeRun:
     def _end(self) -> None:
         config = self._settings.servers
         timeout_s = 4 * (config.abort_timeout_s + config.control_timeout_s)
-        self._on_loop(self._servers.end(), timeout_s, "give the servers back")
+        self._feed.run(self._servers.end(), timeout_s, "give the servers back")
 
     def save(self, rollout_id: int, save_groups: Callable[[], None]) -> None:
         """Record that slime has trained a rollout and saved a checkpoint, along with the state of its data source that
@@ -186,7 +183,6 @@ class SlimeRun:
 
     @asynccontextmanager
     async def _open_parts(self) -> AsyncIterator[FeedParts]:
-        self._loop = asyncio.get_running_loop()
         config, args = self._settings.servers, self._args
         model = served_model(args.hf_checkpoint, getattr(args, "sglang_context_length", None))
         num_workers = len(await workers(config))
@@ -207,17 +203,6 @@ class SlimeRun:
     def _happened(self, event: Event) -> None:
         if isinstance(event, GroupDropped):
             self._scorer.forget(event.group_id)
-
-    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run ``work`` on the feed's event loop. Raises ``EngineTimeout`` when it does not finish."""
-        done = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return done.result(timeout_s)
-        except TimeoutError as error:
-            if done.done():
-                raise
-            done.cancel()
-            raise EngineTimeout(f"the rollout did not {what} within {timeout_s:.0f} s") from error
 
     # -- samples ---------------------------------------------------------------------------------------------
 

@@ -6,20 +6,17 @@ determine.
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import ConfigError
-from rollover.integrations.hosted import Given, HostedConfig, hosted_config
+from rollover.integrations.hosted import Given, HostedConfig, hosted_config, split_options
 from rollover.integrations.slime.host import MILES, SLIME, Host
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategies.config import OverSampling
-from rollover.settings import toml
-from rollover.settings.schema import build
 
 SOURCE = "rollover, in the --custom-config-path file"
 """The place where users write settings, for messages."""
@@ -86,13 +83,11 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
     Raises:
         ConfigError: an argument that would have no effect, or settings that cannot work.
     """
-    host.refuse_other_versions()
+    host.check_version()
     _refuse_what_has_no_effect(args, host)
     if host is MILES:
         _refuse_a_context_that_cuts(args)
-    asked = _asked(args)
-    own = {key: asked.pop(key) for key in [f.name for f in fields(SlimeOptions)] if key in asked}
-    options = build(SlimeOptions, toml.Document(name=SOURCE, data=own))
+    options, asked = split_options(getattr(args, "rollover", None), SlimeOptions, SOURCE)
     _add_strategy(asked, args)
     rollout = _table(asked, "rollout")
     rollout.setdefault("stall_timeout_s", _STALL_TIMEOUT_S)
@@ -168,17 +163,6 @@ def _argument(args: Namespace, name: str) -> Any:
 
 
 # -- what the user asks for --------------------------------------------------------------------------------------------
-
-
-def _asked(args: Namespace) -> dict[str, Any]:
-    asked = getattr(args, "rollover", None)
-    if asked is None:
-        return {}
-    if isinstance(asked, str):
-        return {"rollout": {"strategy": asked}}
-    if not isinstance(asked, Mapping):
-        raise ConfigError(f"{SOURCE}: expected the name of a strategy or a table of settings, got {asked!r}")
-    return copy.deepcopy(dict(asked))
 
 
 def _table(data: dict[str, Any], name: str) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rollover.errors import ConfigError, MissingExtra, require
-from rollover.integrations.hosted import Given
+from rollover.integrations.hosted import Given, refuse_other_versions
 
 logger = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (1, 16), (1, 16)
-"""First and last minor version of TRL with which the tests have run. The integration overrides private methods of TRL,
-so other versions are refused."""
+SUPPORTED = ("1.16",)
+"""Versions of TRL with which the tests have run. The integration overrides private methods of TRL, so other versions
+are refused."""
 
 
 def trl_version() -> str:
@@ -31,19 +31,7 @@ def trl_version() -> str:
 
 def check_version(version: str | None = None) -> None:
     """Raise ``ConfigError`` unless TRL is of a version that was tested."""
-    version = version or trl_version()
-    parts = version.split(".")
-    try:
-        found = int(parts[0]), int(parts[1])
-    except (IndexError, ValueError):
-        found = (0, 0)
-    if not OLDEST <= found <= NEWEST:
-        oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
-        tested = f"{oldest}.*" if oldest == newest else f"{oldest}.* to {newest}.*"
-        raise ConfigError(
-            f"TRL {version} is installed, but rollover.integrations.trl was tested with {tested}: pip install"
-            " 'rollover[trl]'"
-        )
+    refuse_other_versions("TRL", version or trl_version(), SUPPORTED, "pip install 'rollover[trl]'")
 
 
 def steps_per_batch(args: Any) -> int:
@@ -67,33 +55,15 @@ def given_by(args: Any, group_size: int) -> Mapping[str, Given]:
     }
 
 
-def check_before(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of a trainer before TRL acts upon them, by opening vLLM for example.
-
-    Raises:
-        ConfigError: with one line for each thing that is in the way.
-    """
-    _refuse(_in_the_way_before(arguments))
-
-
-def check_trainer(args: Any, *, num_processes: int, is_sharded: bool) -> None:
-    """Check the arguments once TRL has completed them.
-
-    Raises:
-        ConfigError: with one line for each thing that is in the way.
-    """
-    _refuse(_in_the_way(args, num_processes, is_sharded))
+def refuse(found: Iterable[str]) -> None:
+    """Raise ``ConfigError`` with one line for each thing that is in the way, if there is one."""
+    if lines := list(found):
+        raise ConfigError("\n".join(lines))
 
 
 def check_dropout(names: Collection[str]) -> None:
-    """Check the parts of the model that drop activations while it trains.
-
-    Args:
-        names: of these parts.
-
-    Raises:
-        ConfigError: there is one. TRL computes log-probs in training mode, so no engine could have the same.
-    """
+    """Raise ``ConfigError`` if parts of the model, by name, drop activations while it trains: TRL computes log-probs in
+    training mode, so no engine could have the same."""
     if names:
         raise ConfigError(
             f"the model drops activations while it trains, in {len(names)} places (first {next(iter(names))!r}), so"
@@ -118,22 +88,8 @@ def check_correction(args: Any, *, is_on_policy: bool) -> None:
         )
 
 
-def check_steps(args: Any, *, max_steps: int, save_steps: float) -> None:
-    """Check how many optimizer steps TRL makes, and after how many it saves, once it has computed both:
-    ``num_train_epochs=1.5`` may be 9 steps, and ``save_steps=0.3`` of 10 are 3.
-
-    Raises:
-        ConfigError: one of them ends in the middle of a batch.
-    """
-    _refuse(_out_of_step(args, max_steps, save_steps))
-
-
-def _refuse(found: Iterator[str]) -> None:
-    if lines := list(found):
-        raise ConfigError("\n".join(lines))
-
-
-def _in_the_way_before(arguments: Mapping[str, Any]) -> Iterator[str]:
+def arguments_in_the_way(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a trainer's arguments before TRL acts upon them, by opening vLLM for example."""
     for name, what in (
         ("tools", "calls tools over several turns"),
         ("environment_factory", "rolls out several turns in an environment"),
@@ -160,7 +116,8 @@ def _in_the_way_before(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield "train_dataset has images, which no engine of Rollover supports: leave the column out"
 
 
-def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str]:
+def settings_in_the_way(args: Any, *, num_processes: int, is_sharded: bool) -> Iterator[str]:
+    """Yield what is wrong with the settings once TRL has completed them."""
     if num_processes > 1:
         yield (
             f"the trainer has {num_processes} processes, but batches are handed to one process only: start it with one"
@@ -179,7 +136,7 @@ def _in_the_way(args: Any, num_processes: int, is_sharded: bool) -> Iterator[str
             f" gradient_accumulation_steps ({args.gradient_accumulation_steps}): a batch ends with an optimizer step"
         )
     else:
-        yield from _out_of_step(args, args.max_steps, args.save_steps)
+        yield from out_of_step(args, args.max_steps, args.save_steps)
     if args.loss_type == "vespo" and args.vllm_importance_sampling_mode.startswith("sequence"):
         yield (
             f"GRPOConfig.vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, but the loss 'vespo'"
@@ -208,9 +165,9 @@ def _cuts_logprobs(args: Any) -> Iterator[str]:
         )
 
 
-def _out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
+def out_of_step(args: Any, max_steps: int, save_steps: float) -> Iterator[str]:
     """Yield settings that would save or stop in the middle of a batch. A share of the steps, or a number of epochs, is
-    accepted until TRL has converted it to steps."""
+    accepted until TRL has converted it to steps: ``num_train_epochs=1.5`` may be 9 steps."""
     each = steps_per_batch(args)
     wrong = []
     if args.save_strategy == "steps" and save_steps >= 1 and int(save_steps) % each:

@@ -32,13 +32,14 @@ from rollover.integrations.hosted import Asked, HostedConfig, hosted_config
 from rollover.integrations.record import HostedRun
 from rollover.integrations.trl.answers import Answers, Measured, measure
 from rollover.integrations.trl.checks import (
-    check_before,
+    arguments_in_the_way,
     check_correction,
     check_dropout,
-    check_steps,
-    check_trainer,
     check_version,
     given_by,
+    out_of_step,
+    refuse,
+    settings_in_the_way,
     steps_per_batch,
     trl_version,
 )
@@ -49,6 +50,10 @@ from rollover.rollout.events import Event
 from rollover.types import Batch
 
 _RATIO = "importance_sampling_ratio"
+_UNWEIGHED = (
+    "the log-probs that tokens were sampled with, so tokens of older weights would be trained as if the current ones"
+    " had sampled them: use TRL's own GRPOTrainer, and please report this"
+)
 _STATE = "trainer_state.json"
 """The last file that TRL writes in a checkpoint: one without it is incomplete."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -86,14 +91,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         check_version()
-        check_before(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments)
+        refuse(arguments_in_the_way(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments))
         self._rollouts: HostedRollouts | None = None
         self._answers: Answers | None = None
         self._resumes = False
         self._observer = observer
         super().__init__(*args, **kwargs)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        check_trainer(self.args, num_processes=self.accelerator.num_processes, is_sharded=is_sharded)
+        num_processes = self.accelerator.num_processes
+        refuse(settings_in_the_way(self.args, num_processes=num_processes, is_sharded=is_sharded))
         check_dropout(dropouts(self.model))
         if self._is_vlm:
             raise ConfigError("the model reads images, which no engine of Rollover supports: use a text model")
@@ -212,11 +218,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         watched = _Watched(inputs)
         loss = super().compute_loss(model, watched, *args, **kwargs)
         if _RATIO not in watched.looked_up:
-            raise RunError(
-                f"TRL {trl_version()} computes the loss without the log-probs that tokens were sampled with, so"
-                " tokens of older weights would be trained as if the current ones had sampled them: use TRL's own"
-                " GRPOTrainer, and please report this"
-            )
+            raise RunError(f"TRL {trl_version()} computes the loss without {_UNWEIGHED}")
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,11 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Compare engine and trainer, and add the measurements of the batch to both accounts."""
         assert self._rollouts is not None
         if self.vllm_importance_sampling_correction and _RATIO not in output:
-            raise RunError(
-                f"TRL {trl_version()} has not compared the log-probs of tokens with those they were sampled with, so"
-                " tokens of older weights would be trained as if the current ones had sampled them: use TRL's own"
-                " GRPOTrainer, and please report this"
-            )
+            raise RunError(f"TRL {trl_version()} has computed no weights from {_UNWEIGHED}")
         has_other_gradients = self.beta != 0.0 or getattr(self, "_entropy_bonus_enabled", False)
         found: Measured = measure(output, answers, advantages_alone=not has_other_gradients)
         self._rollouts.judge(found.drift)
@@ -350,7 +348,7 @@ class _Steps(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        check_steps(args, max_steps=state.max_steps, save_steps=state.save_steps)
+        refuse(out_of_step(args, state.max_steps, state.save_steps))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._saved()

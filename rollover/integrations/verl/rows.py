@@ -41,7 +41,7 @@ class VerlRows:
     def __init__(
         self,
         encode: Callable[[Any], list[int]],
-        refill: Callable[[int], object] | None,
+        refill: Callable[[int], object],
         *,
         group_size: int,
         chunk: int,
@@ -86,8 +86,7 @@ class VerlRows:
         """Return the prompt with this number. Raises ``DataError`` when the trainer has no more."""
         while index >= len(self._uids):
             before = len(self._uids)
-            if self._refill is not None:
-                self._refill(self._chunk)
+            self._refill(self._chunk)
             if len(self._uids) == before:
                 raise DataError(
                     f"a rollout needs prompt {index}, and verl's trainer has submitted {before}: its refill_fn added"

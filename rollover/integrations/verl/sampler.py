@@ -36,7 +36,7 @@ class ReplayBuffer:
         from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer as Stock
 
         self._evaluation = Stock(refill_fn=refill_fn, **given)
-        self._trainer = getattr(refill_fn, "__self__", None)
+        self._trainer: Any = getattr(refill_fn, "__self__", None)
         if self._trainer is None:
             raise ConfigError(
                 "verl's refill_fn is not a method of its trainer, whose replicas are needed: use verl 0.9"
@@ -99,9 +99,7 @@ class ReplayBuffer:
         self._take_submitted()
 
     def _open(self, global_steps: int, batch_size: int) -> VerlRun:
-        manager, trainer = self._manager, self._trainer
-        assert trainer is not None, "it was looked for"
-        config = manager.config
+        config = self._manager.config
         settings = verl_settings(config)
         if batch_size != config.data.train_batch_size:
             raise ConfigError(
@@ -120,7 +118,6 @@ class ReplayBuffer:
 
     def _parts(self, settings: VerlSettings) -> VerlParts:
         manager, trainer = self._manager, self._trainer
-        assert trainer is not None, "it was looked for"
         rollout, replicas = manager.config.actor_rollout_ref.rollout, trainer.llm_server_manager.get_replicas()
         return VerlParts(
             client=manager.llm_client,
@@ -133,7 +130,6 @@ class ReplayBuffer:
         )
 
     def _encoder(self) -> Any:
-        assert self._trainer is not None, "it was looked for"
         tokenizer, config = self._trainer.tokenizer, self._manager.config
         extra = dict(config.data.get("apply_chat_template_kwargs") or {})
         longest = config.actor_rollout_ref.rollout.prompt_length

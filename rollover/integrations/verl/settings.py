@@ -5,15 +5,12 @@ Invariants: a setting of verl's that would have no effect is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
 from rollover.errors import ConfigError
-from rollover.integrations.hosted import Given, HostedConfig, hosted_config
-from rollover.settings import toml
-from rollover.settings.schema import build
+from rollover.integrations.hosted import Given, HostedConfig, hosted_config, refuse_other_versions, split_options
 
 SUPPORTED = ("0.9",)
 """Supported versions of verl, based on the wheels of 0.9.0 (2026-08) and 0.9.1 (2026-09) with their vLLM and SGLang
@@ -69,9 +66,9 @@ def verl_settings(config: Any) -> VerlSettings:
     """
     rollout, data, v1 = config.actor_rollout_ref.rollout, config.data, config.trainer.v1
     _refuse(config)
-    asked = _asked(v1.sampler.get("sampler_kwargs"))
-    own = {key: asked.pop(key) for key in [f.name for f in fields(VerlOptions)] if key in asked}
-    options = build(VerlOptions, toml.Document(name=SOURCE, data=own))
+    options, asked = split_options(
+        _plain((v1.sampler.get("sampler_kwargs") or {}).get("rollover")), VerlOptions, SOURCE
+    )
     if "engine" in asked:
         raise ConfigError(f"{SOURCE}: engine has no effect, since verl's replicas decode: leave it out")
     if isinstance(table := asked.setdefault("rollout", {}), dict):
@@ -91,17 +88,6 @@ def verl_settings(config: Any) -> VerlSettings:
             " sleep then: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
         )
     return VerlSettings(hosted=hosted, options=options)
-
-
-def _asked(sampler_kwargs: Any) -> dict[str, Any]:
-    asked = None if sampler_kwargs is None else sampler_kwargs.get("rollover")
-    if asked is None:
-        return {}
-    if isinstance(asked, str):
-        return {"rollout": {"strategy": asked}}
-    if not isinstance(asked, Mapping) and not hasattr(asked, "items"):
-        raise ConfigError(f"{SOURCE}: expected the name of a strategy or a table of settings, got {asked!r}")
-    return {str(key): _plain(value) for key, value in asked.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -129,9 +115,7 @@ def verl_version() -> str:
 
 
 def _refuse(config: Any) -> None:
-    if not (found := verl_version()).startswith(tuple(f"{version}." for version in SUPPORTED)):
-        known = " and ".join(SUPPORTED)
-        raise ConfigError(f"verl {found} is installed, and this was written for {known}: install that")
+    refuse_other_versions("verl", verl_version(), SUPPORTED)
     rollout, v1 = config.actor_rollout_ref.rollout, config.trainer.v1
     mode, name = v1.trainer_mode, rollout.get("name")
     loop = (rollout.get("agent") or {}).get("default_agent_loop") or SINGLE_TURN

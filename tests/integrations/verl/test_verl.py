@@ -186,7 +186,7 @@ def test_a_prompt_that_asks_for_something_else_is_refused() -> None:
         ("__do_sample__", [False], "__do_sample__ is False"),
         ("agent_name", NonTensorData(), "agent_name is tool_agent, and .* single_turn_agent"),
     ):
-        rows = VerlRows(lambda messages: [1], None, group_size=GROUP, chunk=3)
+        rows = VerlRows(lambda messages: [1], print, group_size=GROUP, chunk=3)
         with pytest.raises(DataError, match=words):
             rows.add(Batch({"uid": ["a"], "raw_prompt": [[{"content": "x"}]], column: value}))
 

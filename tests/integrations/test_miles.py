@@ -127,6 +127,17 @@ def miles_over_servers() -> Iterator[Farm]:
                 del sys.modules[name]
 
 
+@pytest.fixture
+def servers() -> Iterator[Farm]:
+    with miles_over_servers() as made:
+        yield made
+
+
+def flags(folder: Path, servers: Farm, **changes: Any) -> Namespace:
+    """The arguments of a run with Rollover's rollout function and data source."""
+    return arguments(folder, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE, **changes)
+
+
 class Process:
     """A process of miles: its constructor input once, then an input for each rollout."""
 
@@ -145,108 +156,102 @@ class Process:
         return samples
 
 
-def test_rollouts_and_a_restart_with_mileses_records(tmp_path: Path) -> None:
-    with miles_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
-        process = Process(args)
-        steps = []
-        for rollout_id in range(4):
-            servers.update_weights()
-            steps.append(process.generate(rollout_id))
-            assert min(s.oldest_weight_version for s in steps[-1]) >= rollout_id + 1 - 4
-            if rollout_id == 1:
-                process.source.save(1)
-        assert any(len(set(s.weight_versions)) > 1 for step in steps for s in step)
-        end(process)
-        again = Process(args, start=2)
-        servers.restart_count()
+def test_rollouts_and_a_restart_with_mileses_records(tmp_path: Path, servers: Farm) -> None:
+    args = flags(tmp_path, servers)
+    process = Process(args)
+    steps = []
+    for rollout_id in range(4):
         servers.update_weights()
-        assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
-        journaled(tmp_path).ledger.check()
+        steps.append(process.generate(rollout_id))
+        assert min(s.oldest_weight_version for s in steps[-1]) >= rollout_id + 1 - 4
+        if rollout_id == 1:
+            process.source.save(1)
+    assert any(len(set(s.weight_versions)) > 1 for step in steps for s in step)
+    end(process)
+    again = Process(args, start=2)
+    servers.restart_count()
+    servers.update_weights()
+    assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
+    journaled(tmp_path).ledger.check()
 
 
 def end(process: Process) -> None:
     plugin._runs.pop(process.source).close()
 
 
-def test_its_own_staleness_flag_is_the_bound(tmp_path: Path) -> None:
-    with miles_over_servers() as servers:
-        changes = {"max_weight_staleness": 1, "rollout_function_path": FUNCTION, "data_source_path": SOURCE}
-        process = Process(arguments(tmp_path, servers.port, **changes))
-        for rollout_id in range(4):
-            servers.update_weights()
-            oldest = min(s.oldest_weight_version for s in process.generate(rollout_id))
-            assert oldest >= rollout_id
-        changes["rollover"] = {"rollout": {"max_staleness": 3}}
-        with pytest.raises(ConfigError, match="--max-weight-staleness sets it to 1"):
-            Process(arguments(tmp_path, servers.port, **changes)).generate(0)
+def test_its_own_staleness_flag_is_the_bound(tmp_path: Path, servers: Farm) -> None:
+    changes = {"max_weight_staleness": 1, "rollout_function_path": FUNCTION, "data_source_path": SOURCE}
+    process = Process(arguments(tmp_path, servers.port, **changes))
+    for rollout_id in range(4):
+        servers.update_weights()
+        oldest = min(s.oldest_weight_version for s in process.generate(rollout_id))
+        assert oldest >= rollout_id
+    changes["rollover"] = {"rollout": {"max_staleness": 3}}
+    with pytest.raises(ConfigError, match="--max-weight-staleness sets it to 1"):
+        Process(arguments(tmp_path, servers.port, **changes)).generate(0)
 
 
-def test_evaluation_stays_mileses(tmp_path: Path) -> None:
-    with miles_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
-        process = Process(args)
-        output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
-        assert output == "evaluation behind rollout 3"
+def test_evaluation_stays_mileses(tmp_path: Path, servers: Farm) -> None:
+    args = flags(tmp_path, servers)
+    process = Process(args)
+    output = sys.modules["miles.utils.async_utils"].run(process.function(EvalInput(3)))  # type: ignore[attr-defined]
+    assert output == "evaluation behind rollout 3"
 
 
-def test_an_evaluation_beside_training_is_no_pause_of_it(tmp_path: Path) -> None:
+def test_an_evaluation_beside_training_is_no_pause_of_it(tmp_path: Path, servers: Farm) -> None:
     """One of a snapshot, on servers of its own."""
-    with miles_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
-        process = Process(args)
-        servers.update_weights()
-        process.generate(0)
-        steps = plugin._runs[process.source]._steps
-        for asked, pauses in ((EvalInput(0, hf_dir="snapshot"), False), (EvalInput(0), True)):
-            before = steps._underway.aside_s  # type: ignore[union-attr]
-            sys.modules["miles.utils.async_utils"].run(process.function(asked))  # type: ignore[attr-defined]
-            assert (steps._underway.aside_s > before) is pauses  # type: ignore[union-attr]
+    args = flags(tmp_path, servers)
+    process = Process(args)
+    servers.update_weights()
+    process.generate(0)
+    steps = plugin._runs[process.source]._steps
+    for asked, pauses in ((EvalInput(0, hf_dir="snapshot"), False), (EvalInput(0), True)):
+        before = steps._underway.aside_s  # type: ignore[union-attr]
+        sys.modules["miles.utils.async_utils"].run(process.function(asked))  # type: ignore[attr-defined]
+        assert (steps._underway.aside_s > before) is pauses  # type: ignore[union-attr]
 
 
-def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_in_the_middle_of_the_next_rollout(tmp_path: Path, servers: Farm) -> None:
     """Its ``train_async.py`` does so: its rollout manager answers other calls while a rollout runs."""
-    with miles_over_servers() as servers:
-        changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE, **changes)
-        process = Process(args)
-        servers.update_weights()
-        steps = [process.generate(0), process.generate(1)]
-        servers.update_weights()
-        draws, drawn = process.source.get_samples, threading.Event()
+    changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
+    args = flags(tmp_path, servers, **changes)
+    process = Process(args)
+    servers.update_weights()
+    steps = [process.generate(0), process.generate(1)]
+    servers.update_weights()
+    draws, drawn = process.source.get_samples, threading.Event()
 
-        def announced(num_samples: int) -> list[list[Sample]]:
-            groups: list[list[Sample]] = draws(num_samples)
-            drawn.set()
-            return groups
+    def announced(num_samples: int) -> list[list[Sample]]:
+        groups: list[list[Sample]] = draws(num_samples)
+        drawn.set()
+        return groups
 
-        process.source.get_samples = announced
-        with ThreadPoolExecutor(1) as others:
-            rollout = others.submit(process.generate, 2)
-            assert drawn.wait(within(30.0))
-            process.source.save(1)
-            steps.append(rollout.result(60.0))
-        end(process)
-        again = Process(args, start=2)
-        servers.restart_count()
-        servers.update_weights()
-        assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
-        steps.append(again.generate(3))
-        journaled(tmp_path).ledger.check()
+    process.source.get_samples = announced
+    with ThreadPoolExecutor(1) as others:
+        rollout = others.submit(process.generate, 2)
+        assert drawn.wait(within(30.0))
+        process.source.save(1)
+        steps.append(rollout.result(60.0))
+    end(process)
+    again = Process(args, start=2)
+    servers.restart_count()
+    servers.update_weights()
+    assert [known(s) for s in again.generate(2)] == [known(s) for s in steps[2]]  # type: ignore[arg-type]
+    steps.append(again.generate(3))
+    journaled(tmp_path).ledger.check()
     seen = Counter(sample.index for step in steps for sample in step)
     assert len(seen) == 4 * BATCH * GROUP and set(seen.values()) == {1}
 
 
-def test_the_run_can_be_reported_and_simulated_and_ends_with_its_source(tmp_path: Path) -> None:
-    with miles_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
-        process = Process(args)
-        for rollout_id in range(4):
-            servers.update_weights()
-            process.generate(rollout_id)
-        process.source.close()
-        process.source.close()
-        shows_its_run(tmp_path / "ckpt/rollover")
+def test_the_run_can_be_reported_and_simulated_and_ends_with_its_source(tmp_path: Path, servers: Farm) -> None:
+    args = flags(tmp_path, servers)
+    process = Process(args)
+    for rollout_id in range(4):
+        servers.update_weights()
+        process.generate(rollout_id)
+    process.source.close()
+    process.source.close()
+    shows_its_run(tmp_path / "ckpt/rollover")
 
 
 def test_a_context_that_would_cut_responses_is_refused(tmp_path: Path) -> None:
@@ -327,13 +332,12 @@ def test_the_strategy_is_an_argument() -> None:
     assert parser.parse_args(["--rollover", "rollover"]).rollover == "rollover"
 
 
-def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path) -> None:
-    with miles_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollout_function_path=FUNCTION, data_source_path=SOURCE)
-        process = Process(args)
-        del sys.modules["miles.rollout.rm_hub"]
-        with pytest.raises(
-            ConfigError,
-            match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1",
-        ):
-            process.generate(0)
+def test_a_tree_without_a_module_that_is_needed_is_named(tmp_path: Path, servers: Farm) -> None:
+    args = flags(tmp_path, servers)
+    process = Process(args)
+    del sys.modules["miles.rollout.rm_hub"]
+    with pytest.raises(
+        ConfigError,
+        match=r"miles\.rollout\.rm_hub does not exist in the miles that is installed: install miles 0\.1",
+    ):
+        process.generate(0)

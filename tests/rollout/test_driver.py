@@ -42,7 +42,7 @@ from tests.rollout.kit import (
     with_stop,
     without_in_flight_update,
 )
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock, in_virtual_time, run
 
 FIRST = SampleId(0, 0)
 
@@ -103,18 +103,16 @@ def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
     assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0
 
 
-def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> None:
+@in_virtual_time
+async def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> None:
     async def mistaken() -> float:
         raise DataError("the function returns text")
 
-    async def work() -> None:
-        rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, mistaken))
-        with pytest.raises(DataError, match="the function returns text"):
-            await with_stop(rig, rig.train(1))
-        assert rig.ledger.num_failed == 0
-        assert FIRST in rig.ledger.unscored
-
-    run(work())
+    rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, mistaken))
+    with pytest.raises(DataError, match="the function returns text"):
+        await with_stop(rig, rig.train(1))
+    assert rig.ledger.num_failed == 0
+    assert FIRST in rig.ledger.unscored
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1.1e15])
@@ -144,17 +142,14 @@ def test_a_group_with_one_sample_left_is_dropped_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("since", [0, 9])
-def test_the_run_stops_when_every_reward_fails(since: int) -> None:
+@in_virtual_time
+async def test_the_run_stops_when_every_reward_fails(since: int) -> None:
     """From the start or from some moment on: two batches' worth of failures in a row, never for ever."""
-
-    async def work() -> None:
-        scorer = SelectiveScorer(lambda i: i.group >= since, raises)
-        rig = make_rig("april", scorer=scorer)
-        with pytest.raises(DataError, match=r"the last 8 samples all failed.*no steps to divide by"):
-            await with_stop(rig, rig.train(20))
-        assert 8 <= rig.ledger.num_failed <= 12
-
-    run(work())
+    scorer = SelectiveScorer(lambda i: i.group >= since, raises)
+    rig = make_rig("april", scorer=scorer)
+    with pytest.raises(DataError, match=r"the last 8 samples all failed.*no steps to divide by"):
+        await with_stop(rig, rig.train(20))
+    assert 8 <= rig.ledger.num_failed <= 12
 
 
 def test_a_hung_reward_delays_neither_abort_nor_the_next_steps() -> None:
@@ -172,44 +167,39 @@ def test_scoring_goes_on_while_the_engine_decodes() -> None:
     assert [e.time_s for e in slow.events if isinstance(e, BatchConsumed)] == [30 + 20]
 
 
-def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
-    async def work() -> None:
-        rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, never))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(100):
-                await rig.driver.next_batch()
-        await rig.driver.stop()
-        assert set(rig.ledger.unscored) == {FIRST}
-        again = make_rig("sync", state=rig.state)
-        batch = await with_stop(again, again.driver.next_batch())
-        assert [g.group_id for g in batch.groups] == [0, 1]
-        assert not [e for e in again.events if isinstance(e, SampleStarted)]
-
-    run(work())
+@in_virtual_time
+async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
+    rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, never))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(100):
+            await rig.driver.next_batch()
+    await rig.driver.stop()
+    assert set(rig.ledger.unscored) == {FIRST}
+    again = make_rig("sync", state=rig.state)
+    batch = await with_stop(again, again.driver.next_batch())
+    assert [g.group_id for g in batch.groups] == [0, 1]
+    assert not [e for e in again.events if isinstance(e, SampleStarted)]
 
 
-def test_a_hung_reward_stalls_the_run_by_name() -> None:
-    async def work() -> None:
-        scorer = SelectiveScorer(lambda i: i == FIRST, never)
-        rig = make_rig("sync", scorer=scorer, limits=Limits(stall_timeout_s=50))
-        with pytest.raises(EngineTimeout, match=r"0 samples decoding: none; 1 being scored: g0\.0"):
-            await with_stop(rig, rig.driver.next_batch())
-
-    run(work())
+@in_virtual_time
+async def test_a_hung_reward_stalls_the_run_by_name() -> None:
+    scorer = SelectiveScorer(lambda i: i == FIRST, never)
+    rig = make_rig("sync", scorer=scorer, limits=Limits(stall_timeout_s=50))
+    with pytest.raises(EngineTimeout, match=r"0 samples decoding: none; 1 being scored: g0\.0"):
+        await with_stop(rig, rig.driver.next_batch())
 
 
-def test_a_filter_that_rejects_everything_stops_the_run() -> None:
-    async def work() -> None:
-        rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_filtered_batches=3))
-        with pytest.raises(RunError, match="the last 7 groups gave no signal"):
-            await with_stop(rig, rig.driver.next_batch())
-        assert rig.ledger.dropped[WasteCause.FILTER_ZERO_SIGNAL] == 7, "three batches of two, and one more"
-
-    run(work())
+@in_virtual_time
+async def test_a_filter_that_rejects_everything_stops_the_run() -> None:
+    rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_filtered_batches=3))
+    with pytest.raises(RunError, match="the last 7 groups gave no signal"):
+        await with_stop(rig, rig.driver.next_batch())
+    assert rig.ledger.dropped[WasteCause.FILTER_ZERO_SIGNAL] == 7, "three batches of two, and one more"
 
 
 @pytest.mark.parametrize("where", ["filter", "source", "source in a later turn"])
-def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
+@in_virtual_time
+async def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
     class Broken(Prompts):
         def prompt(self, index: int) -> Prompt:
             if index >= {"source": 1, "source in a later turn": 5}.get(where, 99):
@@ -221,12 +211,9 @@ def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
             raise DataError("row of the filter cannot be read")
         return True
 
-    async def work() -> None:
-        rig = make_rig("concurrency", num_running=4, source=Broken(), keep_group=keep_group)
-        with pytest.raises(DataError, match="cannot be read"):
-            await with_stop(rig, rig.train(9))
-
-    run(work())
+    rig = make_rig("concurrency", num_running=4, source=Broken(), keep_group=keep_group)
+    with pytest.raises(DataError, match="cannot be read"):
+        await with_stop(rig, rig.train(9))
 
 
 # -- engine errors ------------------------------------------------------------------------------------------
@@ -254,50 +241,42 @@ class FlakyEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("fault", [EngineError("connection lost"), "cut"])
-def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: Any) -> None:
-    async def work() -> None:
-        engine = make_engine(FlakyEngine, length=of("g0.0", 99, 5), faults={("g0.0.", 7): fault})
-        rig = make_rig("sync", engine=engine, max_new_tokens=20)
-        batches = await with_stop(rig, rig.train(1))
-        assert_trainable(batches, rig)
-        first, again = [r for r in engine.requests if r.sample_key == "g0.0."]
-        sample = batches[0].trajectories[0]
-        assert (first.response_ids, again.response_ids) == ((), sample.token_ids[:7])
-        assert first.seed == again.seed and first.request_id != again.request_id
-        assert sample.num_tokens == 20 and sample.num_resumes == 1
-
-    run(work())
+@in_virtual_time
+async def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: Any) -> None:
+    engine = make_engine(FlakyEngine, length=of("g0.0", 99, 5), faults={("g0.0.", 7): fault})
+    rig = make_rig("sync", engine=engine, max_new_tokens=20)
+    batches = await with_stop(rig, rig.train(1))
+    assert_trainable(batches, rig)
+    first, again = [r for r in engine.requests if r.sample_key == "g0.0."]
+    sample = batches[0].trajectories[0]
+    assert (first.response_ids, again.response_ids) == ((), sample.token_ids[:7])
+    assert first.seed == again.seed and first.request_id != again.request_id
+    assert sample.num_tokens == 20 and sample.num_resumes == 1
 
 
-def test_only_failures_without_a_token_in_between_count_together() -> None:
-    async def work() -> None:
-        faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
-        rig = make_rig(
-            "sync",
-            engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
-            limits=Limits(max_retries=1),
-        )
-        batches = await with_stop(rig, rig.train(1))
-        assert not faults and not rig.ledger.num_failed
-        assert batches[0].trajectories[0].num_resumes == 3
-
-    run(work())
+@in_virtual_time
+async def test_only_failures_without_a_token_in_between_count_together() -> None:
+    faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
+    rig = make_rig(
+        "sync",
+        engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
+        limits=Limits(max_retries=1),
+    )
+    batches = await with_stop(rig, rig.train(1))
+    assert not faults and not rig.ledger.num_failed
+    assert batches[0].trajectories[0].num_resumes == 3
 
 
-def test_being_displaced_is_no_failure() -> None:
-    async def work() -> None:
-        faults: dict[tuple[str, int], EngineError] = {
-            ("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)
-        }
-        rig = make_rig(
-            "sync",
-            engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
-            limits=Limits(max_retries=0),
-        )
-        await with_stop(rig, rig.train(1))
-        assert not faults and not rig.ledger.num_failed
-
-    run(work())
+@in_virtual_time
+async def test_being_displaced_is_no_failure() -> None:
+    faults: dict[tuple[str, int], EngineError] = {("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)}
+    rig = make_rig(
+        "sync",
+        engine=make_engine(FlakyEngine, length=of("g", 12), faults=faults),
+        limits=Limits(max_retries=0),
+    )
+    await with_stop(rig, rig.train(1))
+    assert not faults and not rig.ledger.num_failed
 
 
 class DeadFor(FakeEngine):
@@ -313,62 +292,52 @@ class DeadFor(FakeEngine):
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-def test_one_poisoned_sample_fails_alone(name: str) -> None:
+@in_virtual_time
+async def test_one_poisoned_sample_fails_alone(name: str) -> None:
     """Alone in two senses: others go on, and it fails even when nobody else runs."""
-
-    async def work() -> None:
-        engine = make_engine(DeadFor)
-        engine.dead = lambda key: key == "g0.1."
-        rig = make_rig(name, engine=engine, group_size=3)
-        await with_stop(rig, rig.train(3))
-        failures = [e for e in rig.events if isinstance(e, SampleFailed)]
-        assert [(e.sample_id, e.reason) for e in failures] == [(SampleId(0, 1), "no answer for g0.1.")]
-
-    run(work())
+    engine = make_engine(DeadFor)
+    engine.dead = lambda key: key == "g0.1."
+    rig = make_rig(name, engine=engine, group_size=3)
+    await with_stop(rig, rig.train(3))
+    failures = [e for e in rig.events if isinstance(e, SampleFailed)]
+    assert [(e.sample_id, e.reason) for e in failures] == [(SampleId(0, 1), "no answer for g0.1.")]
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: str) -> None:
-    async def work() -> None:
-        engine = make_engine(DeadFor)
-        engine.dead = lambda key: key.startswith("g0.")
-        rig = make_rig(name, engine=engine, group_size=3)
-        await with_stop(rig, rig.train(3))
-        failures = {e.sample_id: e.reason for e in rig.events if isinstance(e, SampleFailed)}
-        assert failures == {SampleId(0, i): f"no answer for g0.{i}." for i in range(3)}
-
-    run(work())
+@in_virtual_time
+async def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: str) -> None:
+    engine = make_engine(DeadFor)
+    engine.dead = lambda key: key.startswith("g0.")
+    rig = make_rig(name, engine=engine, group_size=3)
+    await with_stop(rig, rig.train(3))
+    failures = {e.sample_id: e.reason for e in rig.events if isinstance(e, SampleFailed)}
+    assert failures == {SampleId(0, i): f"no answer for g0.{i}." for i in range(3)}
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
-    async def work() -> None:
-        rig = make_rig(name, engine=make_engine(DeadFor))
-        with pytest.raises(EngineError, match="no answer for g"):
-            await with_stop(rig, rig.driver.next_batch())
-        assert not rig.ledger.num_failed and rig.ledger.num_active > 0 and not rig.ledger.running
-
-    run(work())
+@in_virtual_time
+async def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
+    rig = make_rig(name, engine=make_engine(DeadFor))
+    with pytest.raises(EngineError, match="no answer for g"):
+        await with_stop(rig, rig.driver.next_batch())
+    assert not rig.ledger.num_failed and rig.ledger.num_active > 0 and not rig.ledger.running
 
 
-def test_an_engine_that_fails_everybody_once_costs_nothing() -> None:
+@in_virtual_time
+async def test_an_engine_that_fails_everybody_once_costs_nothing() -> None:
     """Also while it is being stopped, when fewer and fewer calls are open."""
+    engine = make_engine(length=of("g0", 9, 30))
+    rig = make_rig("april", engine=engine, rollout_batch_size=1, over_sampling_batch_size=12)
 
-    async def work() -> None:
-        engine = make_engine(length=of("g0", 9, 30))
-        rig = make_rig("april", engine=engine, rollout_batch_size=1, over_sampling_batch_size=12)
+    async def blip(after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        engine.fail(EngineError("restarted"))
 
-        async def blip(after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            engine.fail(EngineError("restarted"))
-
-        blips = [asyncio.create_task(blip(t)) for t in (4.5, 9.0)]
-        batches = await with_stop(rig, rig.train(6))
-        await asyncio.gather(*blips)
-        assert not rig.ledger.num_failed
-        assert_trainable(batches, rig)
-
-    run(work())
+    blips = [asyncio.create_task(blip(t)) for t in (4.5, 9.0)]
+    batches = await with_stop(rig, rig.train(6))
+    await asyncio.gather(*blips)
+    assert not rig.ledger.num_failed
+    assert_trainable(batches, rig)
 
 
 class Lying(FakeEngine):
@@ -395,37 +364,33 @@ def replaced(chunk: Chunk, **changes: Any) -> Chunk:
         (lambda c: [] if c.finish_reason else [c], "without a finish reason"),
     ],
 )
-def test_an_engine_that_breaks_its_contract_is_told_so(twist: Any, message: str) -> None:
-    async def work() -> None:
-        engine = make_engine(Lying, length=of("g", 1))
-        engine.twist = twist
-        rig = make_rig("sync", engine=engine)
-        with pytest.raises(EngineError, match=message):
-            await with_stop(rig, rig.driver.next_batch())
-        assert not [e for e in rig.events if isinstance(e, BatchConsumed)]
-
-    run(work())
+@in_virtual_time
+async def test_an_engine_that_breaks_its_contract_is_told_so(twist: Any, message: str) -> None:
+    engine = make_engine(Lying, length=of("g", 1))
+    engine.twist = twist
+    rig = make_rig("sync", engine=engine)
+    with pytest.raises(EngineError, match=message):
+        await with_stop(rig, rig.driver.next_batch())
+    assert not [e for e in rig.events if isinstance(e, BatchConsumed)]
 
 
 @pytest.mark.parametrize(("length", "stop"), [(60, ()), (9, (7,))])
-def test_a_last_token_without_its_reason_is_still_the_last(length: int, stop: tuple[int, ...]) -> None:
+@in_virtual_time
+async def test_a_last_token_without_its_reason_is_still_the_last(length: int, stop: tuple[int, ...]) -> None:
     """The reason comes in a chunk of its own and is lost: nothing is decoded behind the end."""
 
     def split(chunk: Chunk) -> list[Chunk]:
         return [replaced(chunk, finish_reason=None)]
 
-    async def work() -> None:
-        engine = make_engine(Lying, length=of("g", length))
-        engine.twist = split
-        rig = make_rig("sync", engine=engine, stop_token_ids=stop)
-        batches = await with_stop(rig, rig.train(1))
-        reason = FinishReason.STOP if stop else FinishReason.LENGTH
-        for trajectory in batches[0].trajectories:
-            assert trajectory.finish_reason is reason
-            assert_exact(trajectory, rig.sampling)
-        assert len(engine.requests) == 4
-
-    run(work())
+    engine = make_engine(Lying, length=of("g", length))
+    engine.twist = split
+    rig = make_rig("sync", engine=engine, stop_token_ids=stop)
+    batches = await with_stop(rig, rig.train(1))
+    reason = FinishReason.STOP if stop else FinishReason.LENGTH
+    for trajectory in batches[0].trajectories:
+        assert trajectory.finish_reason is reason
+        assert_exact(trajectory, rig.sampling)
+    assert len(engine.requests) == 4
 
 
 # -- aborts -------------------------------------------------------------------------------------------------
@@ -445,48 +410,43 @@ class DeafEngine(FakeEngine):
         await super().abort(heard)
 
 
-def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
-    async def work() -> None:
-        engine = make_engine(DeafEngine, length=of("g2", 9999, 3), tick_s=0.5)
-        rig = make_rig(
-            "april",
-            engine=engine,
-            over_sampling_batch_size=3,
-            max_new_tokens=4000,
-            limits=Limits(abort_timeout_s=30, save_every_tokens=10**6),
-        )
-        with pytest.raises(EngineTimeout, match=r"the abort of g2\.0, g2\.1 within 30 s"):
-            await rig.driver.next_batch()
-        await rig.driver.stop()
-        rig.ledger.check()
-        # what it had streamed until then is kept
-        assert not rig.ledger.running and set(rig.ledger.parked) == {SampleId(2, 0), SampleId(2, 1)}
-        assert rig.ledger.sample(SampleId(2, 0)).num_tokens >= 60
-
-    run(work())
+@in_virtual_time
+async def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
+    engine = make_engine(DeafEngine, length=of("g2", 9999, 3), tick_s=0.5)
+    rig = make_rig(
+        "april",
+        engine=engine,
+        over_sampling_batch_size=3,
+        max_new_tokens=4000,
+        limits=Limits(abort_timeout_s=30, save_every_tokens=10**6),
+    )
+    with pytest.raises(EngineTimeout, match=r"the abort of g2\.0, g2\.1 within 30 s"):
+        await rig.driver.next_batch()
+    await rig.driver.stop()
+    rig.ledger.check()
+    # what it had streamed until then is kept
+    assert not rig.ledger.running and set(rig.ledger.parked) == {SampleId(2, 0), SampleId(2, 1)}
+    assert rig.ledger.sample(SampleId(2, 0)).num_tokens >= 60
 
 
 @pytest.mark.parametrize("then", ["stop", "new weights"])
-def test_calls_started_in_the_same_turn_are_aborted_too(then: str) -> None:
+@in_virtual_time
+async def test_calls_started_in_the_same_turn_are_aborted_too(then: str) -> None:
     """New weights let samples start; they are stopped before the loop has turned once."""
-
-    async def work() -> None:
-        engine = without_in_flight_update(make_engine(length=of("g", 50)))
-        rig = make_rig("bounded_async", max_staleness=0, engine=engine)
-        await rig.driver.next_batch()
+    engine = without_in_flight_update(make_engine(length=of("g", 50)))
+    rig = make_rig("bounded_async", max_staleness=0, engine=engine)
+    await rig.driver.next_batch()
+    assert not rig.ledger.running
+    await rig.publish(1)
+    assert len(rig.ledger.running) == 4
+    before = asyncio.get_running_loop().time(), engine.decoded_tokens
+    if then == "stop":
+        await rig.driver.stop()
         assert not rig.ledger.running
-        await rig.publish(1)
-        assert len(rig.ledger.running) == 4
-        before = asyncio.get_running_loop().time(), engine.decoded_tokens
-        if then == "stop":
-            await rig.driver.stop()
-            assert not rig.ledger.running
-        else:
-            await rig.publish(2)
-            await rig.driver.stop()
-        assert (asyncio.get_running_loop().time(), engine.decoded_tokens) == before
-
-    run(work())
+    else:
+        await rig.publish(2)
+        await rig.driver.stop()
+    assert (asyncio.get_running_loop().time(), engine.decoded_tokens) == before
 
 
 def test_a_sample_aborted_before_its_first_token_starts_afresh() -> None:
@@ -544,18 +504,16 @@ def test_a_cancelled_next_batch_can_be_stopped_and_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-def test_stop_leaves_no_task_behind(name: str) -> None:
-    async def work() -> None:
-        rig = make_rig(name, scorer=ParityScorer(5.0))
-        await rig.train(2)
-        await rig.driver.stop()
-        await rig.driver.stop()  # a second time changes nothing
-        rig.engine.auto = False
-        await asyncio.sleep(100)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not rig.ledger.running
-
-    run(work())
+@in_virtual_time
+async def test_stop_leaves_no_task_behind(name: str) -> None:
+    rig = make_rig(name, scorer=ParityScorer(5.0))
+    await rig.train(2)
+    await rig.driver.stop()
+    await rig.driver.stop()  # a second time changes nothing
+    rig.engine.auto = False
+    await asyncio.sleep(100)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not rig.ledger.running
 
 
 # -- exactness ----------------------------------------------------------------------------------------------
@@ -572,7 +530,8 @@ def test_stop_leaves_no_task_behind(name: str) -> None:
     in_flight=st.booleans(),
     stop=st.sampled_from([(), (7,)]),
 )
-def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
+@in_virtual_time
+async def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
     name: str,
     salt: int,
     max_running: int,
@@ -583,55 +542,47 @@ def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
     stop: tuple[int, ...],
 ) -> None:
     """Ids, log-probs, versions, budget: ``kit.assert_exact``. Every request carries exactly what came before."""
-
-    async def work() -> None:
-        engine = make_engine(
-            length=lognormal(15, 0.8, cap=80, salt=salt),
-            max_running=max_running,
-            stream_interval_tokens=stream_interval,
-        )
-        rig = make_rig(
-            name,
-            engine=engine if in_flight else without_in_flight_update(engine),
-            max_new_tokens=budget,
-            stop_token_ids=stop,
-            limits=Limits(save_every_tokens=save_every),
-        )
-        batches = await with_stop(rig, rig.train(4, train_s=3.0))
-        assert_trainable(batches, rig)
-        assert all(len(r.response_ids) < budget for r in engine.requests)
-        for trajectory in (t for b in batches.values() for t in b.trajectories):
-            calls = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]
-            assert len({r.seed for r in calls}) == 1
-            assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in calls)
-
-    run(work())
+    engine = make_engine(
+        length=lognormal(15, 0.8, cap=80, salt=salt),
+        max_running=max_running,
+        stream_interval_tokens=stream_interval,
+    )
+    rig = make_rig(
+        name,
+        engine=engine if in_flight else without_in_flight_update(engine),
+        max_new_tokens=budget,
+        stop_token_ids=stop,
+        limits=Limits(save_every_tokens=save_every),
+    )
+    batches = await with_stop(rig, rig.train(4, train_s=3.0))
+    assert_trainable(batches, rig)
+    assert all(len(r.response_ids) < budget for r in engine.requests)
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        calls = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]
+        assert len({r.seed for r in calls}) == 1
+        assert all(r.response_ids == trajectory.token_ids[: len(r.response_ids)] for r in calls)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
 
 
-def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
-    async def work() -> None:
-        rig = make_rig("bounded_async", length=of("g0", 20, 5), max_running=8)
-        batches = await with_stop(rig, rig.train(12, train_s=2.0))
-        long = next(t for b in batches.values() for t in b.trajectories if t.sample_id == FIRST)
-        assert [s.finish_reason for s in long.segments] == [None] * (len(long.segments) - 1) + [FinishReason.STOP]
-        assert len(long.segments) > 2 and long.num_resumes == 0
-        assert [s.policy_version for s in long.segments] == sorted({s.policy_version for s in long.segments})
-        assert {s.kv_version for s in long.segments} == {0}
-        assert_trainable(batches, rig)
-        published = [e.time_s for e in rig.events if isinstance(e, VersionPublished)]
-        aborts = [
-            e
-            for e in rig.events
-            if isinstance(e, SegmentEnded)
-            and e.segment.finish_reason is FinishReason.ABORT
-            and e.time_s < published[-1]
-        ]
-        assert not aborts
-
-    run(work())
+@in_virtual_time
+async def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
+    rig = make_rig("bounded_async", length=of("g0", 20, 5), max_running=8)
+    batches = await with_stop(rig, rig.train(12, train_s=2.0))
+    long = next(t for b in batches.values() for t in b.trajectories if t.sample_id == FIRST)
+    assert [s.finish_reason for s in long.segments] == [None] * (len(long.segments) - 1) + [FinishReason.STOP]
+    assert len(long.segments) > 2 and long.num_resumes == 0
+    assert [s.policy_version for s in long.segments] == sorted({s.policy_version for s in long.segments})
+    assert {s.kv_version for s in long.segments} == {0}
+    assert_trainable(batches, rig)
+    published = [e.time_s for e in rig.events if isinstance(e, VersionPublished)]
+    aborts = [
+        e
+        for e in rig.events
+        if isinstance(e, SegmentEnded) and e.segment.finish_reason is FinishReason.ABORT and e.time_s < published[-1]
+    ]
+    assert not aborts
 
 
 class StrictEngine(FakeEngine):
@@ -643,49 +594,43 @@ class StrictEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_engine_without_in_flight_update_is_parked_around_the_load(name: str) -> None:
-    async def work() -> None:
-        engine = without_in_flight_update(make_engine(StrictEngine, length=of("g0", 40, 5)))
-        rig = make_rig(name, engine=engine)
-        batches = await with_stop(rig, rig.train(5, train_s=2.0))
-        assert_trainable(batches, rig)
-        for trajectory in (t for b in batches.values() for t in b.trajectories):
-            assert all(s.kv_version == s.policy_version for s in trajectory.segments)
-        if name == "bounded_async":
-            assert max(t.num_resumes for b in batches.values() for t in b.trajectories) > 0
-
-    run(work())
+@in_virtual_time
+async def test_an_engine_without_in_flight_update_is_parked_around_the_load(name: str) -> None:
+    engine = without_in_flight_update(make_engine(StrictEngine, length=of("g0", 40, 5)))
+    rig = make_rig(name, engine=engine)
+    batches = await with_stop(rig, rig.train(5, train_s=2.0))
+    assert_trainable(batches, rig)
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        assert all(s.kv_version == s.policy_version for s in trajectory.segments)
+    if name == "bounded_async":
+        assert max(t.num_resumes for b in batches.values() for t in b.trajectories) > 0
 
 
-def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
-    async def work() -> None:
-        rig = make_rig("bounded_async", engine=without_in_flight_update(make_engine()))
-        await rig.driver.next_batch()
+@in_virtual_time
+async def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
+    rig = make_rig("bounded_async", engine=without_in_flight_update(make_engine()))
+    await rig.driver.next_batch()
 
-        async def load() -> None:
-            raise EngineError("weights do not fit")
+    async def load() -> None:
+        raise EngineError("weights do not fit")
 
-        with pytest.raises(EngineError):
-            await rig.driver.update_weights(1, load)
-        assert rig.ledger.policy_version == 0
-        await rig.publish(1)
-        assert rig.ledger.running  # generation goes on beside the trainer, as before
-        assert_trainable(await with_stop(rig, rig.train(3)), rig)
-
-    run(work())
+    with pytest.raises(EngineError):
+        await rig.driver.update_weights(1, load)
+    assert rig.ledger.policy_version == 0
+    await rig.publish(1)
+    assert rig.ledger.running  # generation goes on beside the trainer, as before
+    assert_trainable(await with_stop(rig, rig.train(3)), rig)
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("bounded_async", True), ("april", False), ("sync", False)])
-def test_generation_goes_on_while_the_trainer_trains(name: str, goes_on: bool) -> None:
-    async def work() -> None:
-        rig = make_rig(name, length=of("g", 10), max_running=4)
-        await rig.driver.next_batch()
-        before = rig.engine.decoded_tokens
-        await asyncio.sleep(8.0)
-        assert (rig.engine.decoded_tokens > before) is goes_on
-        await rig.driver.stop()
-
-    run(work())
+@in_virtual_time
+async def test_generation_goes_on_while_the_trainer_trains(name: str, goes_on: bool) -> None:
+    rig = make_rig(name, length=of("g", 10), max_running=4)
+    await rig.driver.next_batch()
+    before = rig.engine.decoded_tokens
+    await asyncio.sleep(8.0)
+    assert (rig.engine.decoded_tokens > before) is goes_on
+    await rig.driver.stop()
 
 
 def test_overlapped_generation_hides_behind_training() -> None:
@@ -710,16 +655,14 @@ class SilentEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
-    async def work() -> None:
-        rig = make_rig(name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7))
-        with pytest.raises(EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"):
-            await rig.driver.next_batch()
-        assert asyncio.get_running_loop().time() == 7.0
-        await rig.driver.stop()
-        assert len(rig.ledger.waiting) == rig.ledger.num_active and not rig.ledger.running
-
-    run(work())
+@in_virtual_time
+async def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
+    rig = make_rig(name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7))
+    with pytest.raises(EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"):
+        await rig.driver.next_batch()
+    assert asyncio.get_running_loop().time() == 7.0
+    await rig.driver.stop()
+    assert len(rig.ledger.waiting) == rig.ledger.num_active and not rig.ledger.running
 
 
 def test_slow_is_not_stalled() -> None:
@@ -728,7 +671,8 @@ def test_slow_is_not_stalled() -> None:
     assert rig.events[-1].time_s == 50
 
 
-def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
+@in_virtual_time
+async def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
     async def deaf() -> float:
         while True:
             try:
@@ -737,46 +681,39 @@ def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
             except asyncio.CancelledError:
                 continue
 
-    async def work() -> None:
-        scorer = SelectiveScorer(lambda i: i == FIRST, deaf)
-        rig = make_rig("april", scorer=scorer, max_staleness=9, limits=Limits(abort_timeout_s=5))
-        await rig.train(2)
-        before = asyncio.get_running_loop().time()
-        await rig.driver.stop()
-        assert asyncio.get_running_loop().time() - before <= 10
-        await asyncio.sleep(10**6)
-
-    run(work())
+    scorer = SelectiveScorer(lambda i: i == FIRST, deaf)
+    rig = make_rig("april", scorer=scorer, max_staleness=9, limits=Limits(abort_timeout_s=5))
+    await rig.train(2)
+    before = asyncio.get_running_loop().time()
+    await rig.driver.stop()
+    assert asyncio.get_running_loop().time() - before <= 10
+    await asyncio.sleep(10**6)
 
 
 # -- around it ----------------------------------------------------------------------------------------------
 
 
-def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None:
-    async def work() -> None:
-        alone = make_rig("april")
-        expected = await with_stop(alone, alone.train(3))
-        engine = make_engine(max_running=64)
-        rigs = [make_rig("april", engine=engine, watched=False) for _ in range(2)]
-        both = await asyncio.gather(*(with_stop(rig, rig.driver.next_batch()) for rig in rigs))
-        ids = [r.request_id for r in engine.requests]
-        assert len(set(ids)) == len(ids)
-        for rig, batch in zip(rigs, both, strict=True):
-            assert [t.token_ids for t in batch.trajectories] == [t.token_ids for t in expected[0].trajectories]
-            assert rig.ledger.tokens.decoded < engine.decoded_tokens
-
-    run(work())
+@in_virtual_time
+async def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None:
+    alone = make_rig("april")
+    expected = await with_stop(alone, alone.train(3))
+    engine = make_engine(max_running=64)
+    rigs = [make_rig("april", engine=engine, watched=False) for _ in range(2)]
+    both = await asyncio.gather(*(with_stop(rig, rig.driver.next_batch()) for rig in rigs))
+    ids = [r.request_id for r in engine.requests]
+    assert len(set(ids)) == len(ids)
+    for rig, batch in zip(rigs, both, strict=True):
+        assert [t.token_ids for t in batch.trajectories] == [t.token_ids for t in expected[0].trajectories]
+        assert rig.ledger.tokens.decoded < engine.decoded_tokens
 
 
-def test_events_reach_the_observer_in_the_order_of_the_journal(tmp_path: Any) -> None:
-    async def work() -> None:
-        journal = Journal(tmp_path / "journal.sqlite")
-        rig = make_rig("bounded_async", journal=journal)
-        await with_stop(rig, rig.train(3, train_s=1.0, checkpoint_every=2))
-        assert [event for _, event in journal.read()] == rig.events
-        journal.close()
-
-    run(work())
+@in_virtual_time
+async def test_events_reach_the_observer_in_the_order_of_the_journal(tmp_path: Any) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    rig = make_rig("bounded_async", journal=journal)
+    await with_stop(rig, rig.train(3, train_s=1.0, checkpoint_every=2))
+    assert [event for _, event in journal.read()] == rig.events
+    journal.close()
 
 
 class FullDisk(Journal):
@@ -788,24 +725,22 @@ class FullDisk(Journal):
         super().append(events)
 
 
-def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> None:
-    async def work() -> None:
-        journal = FullDisk(tmp_path / "journal.sqlite")
-        rig = make_rig("april", journal=journal)
-        await rig.train(1)
-        journal.full = True
-        with pytest.raises(ResourceError):
-            await rig.train(2)
-        with pytest.raises(ResourceError):
-            await rig.driver.stop()
-        assert [event for _, event in journal.read()] == rig.events[: journal.last_seq]
-        journal.full = False
-        await rig.driver.stop()  # somebody made room
-        assert [event for _, event in journal.read()] == rig.events
-        Ledger(rig.events).check()
-        journal.close()
-
-    run(work())
+@in_virtual_time
+async def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> None:
+    journal = FullDisk(tmp_path / "journal.sqlite")
+    rig = make_rig("april", journal=journal)
+    await rig.train(1)
+    journal.full = True
+    with pytest.raises(ResourceError):
+        await rig.train(2)
+    with pytest.raises(ResourceError):
+        await rig.driver.stop()
+    assert [event for _, event in journal.read()] == rig.events[: journal.last_seq]
+    journal.full = False
+    await rig.driver.stop()  # somebody made room
+    assert [event for _, event in journal.read()] == rig.events
+    Ledger(rig.events).check()
+    journal.close()
 
 
 def test_lockstep_acts_on_each_finish_before_the_next_token() -> None:

@@ -17,7 +17,7 @@ from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import Prompts, make_rig, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, ended
-from tests.virtual_time import run
+from tests.virtual_time import in_virtual_time
 
 
 class Places:
@@ -161,20 +161,18 @@ class Asked:
     def run_ended(self) -> None: ...
 
 
-def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample() -> None:
-    async def law() -> None:
-        asked = Asked()
-        rig = make_rig("bounded_async", placement=asked, max_staleness=3, num_running=8)
-        await rig.train(6)
-        starts: dict[int, int] = {}
-        for event in rig.events:
-            if isinstance(event, SampleStarted):
-                starts.setdefault(event.sample_id.group, event.policy_version)
-        due = {request.sample_key: request.due_version for request in rig.engine.requests}
-        assert due == {f"{i}.": starts[i.group] + 3 for i in map(_sample_id, due)}
-        assert len(set(due.values())) > 2 and asked.max_staleness == {3}
-
-    run(law())
+@in_virtual_time
+async def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample() -> None:
+    asked = Asked()
+    rig = make_rig("bounded_async", placement=asked, max_staleness=3, num_running=8)
+    await rig.train(6)
+    starts: dict[int, int] = {}
+    for event in rig.events:
+        if isinstance(event, SampleStarted):
+            starts.setdefault(event.sample_id.group, event.policy_version)
+    due = {request.sample_key: request.due_version for request in rig.engine.requests}
+    assert due == {f"{i}.": starts[i.group] + 3 for i in map(_sample_id, due)}
+    assert len(set(due.values())) > 2 and asked.max_staleness == {3}
 
 
 def _sample_id(key: str) -> SampleId:
@@ -201,15 +199,13 @@ class Breaks(Asked):
         self.changed = listener
 
 
-def test_an_engine_that_breaks_while_no_call_is_open_ends_the_run() -> None:
-    async def law() -> None:
-        engine = Breaks()
-        training = asyncio.create_task(make_rig("bounded_async", placement=engine).train(1))
-        await asyncio.sleep(3)
-        engine.has_broken = True
-        engine.changed()
-        with pytest.raises(KeyError, match="a bug"):
-            await training
-        assert asyncio.get_running_loop().time() == 3
-
-    run(law())
+@in_virtual_time
+async def test_an_engine_that_breaks_while_no_call_is_open_ends_the_run() -> None:
+    engine = Breaks()
+    training = asyncio.create_task(make_rig("bounded_async", placement=engine).train(1))
+    await asyncio.sleep(3)
+    engine.has_broken = True
+    engine.changed()
+    with pytest.raises(KeyError, match="a bug"):
+        await training
+    assert asyncio.get_running_loop().time() == 3

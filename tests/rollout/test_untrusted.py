@@ -16,7 +16,7 @@ from rollover.rollout.records import FAILED
 from rollover.types import WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import NAMES, Rig, assert_trainable, lognormal, make_rig, with_stop
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock, in_virtual_time
 
 
 class Two(FakeEngine):
@@ -42,94 +42,86 @@ def versions_of(engine: str, ledger: Ledger) -> set[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(name: str) -> None:
-    async def work() -> None:
-        rig = make_two(name)
+@in_virtual_time
+async def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(name: str) -> None:
+    rig = make_two(name)
 
-        def take_out() -> None:
-            assert not rig.ledger.running and not versions_of("b", rig.ledger)
-            rig.engine.has_b = False  # type: ignore[attr-defined]
+    def take_out() -> None:
+        assert not rig.ledger.running and not versions_of("b", rig.ledger)
+        rig.engine.has_b = False  # type: ignore[attr-defined]
 
-        batches = await rig.train(2, train_s=2.0)
-        assert any(s.engine == "b" for b in batches.values() for t in b.trajectories for s in t.segments)
-        waste, before = rig.ledger.tokens.wasted, len(rig.events)
-        num_tokens = await rig.driver.drop_tokens_of("b", take_out)
-        drops = [e for e in rig.events[before:] if isinstance(e, GroupDropped)]
-        assert all(e.cause is WasteCause.UNTRUSTED_ENGINE and e.prompt_returned for e in drops)
-        assert waste[WasteCause.UNTRUSTED_ENGINE] == num_tokens and (num_tokens > 0) == bool(drops)
-        returned = {p.prompt_id for p in rig.ledger.returned}
-        later = await with_stop(rig, rig.train(6, train_s=2.0))
-        assert_trainable(batches | later, rig)
-        assert all(s.engine != "b" for b in later.values() for t in b.trajectories for s in t.segments if s.token_ids)
-        assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
-
-    run(work())
+    batches = await rig.train(2, train_s=2.0)
+    assert any(s.engine == "b" for b in batches.values() for t in b.trajectories for s in t.segments)
+    waste, before = rig.ledger.tokens.wasted, len(rig.events)
+    num_tokens = await rig.driver.drop_tokens_of("b", take_out)
+    drops = [e for e in rig.events[before:] if isinstance(e, GroupDropped)]
+    assert all(e.cause is WasteCause.UNTRUSTED_ENGINE and e.prompt_returned for e in drops)
+    assert waste[WasteCause.UNTRUSTED_ENGINE] == num_tokens and (num_tokens > 0) == bool(drops)
+    returned = {p.prompt_id for p in rig.ledger.returned}
+    later = await with_stop(rig, rig.train(6, train_s=2.0))
+    assert_trainable(batches | later, rig)
+    assert all(s.engine != "b" for b in later.values() for t in b.trajectories for s in t.segments if s.token_ids)
+    assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
 
 
-def test_tokens_from_before_a_version_stay() -> None:
-    async def work() -> None:
-        rig = make_two("bounded_async")
-        await rig.train(3, train_s=2.0)
-        newest = max(versions_of("b", rig.ledger))
-        await rig.driver.drop_tokens_of("b", lambda: None, since=newest)
-        assert versions_of("b", rig.ledger) and max(versions_of("b", rig.ledger)) < newest
-        await with_stop(rig, asyncio.sleep(0))
-
-    run(work())
+@in_virtual_time
+async def test_tokens_from_before_a_version_stay() -> None:
+    rig = make_two("bounded_async")
+    await rig.train(3, train_s=2.0)
+    newest = max(versions_of("b", rig.ledger))
+    await rig.driver.drop_tokens_of("b", lambda: None, since=newest)
+    assert versions_of("b", rig.ledger) and max(versions_of("b", rig.ledger)) < newest
+    await with_stop(rig, asyncio.sleep(0))
 
 
-def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
-    async def work() -> None:
-        rig = make_two("april")
-        await rig.train(2)
+@in_virtual_time
+async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
+    rig = make_two("april")
+    await rig.train(2)
 
-        def take_out() -> None:
-            raise EngineMismatch("none is left")
+    def take_out() -> None:
+        raise EngineMismatch("none is left")
 
-        with pytest.raises(EngineMismatch, match="none is left"):
-            await rig.driver.drop_tokens_of("b", take_out)
-        assert not versions_of("b", rig.ledger)
-        await with_stop(rig, asyncio.sleep(0))
-
-    run(work())
+    with pytest.raises(EngineMismatch, match="none is left"):
+        await rig.driver.drop_tokens_of("b", take_out)
+    assert not versions_of("b", rig.ledger)
+    await with_stop(rig, asyncio.sleep(0))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("while_training", [True, False])
-def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(name: str, while_training: bool) -> None:
-    async def work() -> None:
-        rig = make_two(name)
-        before = await rig.train(2, train_s=2.0)
-        assert any(s.engine == "b" for b in before.values() for t in b.trajectories for s in t.segments)
+@in_virtual_time
+async def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(
+    name: str, while_training: bool
+) -> None:
+    rig = make_two(name)
+    before = await rig.train(2, train_s=2.0)
+    assert any(s.engine == "b" for b in before.values() for t in b.trajectories for s in t.segments)
 
-        def find_out() -> None:
-            rig.engine.has_b = False  # type: ignore[attr-defined]
-            rig.driver.distrust("b")
-
-        if while_training:
-            find_out()
-        else:
-            asyncio.get_running_loop().call_later(0.5, find_out)
-        step = rig.ledger.next_step
-        later = await with_stop(rig, rig.train(6, train_s=2.0))
-        assert_trainable(before | later, rig)
-        first_clean = step if while_training else step + 1  # one may have been handed out before
-        for batch in later.values():
-            if batch.step >= first_clean:
-                assert all(s.engine != "b" for t in batch.trajectories for s in t.segments if s.token_ids)
-        drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
-        assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
-
-    run(work())
-
-
-def test_samples_of_a_member_found_out_at_the_end_are_dropped_at_once() -> None:
-    async def work() -> None:
-        rig = make_two("april")
-        await rig.train(2, train_s=2.0)
-        assert versions_of("b", rig.ledger)
+    def find_out() -> None:
+        rig.engine.has_b = False  # type: ignore[attr-defined]
         rig.driver.distrust("b")
-        await with_stop(rig, asyncio.sleep(0))
-        assert not versions_of("b", rig.ledger) and rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] > 0
 
-    run(work())
+    if while_training:
+        find_out()
+    else:
+        asyncio.get_running_loop().call_later(0.5, find_out)
+    step = rig.ledger.next_step
+    later = await with_stop(rig, rig.train(6, train_s=2.0))
+    assert_trainable(before | later, rig)
+    first_clean = step if while_training else step + 1  # one may have been handed out before
+    for batch in later.values():
+        if batch.step >= first_clean:
+            assert all(s.engine != "b" for t in batch.trajectories for s in t.segments if s.token_ids)
+    drops = [e for e in rig.events if isinstance(e, GroupDropped) and e.cause is WasteCause.UNTRUSTED_ENGINE]
+    assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
+
+
+@in_virtual_time
+async def test_samples_of_a_member_found_out_at_the_end_are_dropped_at_once() -> None:
+    rig = make_two("april")
+    await rig.train(2, train_s=2.0)
+    assert versions_of("b", rig.ledger)
+    rig.driver.distrust("b")
+    await with_stop(rig, asyncio.sleep(0))
+    assert not versions_of("b", rig.ledger) and rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE] > 0

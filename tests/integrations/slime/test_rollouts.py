@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,19 @@ from tests.integrations.slime.recorded import Manager, Sample
 from tests.speed import within
 
 
+@pytest.fixture
+def servers() -> Iterator[Farm]:
+    with slime_over_servers() as made:
+        yield made
+
+
 def run_of(folder: Path, servers: Farm, **changes: Any) -> Loop:
     return Loop(servers, arguments(folder, servers.port, **changes))
 
 
-def test_every_token_was_sampled_by_a_server_under_its_version(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        trained = run_of(tmp_path, servers).steps(range(6))
-        sampled = servers.sampled
+def test_every_token_was_sampled_by_a_server_under_its_version(tmp_path: Path, servers: Farm) -> None:
+    trained = run_of(tmp_path, servers).steps(range(6))
+    sampled = servers.sampled
     for step in trained:
         assert len(step.groups) == BATCH and {len(group) for group in step.groups} == {GROUP}
         assert [g[0].index for g in step.groups] == sorted(g[0].index or 0 for g in step.groups)
@@ -61,10 +67,9 @@ def test_every_token_was_sampled_by_a_server_under_its_version(tmp_path: Path) -
                 assert sample.status is Sample.Status.TRUNCATED and sample.response_length == LENGTH
 
 
-def test_unfinished_samples_go_on_in_the_next_rollout(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        trained = run_of(tmp_path, servers).steps(range(6))
-        state, decoded = journaled(tmp_path), servers.decoded_tokens
+def test_unfinished_samples_go_on_in_the_next_rollout(tmp_path: Path, servers: Farm) -> None:
+    trained = run_of(tmp_path, servers).steps(range(6))
+    state, decoded = journaled(tmp_path), servers.decoded_tokens
     resumed = [s for step in trained for s in step.samples if s.metadata["rollover"]["resumes"]]
     assert resumed and all(
         s.metadata["start_rollout_id"] == versions(s)[0] for s in resumed if len(set(versions(s))) > 1
@@ -77,43 +82,39 @@ def test_unfinished_samples_go_on_in_the_next_rollout(tmp_path: Path) -> None:
     assert tokens.decoded == decoded == tokens.trained + tokens.live and not tokens.wasted.total()
 
 
-def test_groups_that_are_whole_beyond_the_batch_lead_the_next_one(tmp_path: Path) -> None:
+def test_groups_that_are_whole_beyond_the_batch_lead_the_next_one(tmp_path: Path, servers: Farm) -> None:
     """slime's own function drops those that end in the same turn as the last one that it needs."""
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers, rollout_max_response_len=2)
-        surplus: list[set[Any]] = []
-        for rollout_id in range(4):
-            trained = {group[0].group_index for group in loop.step(rollout_id).groups}
-            assert not surplus or surplus[-1] <= trained
-            surplus.append({entry.prompt.columns["group_index"] for entry in journaled(tmp_path).ledger.ready.values()})
+    loop = run_of(tmp_path, servers, rollout_max_response_len=2)
+    surplus: list[set[Any]] = []
+    for rollout_id in range(4):
+        trained = {group[0].group_index for group in loop.step(rollout_id).groups}
+        assert not surplus or surplus[-1] <= trained
+        surplus.append({entry.prompt.columns["group_index"] for entry in journaled(tmp_path).ledger.ready.values()})
     assert any(surplus)
 
 
-def test_metrics_say_how_stale_the_batch_is(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        last = run_of(tmp_path, servers).steps(range(3))[-1]
+def test_metrics_say_how_stale_the_batch_is(tmp_path: Path, servers: Farm) -> None:
+    last = run_of(tmp_path, servers).steps(range(3))[-1]
     lags = [2 - version for sample in last.samples for version in versions(sample)]
     assert last.metrics["rollover/staleness/mean"] == pytest.approx(sum(lags) / len(lags))
     assert last.metrics["rollover/staleness/max"] == max(lags)
     assert last.metrics["rollover/staleness/weights"] == 0.0
 
 
-def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.steps(range(5))
-        loop.manager.eval(4)
-        loop.step(5)
-        rows = read_metrics(tmp_path / "ckpt/rollover")
-        assert [row.step for row in rows] == [0, 1, 2, 3, 4], "a step ends when the next one begins"
-        for row in rows:
-            assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
-        shows_its_run(tmp_path / "ckpt/rollover")  # also while it is at work
+def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers)
+    loop.steps(range(5))
+    loop.manager.eval(4)
+    loop.step(5)
+    rows = read_metrics(tmp_path / "ckpt/rollover")
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4], "a step ends when the next one begins"
+    for row in rows:
+        assert 0.0 < row.values["time/rollout_s"] <= row.values["time/step_s"]
+    shows_its_run(tmp_path / "ckpt/rollover")  # also while it is at work
 
 
-def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        (step,) = run_of(tmp_path, servers, custom_rm_path=f"{KIT}.never_for_odd_places").steps([0])
+def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path, servers: Farm) -> None:
+    (step,) = run_of(tmp_path, servers, custom_rm_path=f"{KIT}.never_for_odd_places").steps([0])
     for number, group in enumerate(step.groups):
         failed = [s for s in group if s.status is Sample.Status.FAILED]
         assert [s.index % GROUP for s in failed if s.index is not None] == [1]
@@ -124,10 +125,9 @@ def test_a_failed_sibling_does_not_move_the_baseline(tmp_path: Path) -> None:
         assert all(sum(mask) for i, mask in enumerate(step.loss_masks[number * GROUP :][:GROUP]) if i != 1)
 
 
-def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        trained = run_of(tmp_path, servers, mask_offpolicy_in_partial_rollout=True).steps(range(4))
-        untrained = journaled(tmp_path).ledger.tokens.wasted[WasteCause.MASKED_STALE]
+def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path, servers: Farm) -> None:
+    trained = run_of(tmp_path, servers, mask_offpolicy_in_partial_rollout=True).steps(range(4))
+    untrained = journaled(tmp_path).ledger.tokens.wasted[WasteCause.MASKED_STALE]
     stale = 0
     for step in trained:
         for sample, mask in zip(step.samples, step.loss_masks, strict=True):
@@ -137,43 +137,39 @@ def test_stale_tokens_are_left_out_where_slime_is_told_so(tmp_path: Path) -> Non
     assert untrained == sum(mask.count(0) for step in trained[:-1] for mask in step.loss_masks)
 
 
-def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
-        (step,) = run_of(tmp_path, servers, **changes).steps([0])
+def test_a_table_of_rewards_reaches_slime_whole(tmp_path: Path, servers: Farm) -> None:
+    changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
+    (step,) = run_of(tmp_path, servers, **changes).steps([0])
     assert all(sample.reward["length"] == sample.response_length for sample in step.samples)
 
 
-def test_groups_of_equal_rewards_are_left_out_if_slime_asks_for_it(tmp_path: Path) -> None:
+def test_groups_of_equal_rewards_are_left_out_if_slime_asks_for_it(tmp_path: Path, servers: Farm) -> None:
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers, dynamic_sampling_filter_path=path, rollout_max_response_len=3)
-        trained = loop.steps(range(3))
-        dropped = sum(journaled(tmp_path).ledger.dropped.values())
+    loop = run_of(tmp_path, servers, dynamic_sampling_filter_path=path, rollout_max_response_len=3)
+    trained = loop.steps(range(3))
+    dropped = sum(journaled(tmp_path).ledger.dropped.values())
     assert dropped > 0
     assert all(len({s.reward for s in group}) > 1 for step in trained for group in step.groups)
 
 
-def test_evaluation_stays_slimes(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        before = servers.decoded_tokens
-        output = loop.manager.eval(0)
-        assert output.data["held out"]["rewards"] == [0.5] and servers.decoded_tokens == before
-        loop.step(0)
+def test_evaluation_stays_slimes(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers)
+    before = servers.decoded_tokens
+    output = loop.manager.eval(0)
+    assert output.data["held out"]["rewards"] == [0.5] and servers.decoded_tokens == before
+    loop.step(0)
 
 
-def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.step(0)
-        servers.kill(1)
-        trained = [loop.manager.generate(1)]
-        servers.workers.pop()
-        servers.router.urls.pop()
-        servers.update_weights()
-        trained.append(loop.step(2))
-        journaled(tmp_path).ledger.check()
+def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers)
+    loop.step(0)
+    servers.kill(1)
+    trained = [loop.manager.generate(1)]
+    servers.workers.pop()
+    servers.router.urls.pop()
+    servers.update_weights()
+    trained.append(loop.step(2))
+    journaled(tmp_path).ledger.check()
     assert [len(step.samples) for step in trained] == [BATCH * GROUP] * 2
     assert not any(s.status is Sample.Status.FAILED for step in trained for s in step.samples)
 
@@ -181,77 +177,54 @@ def test_a_worker_that_dies_in_a_rollout_costs_no_batch(tmp_path: Path) -> None:
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_were_not_updated_are_refused_until_they_are(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.manager.generate(0)
-        with pytest.raises(EngineError, match="still say '1' at the rollout of batch 1, where '2' was due"):
-            loop.manager.generate(1)
-        servers.update_weights()
-        loop.step(1)
+def test_weights_that_were_not_updated_are_refused_until_they_are(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers)
+    loop.manager.generate(0)
+    with pytest.raises(EngineError, match="still say '1' at the rollout of batch 1, where '2' was due"):
+        loop.manager.generate(1)
+    servers.update_weights()
+    loop.step(1)
 
 
-def test_a_worker_that_missed_the_update_is_named(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.manager.generate(0)
-        servers.update_weights(but=[1])
-        decoded = servers.decoded_tokens
-        with pytest.raises(EngineError, match=f"'1' by {servers.router.urls[1]}; '2' by {servers.router.urls[0]}"):
-            loop.manager.generate(1)
-        assert servers.decoded_tokens == decoded
-
-
-def test_more_updates_than_batches_are_refused(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.manager.generate(0)
-        servers.update_weights()
-        servers.update_weights()
-        with pytest.raises(EngineError, match="say '3' at the rollout of batch 1, where '2' was due"):
-            loop.manager.generate(1)
-
-
-def test_a_rollout_begun_before_a_training_step_is_one_version_behind(tmp_path: Path) -> None:
+def test_a_rollout_begun_before_a_training_step_is_one_version_behind(tmp_path: Path, servers: Farm) -> None:
     """The order of ``train_async.py``: generate 0, generate 1, train 0, update, generate 2, train 1, update."""
-    with slime_over_servers() as servers:
-        changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
-        loop = run_of(tmp_path, servers, **changes)
-        trained = [loop.manager.generate(0), loop.manager.generate(1)]
-        for rollout_id in (2, 3):
-            servers.update_weights()
-            trained.append(loop.manager.generate(rollout_id))
+    changes = {"rollover": {"weights_lag": 1, "rollout": {"max_staleness": 4}}}
+    loop = run_of(tmp_path, servers, **changes)
+    trained = [loop.manager.generate(0), loop.manager.generate(1)]
+    for rollout_id in (2, 3):
+        servers.update_weights()
+        trained.append(loop.manager.generate(rollout_id))
     newest = [max(version for s in step.samples for version in versions(s)) for step in trained]
     assert all(version <= bound for version, bound in zip(newest, [0, 0, 1, 2], strict=True))
     assert [step.metrics["rollover/staleness/weights"] for step in trained] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_a_rollout_out_of_order_is_refused(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers)
-        loop.step(0)
-        servers.update_weights()
-        with pytest.raises(RunError, match="rollout 2 is asked for, but rollout 1 is next"):
-            loop.manager.generate(2)
+def test_a_rollout_out_of_order_is_refused(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers)
+    loop.step(0)
+    servers.update_weights()
+    with pytest.raises(RunError, match="rollout 2 is asked for, but rollout 1 is next"):
+        loop.manager.generate(2)
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("killed_behind", [0, 1, 3])
-def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(tmp_path: Path, killed_behind: int) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        first = [loop.step(0), loop.step(1, saves=True), *loop.steps(range(2, 2 + killed_behind))]
-        decoded = servers.decoded_tokens
-        loop.kill()
-        again = Loop(servers, args, start=2)
-        for step in first[2:]:
-            assert [known(s) for s in again.step(step.rollout_id).samples] == [known(s) for s in step.samples]
-        assert servers.decoded_tokens == decoded, "what is in the journal is not decoded again"
-        rest = again.steps(range(2 + killed_behind, 6))
-        journaled(tmp_path).ledger.check()
+def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_batches(
+    tmp_path: Path, killed_behind: int, servers: Farm
+) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    first = [loop.step(0), loop.step(1, saves=True), *loop.steps(range(2, 2 + killed_behind))]
+    decoded = servers.decoded_tokens
+    loop.kill()
+    again = Loop(servers, args, start=2)
+    for step in first[2:]:
+        assert [known(s) for s in again.step(step.rollout_id).samples] == [known(s) for s in step.samples]
+    assert servers.decoded_tokens == decoded, "what is in the journal is not decoded again"
+    rest = again.steps(range(2 + killed_behind, 6))
+    journaled(tmp_path).ledger.check()
     everything = [*first, *rest]
     seen = Counter(s.index for step in everything for s in step.samples)
     assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
@@ -288,132 +261,123 @@ class Process:
         self.child.communicate(timeout=within(30.0))
 
 
-def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        process = Process(tmp_path, servers)
-        try:
-            first = [process.step(0), process.step(1, saves=True), process.step(2)]
-            before, give_up_s = servers.decoded_tokens, time.monotonic() + within(60.0)
-            process.begin(3)
-            while servers.decoded_tokens < before + 40:
-                assert process.child.poll() is None and time.monotonic() < give_up_s
-        finally:
-            process.kill()
-        args = arguments(tmp_path, servers.port)
-        servers.restart()
-        again = Loop(servers, args, start=2)
-        rest = [[list(known(s)) for s in again.step(rollout_id).samples] for rollout_id in range(2, 6)]
-        state = journaled(tmp_path)
+def test_a_process_that_is_killed_in_a_rollout_costs_what_was_on_its_way(tmp_path: Path, servers: Farm) -> None:
+    process = Process(tmp_path, servers)
+    try:
+        first = [process.step(0), process.step(1, saves=True), process.step(2)]
+        before, give_up_s = servers.decoded_tokens, time.monotonic() + within(60.0)
+        process.begin(3)
+        while servers.decoded_tokens < before + 40:
+            assert process.child.poll() is None and time.monotonic() < give_up_s
+    finally:
+        process.kill()
+    args = arguments(tmp_path, servers.port)
+    servers.restart()
+    again = Loop(servers, args, start=2)
+    rest = [[list(known(s)) for s in again.step(rollout_id).samples] for rollout_id in range(2, 6)]
+    state = journaled(tmp_path)
     assert json.loads(json.dumps(rest[0])) == first[2]
     seen = Counter(sample[0] for samples in [*first[:2], *rest] for sample in samples)
     assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
     state.ledger.check()
 
 
-def test_prompts_go_on_where_they_were(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        loop.step(0)
-        loop.step(1, saves=True)
-        loop.step(2)
-        loop.kill()
-        Loop(servers, args, start=2).steps(range(2, 6))
-        opened = [e for _, e in read_events(tmp_path / "ckpt/rollover/journal.sqlite") if isinstance(e, GroupOpened)]
-        untouched = recorded.RolloutDataSource(args).get_samples(len(opened))
+def test_prompts_go_on_where_they_were(tmp_path: Path, servers: Farm) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    loop.step(0)
+    loop.step(1, saves=True)
+    loop.step(2)
+    loop.kill()
+    Loop(servers, args, start=2).steps(range(2, 6))
+    opened = [e for _, e in read_events(tmp_path / "ckpt/rollover/journal.sqlite") if isinstance(e, GroupOpened)]
+    untouched = recorded.RolloutDataSource(args).get_samples(len(opened))
     assert len(opened) >= 6 * BATCH
     assert [event.prompt.text for event in opened] == [group[0].prompt for group in untouched]
     assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
 
 
-def test_a_run_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        first = loop.steps(range(2))
-        decoded = servers.decoded_tokens
-        loop.kill()
-        again = Loop(servers, args).steps(range(2))
-        assert [known(s) for step in again for s in step.samples] == [known(s) for step in first for s in step.samples]
-        assert servers.decoded_tokens == decoded
+def test_a_run_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path, servers: Farm) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    first = loop.steps(range(2))
+    decoded = servers.decoded_tokens
+    loop.kill()
+    again = Loop(servers, args).steps(range(2))
+    assert [known(s) for step in again for s in step.samples] == [known(s) for step in first for s in step.samples]
+    assert servers.decoded_tokens == decoded
 
 
-def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path) -> None:
+def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path, servers: Farm) -> None:
     changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, **changes)
-        loop = Loop(servers, args)
-        first = loop.step(0)
-        loop.kill()
-        again = Loop(servers, args).step(0)
+    args = arguments(tmp_path, servers.port, **changes)
+    loop = Loop(servers, args)
+    first = loop.step(0)
+    loop.kill()
+    again = Loop(servers, args).step(0)
     assert [s.reward for s in again.samples] == [s.reward for s in first.samples]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_the_last(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        first = loop.steps(range(4), saves=True)
-        loop.kill()
-        again = Loop(servers, args, start=3).step(3)
+def test_a_run_goes_on_from_the_checkpoint_before_the_last(tmp_path: Path, servers: Farm) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    first = loop.steps(range(4), saves=True)
+    loop.kill()
+    again = Loop(servers, args, start=3).step(3)
     assert [known(s) for s in again.samples] == [known(s) for s in first[3].samples]
 
 
-def test_a_checkpoint_older_than_those_that_are_kept_is_refused(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        loop.steps(range(4), saves=True)
-        loop.kill()
-        with pytest.raises(RunError, match="does not fit a checkpoint at step 1"):
-            Loop(servers, args, start=1).step(1)
+def test_a_checkpoint_older_than_those_that_are_kept_is_refused(tmp_path: Path, servers: Farm) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    loop.steps(range(4), saves=True)
+    loop.kill()
+    with pytest.raises(RunError, match="does not fit a checkpoint at step 1"):
+        Loop(servers, args, start=1).step(1)
 
 
-def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path, servers: Farm) -> None:
     """slime's own data source would begin at the first prompt again, without a word."""
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        loop.step(0, saves=True)
-        loop.kill()
-        (tmp_path / "ckpt/rollout/global_dataset_state_dict_0.pt").unlink()
-        with pytest.raises(RunError, match="the place in the prompts after rollout 0 is not in"):
-            Loop(servers, args, start=1)
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    loop.step(0, saves=True)
+    loop.kill()
+    (tmp_path / "ckpt/rollout/global_dataset_state_dict_0.pt").unlink()
+    with pytest.raises(RunError, match="the place in the prompts after rollout 0 is not in"):
+        Loop(servers, args, start=1)
 
 
-def test_a_checkpoint_is_saved_while_the_next_rollout_has_been_made(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_while_the_next_rollout_has_been_made(tmp_path: Path, servers: Farm) -> None:
     """The order of ``train_async.py``: it saves behind rollout 1 when rollout 2 is done already."""
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, rollover={"weights_lag": 1, "rollout": {"max_staleness": 4}})
-        loop = Loop(servers, args)
-        first = [loop.manager.generate(0), loop.manager.generate(1)]
+    args = arguments(tmp_path, servers.port, rollover={"weights_lag": 1, "rollout": {"max_staleness": 4}})
+    loop = Loop(servers, args)
+    first = [loop.manager.generate(0), loop.manager.generate(1)]
+    servers.update_weights()
+    first.append(loop.manager.generate(2))
+    loop.manager.save(1)
+    servers.update_weights()
+    first.append(loop.manager.generate(3))
+    loop.kill()
+    again = Loop(servers, args, start=2)
+    rest = [again.manager.generate(2), again.manager.generate(3)]
+    for rollout_id in (4, 5):
         servers.update_weights()
-        first.append(loop.manager.generate(2))
-        loop.manager.save(1)
-        servers.update_weights()
-        first.append(loop.manager.generate(3))
-        loop.kill()
-        again = Loop(servers, args, start=2)
-        rest = [again.manager.generate(2), again.manager.generate(3)]
-        for rollout_id in (4, 5):
-            servers.update_weights()
-            rest.append(again.manager.generate(rollout_id))
-        journaled(tmp_path).ledger.check()
+        rest.append(again.manager.generate(rollout_id))
+    journaled(tmp_path).ledger.check()
     for before, after in zip(first[2:], rest[:2], strict=True):
         assert [known(s) for s in after.samples] == [known(s) for s in before.samples]
     seen = Counter(s.index for step in [*first[:2], *rest] for s in step.samples)
     assert len(seen) == 6 * BATCH * GROUP and set(seen.values()) == {1}
 
 
-def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port)
-        loop = Loop(servers, args)
-        loop.step(0, saves=True)
-        loop.kill()
-        args.prompt_data = str(Path(args.prompt_data).rename(tmp_path / "others.jsonl"))
-        with pytest.raises(RunError, match=r"began with prompt data .*prompts\.jsonl, but now it is .*others\.jsonl"):
-            Loop(servers, args, start=1).step(1)
+def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path, servers: Farm) -> None:
+    args = arguments(tmp_path, servers.port)
+    loop = Loop(servers, args)
+    loop.step(0, saves=True)
+    loop.kill()
+    args.prompt_data = str(Path(args.prompt_data).rename(tmp_path / "others.jsonl"))
+    with pytest.raises(RunError, match=r"began with prompt data .*prompts\.jsonl, but now it is .*others\.jsonl"):
+        Loop(servers, args, start=1).step(1)
 
 
 def test_without_our_data_source_rollouts_work_and_the_user_is_told(
@@ -438,42 +402,38 @@ def test_a_loss_that_takes_stale_tokens_for_current_ones_is_warned_of(
     assert "--use-tis corrects for it" in caplog.text
 
 
-def test_a_reward_model_that_slime_does_not_have_ends_the_run_at_once(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loop = run_of(tmp_path, servers, custom_rm_path=None)
-        with pytest.raises(DataError, match="responses cannot be scored: Rule-based RM type is not specified"):
-            loop.step(0)
+def test_a_reward_model_that_slime_does_not_have_ends_the_run_at_once(tmp_path: Path, servers: Farm) -> None:
+    loop = run_of(tmp_path, servers, custom_rm_path=None)
+    with pytest.raises(DataError, match="responses cannot be scored: Rule-based RM type is not specified"):
+        loop.step(0)
 
 
-def test_prompts_that_no_server_takes_end_the_run_with_the_servers_words(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        for worker in servers.workers:
-            worker.fails = lambda input_ids: True
-        loop = run_of(tmp_path, servers)
-        with pytest.raises((EngineError, DataError), match="not this one"):
-            loop.step(0)
+def test_prompts_that_no_server_takes_end_the_run_with_the_servers_words(tmp_path: Path, servers: Farm) -> None:
+    for worker in servers.workers:
+        worker.fails = lambda input_ids: True
+    loop = run_of(tmp_path, servers)
+    with pytest.raises((EngineError, DataError), match="not this one"):
+        loop.step(0)
 
 
-def test_samples_are_not_put_back(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        source = run_of(tmp_path, servers).manager.data_source
-        source.add_samples([])
-        with pytest.raises(ConfigError, match="takes no samples back"):
-            source.add_samples([[Sample()]])
+def test_samples_are_not_put_back(tmp_path: Path, servers: Farm) -> None:
+    source = run_of(tmp_path, servers).manager.data_source
+    source.add_samples([])
+    with pytest.raises(ConfigError, match="takes no samples back"):
+        source.add_samples([[Sample()]])
 
 
-def test_two_runs_in_a_process_share_nothing(tmp_path: Path) -> None:
-    with slime_over_servers() as servers:
-        loops = []
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-            loops.append(Manager(arguments(tmp_path / name, servers.port)))
-        servers.update_weights()
-        first, second = (manager.generate(0) for manager in loops)
-        servers.update_weights()
-        third, fourth = (manager.generate(1) for manager in loops)
-        for name in ("one", "two"):
-            journaled(tmp_path / name).ledger.check()
+def test_two_runs_in_a_process_share_nothing(tmp_path: Path, servers: Farm) -> None:
+    loops = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        loops.append(Manager(arguments(tmp_path / name, servers.port)))
+    servers.update_weights()
+    first, second = (manager.generate(0) for manager in loops)
+    servers.update_weights()
+    third, fourth = (manager.generate(1) for manager in loops)
+    for name in ("one", "two"):
+        journaled(tmp_path / name).ledger.check()
     for steps in ((first, third), (second, fourth)):
         seen = Counter(s.index for step in steps for s in step.samples)
         assert len(seen) == 2 * BATCH * GROUP and set(seen.values()) == {1}
@@ -482,22 +442,20 @@ def test_two_runs_in_a_process_share_nothing(tmp_path: Path) -> None:
 # -- slime's hooks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_does_not_come_fails_its_sample(tmp_path: Path) -> None:
+def test_a_reward_that_does_not_come_fails_its_sample(tmp_path: Path, servers: Farm) -> None:
     changes = {"custom_rm_path": f"{KIT}.late_for_odd_places", "rollover": {"reward_timeout_s": 0.2}}
-    with slime_over_servers() as servers:
-        (step,) = run_of(tmp_path, servers, **changes).steps([0])
+    (step,) = run_of(tmp_path, servers, **changes).steps([0])
     failed = [s for s in step.samples if s.status is Sample.Status.FAILED]
     assert {s.index % GROUP for s in failed if s.index is not None} == {1} and len(failed) == BATCH
 
 
-def test_hooks_and_filters_of_slime_are_called(tmp_path: Path) -> None:
+def test_hooks_and_filters_of_slime_are_called(tmp_path: Path, servers: Farm) -> None:
     changes = {"rollout_sample_hook_path": [f"{KIT}.marked"], "rollout_sample_filter_path": f"{KIT}.last_removed"}
-    with slime_over_servers() as servers:
-        args = arguments(tmp_path, servers.port, **changes)
-        loop = Loop(servers, args)
-        first = loop.step(0)
-        loop.kill()
-        again = Loop(servers, args).step(0)
+    args = arguments(tmp_path, servers.port, **changes)
+    loop = Loop(servers, args)
+    first = loop.step(0)
+    loop.kill()
+    again = Loop(servers, args).step(0)
     for step in (first, again):
         assert all(sample.metadata["marked"] == sample.response_length for sample in step.samples)
         assert [s.remove_sample for s in step.groups[0]] == [False, False, False, True]

@@ -19,7 +19,7 @@ from rollover.types import FinishReason, SamplingParams
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedTransport
 from tests.integrations.slime.farm import OldSGLang, Router
 from tests.integrations.slime.kit import write_model
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock, in_virtual_time, run
 
 CONFIG = SGLangConfig(
     urls=("http://router",), max_running=8, abort_timeout_s=4.0, control_timeout_s=2.0, first_token_timeout_s=100.0
@@ -85,125 +85,101 @@ def drawn(worker: OldSGLang) -> set[tuple[int, float]]:
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_have_the_version_that_the_label_stands_for(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_tokens_have_the_version_that_the_label_stands_for(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout(version=12) as engine:
-            chunks = await everything(engine, request("g0.0"))
-            await engine.end()
-            return chunks
-
-    chunks = run(scenario())
+    async with lent.rollout(version=12) as engine:
+        chunks = await everything(engine, request("g0.0"))
+        await engine.end()
     assert len(ids(chunks)) == 20 and chunks[-1].finish_reason is FinishReason.LENGTH
     assert {chunk.policy_version for chunk in chunks} == {12}
     pairs = {(t, round(p, 9)) for c in chunks for t, p in zip(c.token_ids, c.logprobs, strict=True)}
     assert pairs <= drawn(lent[0]) | drawn(lent[1])
 
 
-def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout() as engine:
-            return await everything(engine, request("g0.0", response=(5, 6, 7)))
-
-    assert len(ids(run(scenario()))) == 17
+    async with lent.rollout() as engine:
+        found = await everything(engine, request("g0.0", response=(5, 6, 7)))
+    assert len(ids(found)) == 17
     body = next(body for method, path, _, body in lent[0].log if path == "/generate")
     assert body["input_ids"] == [1, 2, 0, 5, 6, 7] and body["sampling_params"]["max_new_tokens"] == 17
     assert body["stream"] is False
 
 
-def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> tuple[list[Chunk], list[Chunk]]:
-        async with lent.rollout() as engine:
-            calls = [asyncio.create_task(everything(engine, request(n, tokens=200))) for n in ("g0.0", "g1.0")]
-            while lent[0].decoded_tokens < 10:
-                await asyncio.sleep(0.01)
-            await engine.abort(["d.g0.0#1.", "d.g1.0#1."])
-            one, other = await asyncio.gather(*calls)
-            await engine.end()
-            return one, other
-
-    one, other = run(scenario())
+    async with lent.rollout() as engine:
+        calls = [asyncio.create_task(everything(engine, request(n, tokens=200))) for n in ("g0.0", "g1.0")]
+        while lent[0].decoded_tokens < 10:
+            await asyncio.sleep(0.01)
+        await engine.abort(["d.g0.0#1.", "d.g1.0#1."])
+        one, other = await asyncio.gather(*calls)
+        await engine.end()
     assert one[-1].finish_reason is other[-1].finish_reason is FinishReason.ABORT
     assert len(ids(one)) >= 5 and len(ids(one)) + len(ids(other)) == lent[0].decoded_tokens
 
 
-def test_one_of_several_calls_is_aborted_alone(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_one_of_several_calls_is_aborted_alone(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> list[FinishReason | None]:
-        async with lent.rollout() as engine:
-            names = ("g0.0", "g1.0")
-            calls = [asyncio.create_task(everything(engine, request(n, tokens=30))) for n in names]
-            while lent[0].decoded_tokens < 6:
-                await asyncio.sleep(0.01)
-            await engine.abort(["d.g0.0#1."])
-            return [chunks[-1].finish_reason for chunks in await asyncio.gather(*calls)]
-
-    assert run(scenario()) == [FinishReason.ABORT, FinishReason.LENGTH]
+    async with lent.rollout() as engine:
+        names = ("g0.0", "g1.0")
+        calls = [asyncio.create_task(everything(engine, request(n, tokens=30))) for n in names]
+        while lent[0].decoded_tokens < 6:
+            await asyncio.sleep(0.01)
+        await engine.abort(["d.g0.0#1."])
+        found = [chunks[-1].finish_reason for chunks in await asyncio.gather(*calls)]
+    assert found == [FinishReason.ABORT, FinishReason.LENGTH]
 
 
-def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1, slots=1)
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout() as engine:
-            first = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
-            while lent[0].decoded_tokens < 3:
-                await asyncio.sleep(0.01)
-            second = asyncio.create_task(everything(engine, request("g1.0", tokens=200)))
-            while len(lent[0].requests) < 2:
-                await asyncio.sleep(0.01)
-            await engine.abort(["d.g0.0#1.", "d.g1.0#1."])
-            await first
-            return await second
-
-    (chunk,) = run(scenario())
+    async with lent.rollout() as engine:
+        first = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
+        while lent[0].decoded_tokens < 3:
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(everything(engine, request("g1.0", tokens=200)))
+        while len(lent[0].requests) < 2:
+            await asyncio.sleep(0.01)
+        await engine.abort(["d.g0.0#1.", "d.g1.0#1."])
+        await first
+        (chunk,) = await second
     assert chunk.finish_reason is FinishReason.ABORT and not chunk.token_ids
 
 
-def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1, incremental=True)
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout(version=3) as engine:
-            return await everything(engine, request("g0.0"))
-
-    chunks = run(scenario())
+    async with lent.rollout(version=3) as engine:
+        chunks = await everything(engine, request("g0.0"))
     assert len(chunks) > 1 and len(ids(chunks)) == 20 and {c.policy_version for c in chunks} == {3}
 
 
-def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
     """Without one, they would give all siblings the same response."""
     lent = Lent(tmp_path, num_workers=1)
     lent[0].draws_by_seed = True
-
-    async def scenario() -> list[list[int]]:
-        async with lent.rollout() as engine:
-            asked = [replace(request("g0.0"), seed=2**63 + 2), replace(request("g0.1"), seed=2**63 + 4)]
-            again = replace(asked[0], request_id="d.g0.0#2.")
-            return [ids(await everything(engine, one)) for one in (*asked, again)]
-
-    first, sibling, again = run(scenario())
+    async with lent.rollout() as engine:
+        asked = [replace(request("g0.0"), seed=2**63 + 2), replace(request("g0.1"), seed=2**63 + 4)]
+        retried = replace(asked[0], request_id="d.g0.0#2.")
+        first, sibling, again = [ids(await everything(engine, one)) for one in (*asked, retried)]
     assert first == again and first != sibling
 
 
-def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     for worker in lent.workers.values():
         worker.has_new_paths = False
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout() as engine:
-            chunks = await everything(engine, request("g0.0"))
-            await engine.end()
-            return chunks
-
-    assert len(ids(run(scenario()))) == 20
+    async with lent.rollout() as engine:
+        chunks = await everything(engine, request("g0.0"))
+        await engine.end()
+    assert len(ids(chunks)) == 20
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -217,17 +193,10 @@ def test_workers_that_disagree_are_refused_before_a_token_is_decoded(tmp_path: P
     assert not lent[0].decoded_tokens and not lent[1].decoded_tokens
 
 
-def test_a_worker_that_slime_has_given_no_weights_is_refused(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
-    lent[0].version = "default"
-    with pytest.raises(EngineError, match="call their weights 'default'"):
-        run(lent.engine().begin())
-
-
-def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path: Path) -> None:
-    lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> None:
+    with pytest.raises(EngineError, match="weights '2' sampled its tokens, and the rollout began with '1'"):
         async with lent.rollout() as engine:
             call = asyncio.create_task(everything(engine, request("g0.0", tokens=30)))
             while lent[0].decoded_tokens < 5:
@@ -235,11 +204,9 @@ def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path: Path)
             lent[0].version, lent[0].weights = "2", "weights 2"
             await call
 
-    with pytest.raises(EngineError, match="weights '2' sampled its tokens, and the rollout began with '1'"):
-        run(scenario())
 
-
-def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
 
     def without_version(answer: dict[str, Any]) -> dict[str, Any]:
@@ -247,108 +214,86 @@ def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> None:
         return answer
 
     lent[0].says = without_version
-
-    async def scenario() -> None:
+    with pytest.raises(EngineError, match="does not say which weights sampled its tokens"):
         async with lent.rollout() as engine:
             await everything(engine, request("g0.0"))
 
-    with pytest.raises(EngineError, match="does not say which weights sampled its tokens"):
-        run(scenario())
 
-
-def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     lent[0].reports_spans = True
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout(version=5) as engine:
-            return await everything(engine, request("g0.0"))
-
-    assert {chunk.policy_version for chunk in run(scenario())} == {5}
+    async with lent.rollout(version=5) as engine:
+        found = await everything(engine, request("g0.0"))
+    assert {chunk.policy_version for chunk in found} == {5}
 
 
 # -- between rollouts -------------------------------------------------------------------------------------------------
 
 
-def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
-
-    async def scenario() -> list[int]:
-        async with lent.rollout(health_interval_s=0.5) as engine:
-            await everything(engine, request("g0.0"))
-            await asyncio.sleep(2.0)
-            await engine.end()
-            before = [len(worker.log) for worker in lent.workers.values()]
-            await asyncio.sleep(60.0)
-            assert before == [len(worker.log) for worker in lent.workers.values()]
-            return before
-
-    assert min(run(scenario())) > 3
+    async with lent.rollout(health_interval_s=0.5) as engine:
+        await everything(engine, request("g0.0"))
+        await asyncio.sleep(2.0)
+        await engine.end()
+        before = [len(worker.log) for worker in lent.workers.values()]
+        await asyncio.sleep(60.0)
+        assert before == [len(worker.log) for worker in lent.workers.values()]
+    assert min(before) > 3
 
 
-def test_a_call_between_rollouts_is_refused(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_call_between_rollouts_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
-
-    async def scenario() -> None:
+    with pytest.raises(EngineError, match="lent for rollouts only"):
         async with lent.rollout() as engine:
             await engine.end()
             await everything(engine, request("g0.0"))
 
-    with pytest.raises(EngineError, match="lent for rollouts only"):
-        run(scenario())
 
-
-def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
-
-    async def scenario() -> tuple[str, list[Chunk]]:
-        engine = lent.engine()
-        await engine.begin()
-        await engine.serves(0)
-        await engine.end()
-        lent.transport.servers["w2"] = lent.workers["w2"] = OldSGLang(tick_s=0.01, mean_tokens=1e9)
-        lent.router.urls = ["http://w2"]
-        lent.workers["w2"].updated(2)
-        label = await engine.begin()
-        await engine.serves(1)
-        chunks = await everything(engine, request("g0.0"))
-        await engine.end()
-        assert engine.stats().decoded_tokens == 20
-        await engine.close()
-        return label, chunks
-
-    label, chunks = run(scenario())
+    engine = lent.engine()
+    await engine.begin()
+    await engine.serves(0)
+    await engine.end()
+    lent.transport.servers["w2"] = lent.workers["w2"] = OldSGLang(tick_s=0.01, mean_tokens=1e9)
+    lent.router.urls = ["http://w2"]
+    lent.workers["w2"].updated(2)
+    label = await engine.begin()
+    await engine.serves(1)
+    chunks = await everything(engine, request("g0.0"))
+    await engine.end()
+    assert engine.stats().decoded_tokens == 20
+    await engine.close()
     assert label == "2" and {chunk.policy_version for chunk in chunks} == {1}
     assert lent.workers["w2"].decoded_tokens == 20
 
 
-def test_a_server_is_given_back_only_when_it_is_idle(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_server_is_given_back_only_when_it_is_idle(tmp_path: Path) -> None:
     """A request that nobody waits for any more is still decoded."""
     lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> None:
-        async with lent.rollout() as engine:
-            left = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
-            while lent[0].decoded_tokens < 3:
-                await asyncio.sleep(0.01)
-            left.cancel()
-            await engine.end()
-            assert not lent[0].requests
-
-    run(scenario())
+    async with lent.rollout() as engine:
+        left = asyncio.create_task(everything(engine, request("g0.0", tokens=200)))
+        while lent[0].decoded_tokens < 3:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await engine.end()
+        assert not lent[0].requests
 
 
-def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     busy = Answer(body={"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]})
-
-    async def scenario() -> None:
+    with pytest.raises(EngineTimeout, match="http://w0 still runs 3 calls 8 s after all were aborted"):
         async with lent.rollout() as engine:
             lent[0].answer_once("/v1/loads", *[busy] * 1000)
             await engine.end()
-
-    with pytest.raises(EngineTimeout, match="http://w0 still runs 3 calls 8 s after all were aborted"):
-        run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -360,31 +305,25 @@ def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> None:
         {"something": "else"},
     ],
 )
-def test_forms_of_the_count_of_calls(tmp_path: Path, load: Any) -> None:
+@in_virtual_time
+async def test_forms_of_the_count_of_calls(tmp_path: Path, load: Any) -> None:
     lent = Lent(tmp_path, num_workers=1)
-
-    async def scenario() -> None:
-        async with lent.rollout() as engine:
-            lent[0].answer_once("/v1/loads", Answer(body=load))
-            await engine.end()
-
-    run(scenario())
+    async with lent.rollout() as engine:
+        lent[0].answer_once("/v1/loads", Answer(body=load))
+        await engine.end()
 
 
 # -- workers that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_goes_on_without_a_worker_that_is_dead(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_rollout_goes_on_without_a_worker_that_is_dead(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     lent[1].kill()
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout() as engine:
-            chunks = await everything(engine, request("g0.0"))
-            await engine.end()
-            return chunks
-
-    assert len(ids(run(scenario()))) == 20
+    async with lent.rollout() as engine:
+        chunks = await everything(engine, request("g0.0"))
+        await engine.end()
+    assert len(ids(chunks)) == 20
 
 
 def test_without_any_worker_that_answers_a_rollout_is_refused(tmp_path: Path) -> None:
@@ -395,22 +334,19 @@ def test_without_any_worker_that_answers_a_rollout_is_refused(tmp_path: Path) ->
         run(lent.engine().begin())
 
 
-def test_a_call_whose_worker_dies_fails_and_the_others_take_the_next(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_call_whose_worker_dies_fails_and_the_others_take_the_next(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
-
-    async def scenario() -> list[Chunk]:
-        async with lent.rollout() as engine:
-            call = asyncio.create_task(everything(engine, request("g0.0", tokens=100)))
-            while not (lent[0].requests or lent[1].requests):
-                await asyncio.sleep(0.01)
-            (lent[0] if lent[0].requests else lent[1]).kill()
-            with pytest.raises(EngineError):
-                await call
-            chunks = await everything(engine, request("g1.0"))
-            await engine.end()
-            return chunks
-
-    assert len(ids(run(scenario()))) == 20
+    async with lent.rollout() as engine:
+        call = asyncio.create_task(everything(engine, request("g0.0", tokens=100)))
+        while not (lent[0].requests or lent[1].requests):
+            await asyncio.sleep(0.01)
+        (lent[0] if lent[0].requests else lent[1]).kill()
+        with pytest.raises(EngineError):
+            await call
+        chunks = await everything(engine, request("g1.0"))
+        await engine.end()
+    assert len(ids(chunks)) == 20
 
 
 def test_workers_that_only_prefill_are_refused(tmp_path: Path) -> None:

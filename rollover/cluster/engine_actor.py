@@ -137,15 +137,11 @@ class EngineKeeper:
             return None
         return path
 
-    async def stop(self) -> bytes:
-        """Stop the server; return the end of its log."""
-        log = b""
+    async def stop(self) -> None:
+        """Stop the server and delete its folder."""
         if self._process is not None:
             await self._process.stop()
-            with contextlib.suppress(OSError):
-                log = self._log.read_bytes()[-_MAX_LOG_BYTES:]
         shutil.rmtree(self._folder, ignore_errors=True)
-        return log
 
     def _end_with_lease(self) -> None:
         """End this process, and with it the server, when it was not looked at for too long; its place on the node is

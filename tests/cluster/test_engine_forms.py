@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
-from rollover.cluster.engine_forms import engine_forms
-from rollover.cluster.engines import described
+from rollover.cluster.engines import described, engine_forms
 from rollover.cluster.fitting import Wanted, refusal, unplaced
 from rollover.engine.servers.config import num_devices
 from rollover.engine.servers.vllm.config import VLLMConfig

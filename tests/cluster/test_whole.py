@@ -1,5 +1,6 @@
 """A whole run on a cluster: servers and ranks on two kinds of nodes, of which one goes and another comes, and a process
-of the run that is killed and resumed. It learns, and its ledger adds up."""
+of the run that is killed and resumed. Its ledger adds up. That such a run learns what one machine does is a law of
+``test_runs.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -20,20 +20,17 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import BatchConsumed, Event, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.trainer.checkpoint import read_manifest
-from rollover.types import Batch, WasteCause
+from rollover.types import WasteCause
 from tests import runs
 from tests.cluster.conftest import ROOT, add_node, cluster_has, until
 from tests.cluster.test_engines import leftovers
 
-GROUPS, GROUP_SIZE = 8, 8
+GROUPS, GROUP_SIZE = 4, 4
 LOST_AT = 2
 """Steps that are done when a node goes."""
-MORE = 6
+MORE = 2
 """Steps that the resumed run takes beyond those of the one that was killed."""
 BOTH = {"engine-0", "engine-1"}
-LEARNED = 0.03
-"""By how much the mean reward rises at least from the first three steps to the last three: it goes from 0.05 to 0.13
-within twelve, with a standard error of 0.007 in each."""
 ENGINE = """\
 [engine]
 kind = "embedded_server"
@@ -41,7 +38,7 @@ launch = true
 launch_args = ["--device", "cpu", "--cpu_kernels", "torch"]
 kv_cache_bytes = 4194304
 stream_interval_tokens = 2
-max_running = 32
+max_running = 12
 health_interval_s = 0.3
 health_timeout_s = 5.0
 rejoin_max_interval_s = 1.0
@@ -84,7 +81,7 @@ def said() -> str:
     return " ".join(Path("driver.log").read_text().split())
 
 
-def test_a_run_survives_lost_nodes_and_a_kill_learns_and_loses_nothing(
+def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path("out")
@@ -107,7 +104,7 @@ def test_a_run_survives_lost_nodes_and_a_kill_learns_and_loses_nothing(
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         assert "; restarting all 2 ranks from " in said(), "no rank was on the node that went"
-        killed, steps = len(written(run)), max(12, steps_done() + MORE)
+        killed, steps = len(written(run)), steps_done() + MORE
         assert cli.main(["train", "--resume", "out", "--steps", str(steps)]) == 0, capsys.readouterr().err
         check_laws(run, steps)
         for first, last in ((0, consumed(run)[LOST_AT - 1]), (back, killed), (killed, None)):
@@ -155,10 +152,4 @@ def check_laws(run: Path, steps: int) -> None:
     assert (+tokens.wasted).keys() <= {WasteCause.ZERO_ADVANTAGE}, "tokens were thrown away"
     bound = RolloutConfig().staleness_bound
     assert all(batch.step - min(t.policy_versions) <= bound for batch in batches for t in batch.trajectories)
-    rewards = [reward(batch) for batch in batches]
-    assert mean(rewards[-3:]) > mean(rewards[:3]) + LEARNED, rewards
     assert read_manifest(run / "checkpoints" / f"step_{steps}").num_ranks == 2
-
-
-def reward(batch: Batch) -> float:
-    return mean(t.reward for t in batch.trajectories if t.reward is not None)

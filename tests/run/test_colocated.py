@@ -78,7 +78,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize("strategy", ["april", "oversample", "rollover", "sync", *sorted(OVERLAPPING)])
+@pytest.mark.parametrize("strategy", ["april", "oversample", "sync", *sorted(OVERLAPPING)])
 def test_a_strategy_takes_turns_with_the_trainer_or_is_refused_at_once(
     experiment: Path, capsys: pytest.CaptureFixture[str], log: list[str], strategy: str
 ) -> None:

@@ -170,7 +170,7 @@ def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
     assert num_lies <= num_wasted == ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
 
 
-@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8, liars.BFloat16])
+@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8])
 def test_false_log_probs_are_found_within_a_batch_of_many(
     kind: type[Liar], experiment: Path, lies: Callable[[type[Liar]], None]
 ) -> None:

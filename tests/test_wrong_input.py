@@ -47,37 +47,6 @@ def refused_start(refused: Say, *argv: str) -> str:
     return message
 
 
-LAUNCH = ["--engine.kind", "vllm", "--engine.launch", "true", "--engine.launch_command", '["/started/too/early"]']
-CONTRADICTIONS = [
-    (["--rollout.group_size", "1"], "--rollout.group_size is 1, but the advantage 'group_std'"),
-    (["--rollout.strategy.over_sampling_batch_size", "2"], "--rollout.strategy.over_sampling_batch_size (2) must be at least"),
-    (["--rollout.strategy.over_sampling_batch_size", "40", "--rollout.max_staleness", "4"], "max_staleness (4) is below 9"),
-    (["--rollout.strategy", "sync", "--rollout.max_staleness", "2"], "'sync' is always at 0"),
-    (["--rollout.strategy", "concurrency", "--rollout.strategy.num_running", "99"], "is above engine.max_running (24)"),
-    (["--rollout.over_sampling_batch_size", "9"], "unknown key; did you mean 'rollout.strategy.over_sampling_batch_size'?"),
-    (["--rollout.strategy", "sync", "--rollout.strategy.num_running", "9"], "unknown key of kind 'sync'; it belongs to kind 'concurrency' or"),
-    (["--rollout.strategy", "windowed"], "to train, use 'bounded_async'"),
-    (["--trainer.mini_batches", "5"], "trainer.mini_batches (5) is above rollout.rollout_batch_size (4)"),
-    (["--engine.max_context_tokens", "50"], "make 76 tokens, above engine.max_context_tokens (50)"),
-    (["--rollout.max_new_tokens", "100"], "make 116 tokens, but the model's context holds 80: lower one of the two"),
-    (["--engine.kv_cache_bytes", "1000"], "kv_cache_bytes = 1000 holds 0 tokens"),
-    (["--deterministic", "true", "--rollout.strategy", "bounded_async"], "deterministic = true is impossible with"),
-    (["--tasks.max_prompt_tokens", "1"], "each of its 16 prompts is longer than 1 tokens; raise tasks.max_prompt_tokens"),
-    (["--tasks.train", "[]"], "tasks.train names no source"),
-    (["--trainer.micro_batch_tokens", "0"], "micro_batch_tokens must be at least 1, got 0"),
-    (["--trainer.device", "abacus"], "trainer.device 'abacus' cannot be used"),
-    (["--trainer.learnign_rate", "1"], "--trainer.learnign_rate: unknown key; did you mean 'learning_rate'?"),
-    (["--steps", "many"], '--steps: expected a whole number, got the string "many"'),
-    ([*LAUNCH, "--rollout.max_new_tokens", "100"], "the model's context holds 80: lower one of the two"),
-    ([*LAUNCH, "--engine.launch_args", '["--max-model-len=50"]'], "make 76 tokens, above --max-model-len in engine.launch_args (50)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("argv", "message"), CONTRADICTIONS)
-def test_settings_that_cannot_work_are_refused(refused: Say, argv: list[str], message: str) -> None:
-    assert message in refused_start(refused, *argv)
-
-
 DATASETS = [
     ("", "source 'letters': data.jsonl contains no rows"),
     ('{"prompt": "a=", "answer": "a"}\n{"prompt"', "data.jsonl, line 2: not valid JSON"),

@@ -56,6 +56,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*TRAIN, "--engine.max_running", str(2**62)], "max_running must be at most 65536"),
     ([*TRAIN, "--engine.prefill_chunk_tokens", str(2**62)], "prefill_chunk_tokens must be at most 16777216"),
     ([*TRAIN, "--model.path", "none", "--model.scratch", "{hidden_size = 4611686018427387904}"], "hidden_size must be at most 1048576"),
+    ([*TRAIN, "--trainer.device", "abacus"], "trainer.device 'abacus' cannot be used"),
     ([*TRAIN, "--rollout.stop_strings", '[""]'], "stop_strings must not hold an empty string, which every response completes at once"),
     ([*TRAIN, "--rollout.stop_strings", '["a\\u0000"]'], "this text contains the null character"),
     ([*TRAIN, "--tasks.train.0.path", "a\udcffb"], r"'a\udcffb' is not text in UTF-8"),

@@ -85,19 +85,18 @@ def test_a_plan_for_two_types_of_node_is_made_and_run(
     ]
     assert rollout[0].running != rollout[1].running
     smaller = ("--rollout.rollout_batch_size", "4", "--rollout.group_size", "2", "--rollout.max_new_tokens", "40")
-    steps = ("--steps", "2", "--checkpoint.every_steps", "1")
-    options = ("--cluster.address", cluster.address, "--logging.progress", "plain", *smaller, *steps)
+    options = ("--cluster.address", cluster.address, "--logging.progress", "plain", *smaller)
     capsys.readouterr()
     assert cli.main(["launch", "p.json", "run.toml", "--run-dir", "run", *options]) == 0, capsys.readouterr().err
     said = " ".join("".join(capsys.readouterr()).split())
     assert "1 x two" in said and "trainer: rank 0 on node " in said
     assert "the plan replaces rollout.strategy 'april' by 'bounded_async'" in said
     assert "the plan replaces rollout.group_size" not in said, "an option of the command replaces both"
-    assert [row["step"] for row in rows(Path("run"))] == [0, 1]
+    assert [row["step"] for row in rows(Path("run"))] == [0, 1, 2, 3]
     names = {name for batch in runs.batches(Path("run")) for name in engines_of(batch)}
     assert names <= {"engine-0", "engine-1", "engine-2"} and len(names) > 1
     before, after = (
-        {f.name: f.read_bytes() for f in Path(f"run/checkpoints/step_{n}").glob("*.safetensors")} for n in (1, 2)
+        {f.name: f.read_bytes() for f in Path(f"run/checkpoints/step_{n}").glob("*.safetensors")} for n in (2, 4)
     )
     assert len(after) == 1 and before.keys() == after.keys() and before != after
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,29 +83,14 @@ def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
     return [False] * len(ranks)
 
 
-@dataclass(frozen=True)
-class Here:
-    """What ranks of one machine make of the batches."""
-
-    metrics: list[dict[str, float]]
-    weights: list[dict[str, torch.Tensor]]
-    """After each batch."""
-    logits: Any
-
-
-@pytest.fixture(scope="module")
-def here(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Here:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_start", forked_ranks.start)
-        with fleet(folder, tmp_path_factory.mktemp("here"), None, []) as trainer:
-            steps = [(dict(trainer.step(batch).metrics), published(trainer)) for batch in BATCHES]
-            logits = trainer.next_logits(PROMPTS)
-    return Here([metrics for metrics, _ in steps], [weights for _, weights in steps], logits)
-
-
-def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_a_stop(
-    cluster: Any, folder: Path, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        with fleet(folder, tmp_path, None, []) as local:
+            trained = [local.step(batch).metrics for batch in BATCHES]
+            expected, logits = published(local), local.next_logits(PROMPTS)
     monkeypatch.setattr(files, "_seen", unseen)
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
     told: list[str] = []
@@ -115,23 +100,26 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_a_stop(
         assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
         metrics = [trainer.step(BATCHES[0]).metrics]
         trainer.save(tmp_path / "step_1", {"journal": 17})
+        os.kill(trainer.pids[1], signal.SIGKILL)
         metrics.append(trainer.step(BATCHES[1]).metrics)
+        os.kill(trainer.pids[0], signal.SIGSTOP)
         stopped = trainer.pids[0]
-        os.kill(stopped, signal.SIGSTOP)
         metrics.append(trainer.step(BATCHES[2]).metrics)
         assert not is_there(stopped)
         source = trainer.weight_source()
         assert source.manifest.version == 3
-        assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, here.weights[-1])
-        assert (trainer.next_logits(PROMPTS) == here.logits).all()
+        assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
+        assert (trainer.next_logits(PROMPTS) == logits).all()
         last = trainer.pids
-    (message,) = told
-    assert message.partition(";")[0] == (
-        f"trainer: rank 0 of 2 did nothing for {2 * PATIENCE_S:g} s (trainer.rank_timeout_s) in step 2:"
-        " it was stopped (SIGSTOP)"
-    )
-    assert message.endswith("restarting all 2 ranks from step_1, 1 step to repeat (restart 1 of 3)")
-    for ours, theirs in zip(metrics, here.metrics, strict=True):
+    assert [message.partition(";")[0] for message in told] == [
+        "trainer: rank 1 of 2 was killed (SIGKILL, possibly out of memory) in step 1",
+        f"trainer: rank 0 of 2 did nothing for {2 * PATIENCE_S:g} s (trainer.rank_timeout_s) in step 2: it was stopped (SIGSTOP)",
+    ]
+    assert [message.partition("restarting all 2 ranks from ")[2] for message in told] == [
+        "step_1, 0 steps to repeat (restart 1 of 3)",
+        "step_1, 1 step to repeat (restart 1 of 3)",
+    ]
+    for ours, theirs in zip(metrics, trained, strict=True):
         assert {k: v for k, v in ours.items() if not is_time(k)} == {k: v for k, v in theirs.items() if not is_time(k)}
     manifest = read_manifest(tmp_path / "step_1")
     verify_files(tmp_path / "step_1", manifest)
@@ -201,7 +189,6 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
         notify=told.append,
     )
     assert len(told) == 2 and told[0].startswith("warm-up: rank 0 on node ") and told[1].endswith("(restart 1 of 1)")
-    assert "rank 1 of 2 was killed (SIGKILL, possibly out of memory)" in told[1]
     ours, theirs = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")} for name in ("there", "here")
     )
@@ -210,8 +197,14 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
 
 
 def test_a_lost_node_or_host_is_replaced_within_the_stated_time(
-    cluster: Any, folder: Path, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_start", forked_ranks.start)
+        with fleet(folder, tmp_path, None, []) as local:
+            for batch in BATCHES[:2]:
+                local.step(batch)
+            expected = published(local)
     import ray
 
     told: list[str] = []
@@ -226,7 +219,7 @@ def test_a_lost_node_or_host_is_replaced_within_the_stated_time(
                 until(lambda: len(told) == 2, "the loss is told")
                 nodes.append(add_node(cluster, {"spot": 1}))
                 stepping.result()
-            assert_equal(published(trainer), here.weights[1])
+            assert_equal(published(trainer), expected)
             assert len(told) == 2 and "1 step to repeat" in told[1]
             assert re.match(
                 r"trainer: rank [01] of 2 was lost with its host on node \S+ \((it cannot be|that node is)", told[1]

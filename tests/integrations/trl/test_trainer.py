@@ -192,9 +192,7 @@ def test_a_trl_that_computes_the_loss_without_them_is_refused(
 
 def test_an_engine_that_samples_from_something_else_is_found(tiny_model: Path, tmp_path: Path, shifted: Any) -> None:
     shifted(0.5)
-    with pytest.raises(
-        EngineMismatch, match=r"each sampled from the newest weights, are 0\.5 nats from the trainer's on average"
-    ):
+    with pytest.raises(EngineMismatch, match=r"are 0\.5 nats from the trainer's on average"):
         trainer(tiny_model, tmp_path).train()
 
 

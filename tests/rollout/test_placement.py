@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
@@ -100,7 +102,8 @@ def test_a_refusal_holds_for_all_samples_that_have_not_begun() -> None:
     assert places.asked == [SampleId(1, 0)], "one of six"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
 def test_the_same_is_started_as_if_each_sample_was_looked_at(seed: int) -> None:
     shells = Shell(Places(6)), Shell(Places(6), AsksAboutEach)
     rng, num_refused = random.Random(seed), 0

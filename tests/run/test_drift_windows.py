@@ -7,6 +7,8 @@ from itertools import count
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollover.run.drift_windows import MIN_TOKENS, DriftWindows
 from rollover.types import Drift
@@ -57,7 +59,8 @@ def test_tokens_of_several_batches_are_judged_together_and_once() -> None:
     assert windows.add({"laptop": Drift(63, 9.0)}) == {}, "the window has started again"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
 def test_false_log_probs_are_found_over_a_few_batches_with_few_tokens(seed: int) -> None:
     windows, members = DriftWindows(TOLERANCE), Members(seed=seed, anna=ROUNDING, bert=ROUNDING, liar=0.2)
     num_tokens = 0

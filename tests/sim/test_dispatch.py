@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.sim.dispatch import ReplicaPool
@@ -14,6 +14,7 @@ from rollover.types import SampleId
 from tests.sim.test_replica import call
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.randoms(use_true_random=False))
 def test_the_least_loaded_replica_is_found(rng: random.Random) -> None:
     replicas = [Replica(ReplicaModel(c0_s=1.0, b0=rng.choice([2.0, 4.0, 5.0])), i) for i in range(rng.randint(2, 6))]

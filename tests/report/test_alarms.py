@@ -80,6 +80,11 @@ def test_a_share_beyond_its_limit_is_named(metric: str, bad: float, good: float,
     assert alarms(rows(10, **{metric: good})) == ()
 
 
+def test_what_is_over_raises_no_alarm() -> None:
+    assert alarms(rows(30, response__truncated=lambda step: 1.0 if step < 20 else 0.1)) == ()
+    assert len(alarms(rows(30, response__truncated=lambda step: 0.1 if step < 20 else 1.0))) == 1
+
+
 def test_no_alarm_is_raised_before_five_steps_or_without_a_measurement() -> None:
     assert alarms(rows(4, reward__mean=0.0, reward__groups_with_signal=0.0, response__truncated=1.0)) == ()
     missing = MetricRow(kind="step", step=0, time_s=0.0, values={"loss": 1.0, "entropy": math.nan})

@@ -11,7 +11,7 @@ import pytest
 from rollover import cli
 from rollover.algorithms.config import algorithm
 from rollover.hf.pieces import pieces
-from rollover.privacy import redacted_text
+from rollover.privacy import HIDDEN, redacted_text
 from rollover.report.sample_cards import sample_cards
 from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, in_order, read_batch
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
@@ -140,6 +140,11 @@ def test_a_secret_over_several_tokens_is_blanked(parts: list[str], expected: lis
     assert "".join(expected) == redacted_text("".join(parts))
 
 
+def test_a_text_that_a_secret_begins_with_hides_nothing_of_it() -> None:
+    shown = blanked(["xa", "b", "xx", "ab"], lambda text: text.replace("xab", HIDDEN))
+    assert shown == ["[hidden]", "", "x[hidden]", ""]
+
+
 def test_samples_are_chosen_by_length_reward_lag_and_at_random() -> None:
     samples = [sample(i, "x" * (i + 1), reward=float(i)) for i in range(20)]
     samples += [sample(20 + i, *["y"] * (i + 2), reward=50.0) for i in range(4)]
@@ -174,11 +179,12 @@ def test_what_a_model_writes_is_shown_as_text(run: Path) -> None:
         Segment(3 + i, tuple(part), (-0.05,) * len(part), reason, 3 + i, 0.0, 1.0)
         for i, (part, reason) in enumerate(zip((range(5), range(5, len(tokens))), reasons, strict=True))
     ]
-    prompt = Prompt(prompt_id=EVIL, token_ids=(3,), text=EVIL, source=EVIL, columns={EVIL: EVIL})
+    key = f"{EVIL} hf_{'a' * 16}"
+    prompt = Prompt(prompt_id=EVIL, token_ids=(3,), text=key, source=EVIL, columns={EVIL: key})
     one = replace(sample(0, "x", step=4), prompt=prompt, segments=tuple(segments), components={EVIL: 0.25})
     page = sample_cards(TrainedBatch(4, (one,), True), algorithm("grpo"), tokenizer, redacted_text)
     assert "<script" not in page and "</textarea" not in page and "\u202e" not in page
-    assert "aaaaa" not in page and "[hidden]" in page
+    assert "aaaaa" not in re.sub("<[^>]*>", "", page) and page.count("[hidden]") == 3
     assert page.count("\\u202eevil") == 5, "prompt, its id, two of its column and the component"
     assert "<mark>parked, version 3 → 4</mark>" in page
     assert '<i class="p0" title="-0.05">&lt;</i>' in page

@@ -395,8 +395,10 @@ async def test_a_connection_without_a_request_is_closed_in_time(
             writer.close()
             return received
 
-        nothing, part, then_part = await asyncio.gather(*map(answered, (b"", whole[:-2], whole + whole[:-2])))
-        assert nothing == part == b""
+        no_session = whole[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        sent = (b"", whole[:-2], whole + whole[:-2], no_session)
+        nothing, part, then_part, refused = await asyncio.gather(*map(answered, sent))
+        assert nothing == part == b"" and refused.startswith(b"HTTP/1.1 4")
         assert then_part.count(b"HTTP/1.1 200") == 1 and then_part.endswith(CONTENT)
         assert engine.coordinator.members["a"].is_connected, "a session is a request"
 

@@ -40,7 +40,8 @@ class Punctual:
         class Protocol(H11Protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
-                owner._wait(self.client, transport)
+                if self.client is not None:  # else it is gone already
+                    owner._wait(self.client, transport)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 owner._waits_no_more(self.client)
@@ -57,7 +58,10 @@ class Punctual:
             self._wait(scope["client"], transport)
 
     def _wait(self, peer: Any, transport: asyncio.Transport) -> None:
-        self._waiting[peer] = transport, asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, transport.abort)
+        self._waiting[peer] = transport, asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self._end, peer)
+
+    def _end(self, peer: Any) -> None:
+        self._waiting.pop(peer)[0].abort()
 
     def _waits_no_more(self, peer: Any) -> asyncio.Transport | None:
         transport, timer = self._waiting.pop(peer, (None, None))

@@ -64,7 +64,7 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
     *prompt, last = messages
     if not prompt:
         raise DataError(f"{where}: the messages hold only an assistant's turn, so there is no prompt; fix the row")
-    text = _text(last.get("content"))
+    text = text_of(last.get("content"))
     if not text:
         raise DataError(
             f"{where}: the messages end with an assistant's turn that has no text to learn from or compare with; "
@@ -73,8 +73,8 @@ def split_conversation(messages: Messages, where: str) -> Conversation:
     return Conversation(prompt, text)
 
 
-def _text(content: Any) -> str:
-    """Read the text of a turn, in one piece or in parts; empty when it contains anything else."""
+def text_of(content: Any) -> str:
+    """Read the text of a turn's content, in one piece or in parts; empty when it contains anything else."""
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         parts = [part.get("text") for part in content]
         return "".join(part for part in parts if part) if all(isinstance(part, str) for part in parts) else ""

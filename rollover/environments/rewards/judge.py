@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import httpx
 
-from rollover.environments.columns import read_column, read_conversation
+from rollover.environments.columns import read_column, read_conversation, text_of
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue, read_rewards
 from rollover.environments.rewards.base import RewardSample, RewardSettings, RewardSpec
 from rollover.environments.rewards.extraction import reference_answer
@@ -287,7 +287,7 @@ def _question(spec: RewardSpec, sample: RewardSample) -> str:
     """Return the prompt without its chat template: the text of the row, or its messages line by line."""
     found = read_conversation(sample.columns, spec.prompt_column)
     if found is not None:
-        return "\n\n".join(f"{message['role']}: {message.get('content')}" for message in found.prompt)
+        return "\n\n".join(f"{message['role']}: {text_of(message.get('content'))}" for message in found.prompt)
     try:
         text = read_column(sample.columns, spec.prompt_column or "")
     except KeyError:

@@ -59,7 +59,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_all_commands_of_the_readme_work_on_its_own_config(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dry, train, resume, evaluate, report, samples, sft = (shlex.split(command) for command in COMMANDS)
+    dry, train, resume, evaluate, report, live, samples, sft = (shlex.split(command) for command in COMMANDS)
+    assert live == [*report, "--serve"], "which runs until it is stopped"
     assert resume[:2] == ["train", "--resume"]
     assert [command[0] for command in (dry, evaluate, report, samples, sft)] == [
         "train",

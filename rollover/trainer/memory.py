@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -135,7 +135,7 @@ def _trace(
     temperature: float,
     base_dtype: torch.dtype,
 ) -> _Trace:
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         row = _largest_row(*row_of)
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
@@ -179,20 +179,10 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
         network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
             with_adapters(network, adapter_settings(network, config.lora, base=Path()), seed=0)
-    made: dict[int, Any] = {}
-    for module in network.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = made.setdefault(id(tensor), _counterpart(tensor))
+    network.to_empty(device="cpu").tie_weights()
     if config.gradient_checkpointing:
         recompute_layers(network)
     return network
-
-
-def _counterpart(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _gathers_halves(config: TrainerConfig) -> bool:

@@ -30,9 +30,8 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.answer import ServerBusy
 from rollover.engine.servers.http.client import HTTPClient, Unreachable
 from rollover.engine.servers.start.places import StartedServer
-from rollover.engine.servers.weights.memory import MemoryHeld, ServerMemory
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.engine.servers.weights.served import ServedWeights
+from rollover.engine.servers.weights.served import MemoryHeld, ServedWeights
 from rollover.engine.servers.weights.transfer import GroupMember, Receiver, TransferFailed, send_to_all
 from rollover.errors import EngineError, EngineTimeout
 from rollover.types import SamplingParams
@@ -80,7 +79,6 @@ class ServerEngine:
         self._process = process
         self._tasks = BackgroundTasks()
         self._served = ServedWeights(dialect.weights, client, ownership, model.path)
-        self._memory = ServerMemory(repr(client), dialect.weights, self._served)
         self._calls = OpenCalls(client, dialect, self._served, model, config, self._tasks)
         self._aborter = Aborter(repr(client), dialect, self._calls, timeout_s=config.abort_timeout_s)
         self._may_be_frozen = False
@@ -103,9 +101,9 @@ class ServerEngine:
         await self._served.refuse_when_taken()
         if self._config.colocated:
             await self._dialect.weights.check_memory()
-        await self._memory.find()  # a run that was killed in a step may have left it asleep
-        if self._memory.is_released:
-            await self._memory.take(self._served.version, self._model.path)
+        await self._served.find_memory()  # a run that was killed in a step may have left it asleep
+        if self._served.is_asleep:
+            await self._served.install(0, self._model.path, keeps_kv=False)
         await self._thaw()  # a run that was killed in an update may have left it paused
         context = min(self._model.max_context_tokens, await self._dialect.check_model())
         self._calls.max_context_tokens = context
@@ -162,7 +160,7 @@ class ServerEngine:
     async def _give_back(self) -> None:
         """Thaw the server if we had frozen it, and say that it is free; unless it is another run's by now. One that
         has given its memory back is left so: it has no weights to sample from, and the next run finds it asleep."""
-        if self._may_be_frozen and not self._memory.is_released and await self._served.is_ours():
+        if self._may_be_frozen and not self._served.is_asleep and await self._served.is_ours():
             await self._thaw()
         await self._served.give_back()
 
@@ -235,7 +233,7 @@ class ServerEngine:
             async with within(limit_s, f"{self} did not give its memory back within {limit_s:g} s"):
                 await self._aborter.abort(self._calls.sent)
                 await self._freeze()
-                await self._memory.release()
+                await self._served.release_memory()
         except EngineError as e:
             if self._process is None and not isinstance(e, Unreachable):
                 raise MemoryHeld(f"the trainer needs the memory of {self}, which may still hold it: {e}") from e
@@ -263,7 +261,7 @@ class ServerEngine:
 
     async def pause(self) -> None:
         self._refuse_when_closed("pause")
-        if self._memory.is_released:  # it stands still, if it is still there
+        if self._served.is_asleep:  # it stands still, if it is still there
             await self._served.refuse_when_taken()
             return
         await self._served.refuse_when_taken()
@@ -300,8 +298,8 @@ class ServerEngine:
         else:
             source.manifest.require_full(version, self)
             self._model.check_fits(source.folder)
-        if self._memory.is_released:
-            await self._memory.take(version, source.folder)
+        if self._served.is_asleep:
+            await self._served.install(version, source.folder, keeps_kv=False)
             return
         await self._abort_unless_kept()
         before = self._served.version, self._served.source

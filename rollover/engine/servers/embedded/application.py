@@ -10,9 +10,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -31,12 +32,9 @@ from rollover.engine.servers.embedded.messages import (
     LabelBody,
     LoadBody,
     Reception,
-    TensorDigests,
 )
 from rollover.engine.servers.embedded.served import ServedEngine
 from rollover.errors import EngineTimeout, RolloverError
-
-T = TypeVar("T", bound=BaseModel)
 
 MAX_BODY_BYTES = 1 << 26
 """A longer body is refused: the ids of a context of a million tokens take some 7 MB."""
@@ -49,95 +47,63 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         key: asked for in the ``Authorization`` header, if there is one.
         host: the name that the server was told to listen on.
     """
-    calls = _Calls(served)
+    acts: Mapping[str, tuple[type[BaseModel], Callable[[Any], Awaitable[object]]]] = {
+        "/abort": (AbortBody, served.abort),
+        "/pause": (EmptyBody, lambda _: served.pause()),
+        "/resume": (EmptyBody, lambda _: served.resume()),
+        "/sleep": (EmptyBody, lambda _: served.sleep()),
+        "/load_weights": (LoadBody, served.load),
+        "/update_weight_version": (LabelBody, served.rename),
+        "/digests": (EmptyBody, lambda _: served.digests()),
+        "/group/join": (GroupAddress, served.join),
+        "/group/begin": (EmptyBody, lambda _: served.begin()),
+        "/group/receive": (Announcement, served.receive),
+        "/group/finish": (Reception, served.finish),
+        "/group/leave": (EmptyBody, lambda _: served.leave()),
+    }
     routes = [
-        Route("/health", calls.health),
-        Route("/info", calls.info),
-        Route("/generate", calls.generate, methods=["POST"]),
-        Route("/abort", calls.abort, methods=["POST"]),
-        Route("/pause", calls.pause, methods=["POST"]),
-        Route("/resume", calls.resume, methods=["POST"]),
-        Route("/sleep", calls.sleep, methods=["POST"]),
-        Route("/load_weights", calls.load_weights, methods=["POST"]),
-        Route("/update_weight_version", calls.rename, methods=["POST"]),
-        Route("/digests", calls.digests, methods=["POST"]),
-        Route("/group/join", calls.join, methods=["POST"]),
-        Route("/group/begin", calls.begin, methods=["POST"]),
-        Route("/group/receive", calls.receive, methods=["POST"]),
-        Route("/group/finish", calls.finish, methods=["POST"]),
-        Route("/group/leave", calls.leave, methods=["POST"]),
+        Route("/health", _health),
+        Route("/info", partial(_info, served)),
+        Route("/generate", partial(_generate, served), methods=["POST"]),
+        *(Route(path, partial(_act, *act), methods=["POST"]) for path, act in acts.items()),
     ]
     return _Guard(Starlette(routes=routes), key=key, host=host)
 
 
-class _Calls:
-    """Answers the calls that the guard lets in."""
+async def _health(request: Request) -> Response:
+    return JSONResponse({})
 
-    def __init__(self, served: ServedEngine) -> None:
-        self._served = served
 
-    async def health(self, request: Request) -> Response:
-        return JSONResponse({})
+async def _info(served: ServedEngine, request: Request) -> Response:
+    return _json(served.info())
 
-    async def info(self, request: Request) -> Response:
-        return _json(self._served.info())
 
-    async def generate(self, request: Request) -> Response:
-        try:
-            body = GENERATE_REQUEST.validate_json(await request.body(), strict=True)
-        except ValidationError as e:
-            return _misfit(e)
-        return StreamingResponse(self._events(body), media_type="text/event-stream")
+async def _generate(served: ServedEngine, request: Request) -> Response:
+    try:
+        body = GENERATE_REQUEST.validate_json(await request.body(), strict=True)
+    except ValidationError as e:
+        return _misfit(e)
+    return StreamingResponse(_events(served, body), media_type="text/event-stream")
 
-    async def _events(self, request: GenerateRequest) -> AsyncIterator[str]:
-        try:
-            async with aclosing(self._served.generate(request)) as events:  # type: ignore[type-var]
-                async for event in events:
-                    yield f"data: {event.model_dump_json()}\n\n"
-        except RolloverError as e:
-            yield f"data: {json.dumps(_error(str(e)))}\n\n"
 
-    async def abort(self, request: Request) -> Response:
-        return await _done(request, AbortBody, self._served.abort)
+async def _events(served: ServedEngine, request: GenerateRequest) -> AsyncIterator[str]:
+    try:
+        async with aclosing(served.generate(request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield f"data: {event.model_dump_json()}\n\n"
+    except RolloverError as e:
+        yield f"data: {json.dumps(_error(str(e)))}\n\n"
 
-    async def pause(self, request: Request) -> Response:
-        return await _done(request, EmptyBody, lambda _: self._served.pause())
 
-    async def resume(self, request: Request) -> Response:
-        return await _done(request, EmptyBody, lambda _: self._served.resume())
-
-    async def sleep(self, request: Request) -> Response:
-        return await _done(request, EmptyBody, lambda _: self._served.sleep())
-
-    async def load_weights(self, request: Request) -> Response:
-        return await _done(request, LoadBody, self._served.load)
-
-    async def join(self, request: Request) -> Response:
-        return await _done(request, GroupAddress, self._served.join)
-
-    async def begin(self, request: Request) -> Response:
-        return await _done(request, EmptyBody, lambda _: self._served.begin())
-
-    async def receive(self, request: Request) -> Response:
-        return await _done(request, Announcement, self._served.receive)
-
-    async def finish(self, request: Request) -> Response:
-        return await _done(request, Reception, self._served.finish)
-
-    async def leave(self, request: Request) -> Response:
-        return await _done(request, EmptyBody, lambda _: self._served.leave())
-
-    async def rename(self, request: Request) -> Response:
-        async def act(body: LabelBody) -> None:
-            self._served.rename(body.new_version)
-
-        return await _done(request, LabelBody, act)
-
-    async def digests(self, request: Request) -> Response:
-        try:
-            return _json(TensorDigests(digests=await self._served.digests()))
-        except RolloverError as e:
-            return _refused(e)
+async def _act(kind: type[BaseModel], act: Callable[[Any], Awaitable[object]], request: Request) -> Response:
+    """Answer once ``act`` has been done with the body."""
+    try:
+        answer = await act(kind.model_validate_json(await request.body()))
+    except ValidationError as e:
+        return _misfit(e)
+    except RolloverError as e:
+        return JSONResponse(_error(str(e)), 504 if isinstance(e, EngineTimeout) else 400)
+    return _json(answer) if isinstance(answer, BaseModel) else JSONResponse({})
 
 
 class _Guard:
@@ -187,17 +153,6 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-async def _done(request: Request, kind: type[T], act: Callable[[T], Awaitable[None]]) -> Response:
-    """Answer once ``act`` has been done with the body."""
-    try:
-        await act(kind.model_validate_json(await request.body()))
-    except ValidationError as e:
-        return _misfit(e)
-    except RolloverError as e:
-        return _refused(e)
-    return JSONResponse({})
-
-
 def _json(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -206,10 +161,6 @@ def _misfit(error: ValidationError) -> Response:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(map(str, first["loc"])) or "the body"
     return JSONResponse(_error(f"{field}: {first['msg']}"), 422)
-
-
-def _refused(error: RolloverError) -> Response:
-    return JSONResponse(_error(str(error)), 504 if isinstance(error, EngineTimeout) else 400)
 
 
 def _error(message: str) -> dict[str, dict[str, str]]:

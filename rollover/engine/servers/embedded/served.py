@@ -19,9 +19,11 @@ from rollover.engine.servers.embedded.messages import (
     AbortBody,
     Announcement,
     GroupAddress,
+    LabelBody,
     LoadBody,
     Reception,
     ServerInfo,
+    TensorDigests,
     TokensEvent,
 )
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
@@ -172,13 +174,12 @@ class ServedEngine:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    def rename(self, label: str) -> None:
+    async def rename(self, body: LabelBody) -> None:
         """Give the weights in force another label."""
-        self._labels[self._version] = label
+        self._labels[self._version] = body.new_version
 
-    async def digests(self) -> dict[str, str]:
-        """Compute the SHA-256 of each tensor that the engine holds."""
-        return await self._engine.digests()
+    async def digests(self) -> TensorDigests:
+        return TensorDigests(digests=await self._engine.digests())
 
     async def close(self) -> None:
         """End all calls and free everything."""

@@ -14,7 +14,6 @@ import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -172,8 +171,7 @@ class HTTPClient:
         """Yield the events of the stream that answers a POST, each a ``kind``, up to ``[DONE]`` or the end of the
         connection.
 
-        A server that is busy (429, 503) is asked again, after what its ``Retry-After`` says or a growing
-        time.
+        A server that is busy (429, 503) is asked again, after the seconds of its ``Retry-After`` or a growing time.
 
         Raises:
             EngineTimeout: ``patience`` ran out, or the server was busy for ``busy_timeout_s``.
@@ -188,8 +186,6 @@ class HTTPClient:
                         if data == "[DONE]":
                             return
                         yield self.reader.event(kind, data, f"POST {path}")
-                if decoder.inside_event:
-                    raise EngineError(f"{self.url} broke off in the middle of an event of {path}")
         except EngineTimeout:
             raise
         except TimeoutError:
@@ -211,29 +207,13 @@ class HTTPClient:
                     refusal = await self.reader.refusal(answer, f"POST {path}")
                 if not isinstance(refusal, ServerBusy):
                     raise refusal
-                wait_s = max(self._retry_after(answer) or backoff_s, _FIRST_BACKOFF_S)
+                wait_s = max(_seconds(answer.headers.get("Retry-After", "")) or backoff_s, _FIRST_BACKOFF_S)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 if loop.time() + wait_s > give_up_s:
                     raise EngineTimeout(
                         f"{refusal}; busy for {self._config.busy_timeout_s:g} s (engine.busy_timeout_s)"
                     )
                 await asyncio.sleep(wait_s)
-
-    def _retry_after(self, answer: httpx.Response) -> float | None:
-        """Return the seconds to wait, from a number or a date measured against the answer's own; ``None`` if there
-        is neither."""
-        value = answer.headers.get("Retry-After", "")
-        try:
-            return max(0.0, float(value))
-        except ValueError:
-            pass
-        try:
-            return max(
-                0.0,
-                (parsedate_to_datetime(value) - parsedate_to_datetime(answer.headers["Date"])).total_seconds(),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return None
 
     def _decoded(self, decoder: EventDecoder, received: bytes, path: str) -> list[str]:
         try:
@@ -273,6 +253,14 @@ def api_key(config: ServerConfig) -> str | None:
     return key
 
 
+def _seconds(text: str) -> float | None:
+    """Read a number of seconds; ``None`` if it is none, or a date."""
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        return None
+
+
 def _tls(config: ServerConfig, url: str) -> ssl.SSLContext | bool:
     if not config.verify_tls or url.startswith("http:"):
         return False
@@ -297,11 +285,6 @@ class EventDecoder:
         self._data: list[str] = []
         self._num_chars = 0
         """Characters held in both."""
-
-    @property
-    def inside_event(self) -> bool:
-        """Return True when the bytes so far end in the middle of an event."""
-        return self._num_chars > 0 or bool(self._data)
 
     def feed(self, received: bytes) -> list[str]:
         """Return the data of the events that ``received`` completes."""

@@ -14,7 +14,7 @@ from rollover.engine.servers.background import in_time, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.pool.group_updates import GroupUpdate
 from rollover.engine.servers.pool.members import Member, Members
-from rollover.engine.servers.weights.memory import MemoryHeld
+from rollover.engine.servers.weights.served import MemoryHeld
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import SentByHolder, WeightsGone

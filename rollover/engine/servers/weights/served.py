@@ -1,4 +1,8 @@
-"""The weights that a server serves, as far as we know, and the run that they belong to.
+"""The weights that a server serves, as far as we know, the run that they belong to, and the memory that they take.
+
+Memory that is given back is written on the server itself, in the label of its weights, and before it happens: so a run
+that comes after a killed run knows what it finds. Memory of the cache is taken again last, because loading weights
+takes memory of its own.
 
 Invariants: weights count as served once the server says so by their label; a server whose weights we do not
 know gets no call; no weights are loaded into a server that another run uses.
@@ -14,7 +18,17 @@ from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Ownership, Part, how_to_free
 from rollover.engine.servers.weights.transfer import Receiver
-from rollover.errors import EngineError
+from rollover.errors import EngineError, EngineTimeout
+
+_ALL: tuple[Part, ...] = ("weights", "cache")
+_CACHE: tuple[Part, ...] = ("cache",)
+
+
+class MemoryHeld(EngineError):
+    """A server did not give its memory back and may hold it still.
+
+    Example: a server that hangs. A server that cannot be reached at all has ended, and its memory is free.
+    """
 
 
 class ServedWeights:
@@ -34,6 +48,8 @@ class ServedWeights:
         self._unknown: str | None = f"{client} is not open yet"
         """The reason why no call may be sent: the server's weights are unknown."""
         self._num_installs = 0
+        self.is_asleep = False
+        """Calls cannot be answered: some part of its memory was given back."""
 
     @property
     def label(self) -> str:
@@ -64,15 +80,49 @@ class ServedWeights:
         """Treat the server's weights as unknown from now on."""
         self._unknown = reason
 
-    async def install(self, version: int, source: Path, *, keeps_kv: bool, asleep: Collection[Part] = ()) -> None:
-        """Have the server load ``source`` as ``version``. After an ``EngineError`` we do not know its weights.
-
-        Args:
-            asleep: what has been given back of its memory, beside that of the weights.
-        """
+    async def install(self, version: int, source: Path, *, keeps_kv: bool) -> None:
+        """Have the server load ``source`` as ``version``, with what was given back of its memory. After an
+        ``EngineError`` we do not know its weights, and what is there of its memory is asked for the next time."""
+        asleep = await self._parts_asleep() if self.is_asleep else ()
+        if "weights" in asleep:
+            await self._endpoint.take_memory("weights")
+            await self._mark(_CACHE)
         self._begin()
-        await self._endpoint.send(self._ownership.label(version, asleep=asleep), source, keeps_kv=keeps_kv)
+        label = self._ownership.label(version, asleep=_CACHE if asleep else ())
+        await self._endpoint.send(label, source, keeps_kv=keeps_kv)
         await self._end(version, source)
+        if asleep:
+            await self._endpoint.take_memory("cache")
+            await self._mark(())
+        self.is_asleep = False
+
+    async def find_memory(self) -> None:
+        """Find out whether an earlier run has left the server without its memory."""
+        self.is_asleep = bool(await self._parts_asleep())
+
+    async def release_memory(self) -> None:
+        """Give back weights and cache. Raises ``EngineError``, and has nothing given back, when the server refuses."""
+        if self.is_asleep and set(await self._parts_asleep()) == {*_ALL}:
+            return
+        self.forget(f"{self._client} has given its memory back and has no weights")
+        await self._mark(_ALL)
+        self.is_asleep = True
+        try:
+            await self._endpoint.release_memory()
+        except EngineTimeout:
+            raise
+        except EngineError:
+            await self._mark(())
+            self.is_asleep = False
+            raise
+
+    async def _mark(self, asleep: Collection[Part]) -> None:
+        """Write on the server what has been given back of its memory."""
+        await self._endpoint.set_label(self._ownership.label(self.version, asleep=asleep))
+
+    async def _parts_asleep(self) -> Collection[Part]:
+        """Ask the server what has been given back of its memory, by whichever run."""
+        return self._ownership.asleep(await self._endpoint.label())
 
     async def receive(self, version: int, *, keeps_kv: bool) -> Receiver:
         """Say how the server receives weights in a group. From now on we do not know what it has."""
@@ -92,14 +142,6 @@ class ServedWeights:
     async def _end(self, version: int, source: Path | None) -> None:
         self.version, self.source, self._unknown = version, source, None
         self._compare(await self._endpoint.label())
-
-    async def mark(self, asleep: Collection[Part]) -> None:
-        """Write on the server what has been given back of its memory."""
-        await self._endpoint.set_label(self._ownership.label(self.version, asleep=asleep))
-
-    async def parts_asleep(self) -> Collection[Part]:
-        """Ask the server what has been given back of its memory, by whichever run."""
-        return self._ownership.asleep(await self._endpoint.label())
 
     async def check(self, still: Callable[[], bool]) -> None:
         """Raise ``EngineError`` when the server has other weights than it was given. An answer that a load has

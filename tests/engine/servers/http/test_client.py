@@ -41,14 +41,11 @@ def test_events_are_the_same_wherever_the_network_cuts_the_bytes(
     edges = [0, *sorted(min(c, len(received)) for c in cuts), len(received)]
     events = [e for a, b in itertools.pairwise(edges) for e in decoder.feed(received[a:b])]
     assert events == payloads
-    assert not decoder.inside_event
 
 
 @pytest.mark.parametrize("received", [b"data: 1", b"data: 1\n", b"dat"])
 def test_an_event_that_is_cut_off_never_happened(received: bytes) -> None:
-    decoder = EventDecoder()
-    assert decoder.feed(received) == []
-    assert decoder.inside_event
+    assert EventDecoder().feed(received) == []
 
 
 def client_of(server: ScriptedVLLM, **changes: Any) -> HTTPClient:
@@ -163,11 +160,8 @@ def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
     assert 30.0 <= elapsed_s(server) < 31.0
 
 
-def test_a_busy_server_is_asked_at_its_date_or_after_a_growing_time() -> None:
+def test_a_busy_server_that_names_no_seconds_is_asked_after_a_growing_time() -> None:
     server = ScriptedVLLM()
-    dates = {"retry-after": "Wed, 21 Oct 2026 07:28:10 GMT", "date": "Wed, 21 Oct 2026 07:28:00 GMT"}
-    server.answer_once("/v1/completions", Answer(503, headers=dates))
-    assert 10.0 <= elapsed_s(server) < 11.0
     server.answer_once("/v1/completions", *[Answer(503, headers={"retry-after": "soon"})] * 3)
     assert 0.25 + 0.5 + 1.0 <= elapsed_s(server) < 2.0
 

@@ -18,8 +18,8 @@ from rollover.engine.servers.sglang import open as sglang_open
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm import open as vllm_open
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.engine.servers.weights.memory import MemoryHeld
 from rollover.engine.servers.weights.ownership import Ownership
+from rollover.engine.servers.weights.served import MemoryHeld
 from rollover.errors import EngineError
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights

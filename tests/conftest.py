@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from rollover.engine import sampling_check
-from tests import runs, tiers
+from tests import runs, tiers, virtual_time
 
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
 
@@ -39,6 +40,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with tiers.shallow(item.nodeid):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in virtual time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    virtual_time.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -61,17 +61,14 @@ def test_a_target_that_hangs_is_named() -> None:
     assert target.done == ["pause", "resume"]
 
 
-def test_a_cancelled_publication_resumes_its_target() -> None:
-    async def main() -> None:
-        target = Target("two", load_s=1000.0)
-        publishing = asyncio.create_task(Publisher(target).publish(FakeWeights(3)))
-        await asyncio.sleep(5.0)
-        publishing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await publishing
-        assert target.done == ["pause", "resume"]
-
-    run(main())
+async def test_a_cancelled_publication_resumes_its_target() -> None:
+    target = Target("two", load_s=1000.0)
+    publishing = asyncio.create_task(Publisher(target).publish(FakeWeights(3)))
+    await asyncio.sleep(5.0)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert target.done == ["pause", "resume"]
 
 
 def test_a_target_that_was_being_paused_is_resumed_too() -> None:

@@ -23,7 +23,7 @@ from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock
 
 STEPS = 6
 MAX_TOKENS = 40
@@ -135,35 +135,32 @@ def assert_exact(fleet: Fleet, batch: Batch) -> None:
 @pytest.mark.parametrize("strategy", ["april", "bounded_async", "sync"])
 @pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
+async def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
     tmp_path: Path, kind: ModuleType, strategy: str, kv_on_update: str, seed: int
 ) -> None:
-    async def main() -> None:
-        fleet = Fleet(model_folder(tmp_path / "v0"), kind, strategy=strategy, kv_on_update=kv_on_update)
-        for engine in fleet.engines:
-            await engine.open()
-        await fleet.pool.open()
-        tormentor = asyncio.create_task(torment(fleet, random.Random(seed)))
-        trained = 0
-        try:
-            for step in range(STEPS):
-                batch = await fleet.driver.next_batch()
-                assert batch.step == step
-                assert_exact(fleet, batch)
-                trained += batch.num_tokens
-                await fleet.publish(step + 1)
-        finally:
-            tormentor.cancel()
-            for server in fleet.servers.values():
-                server.thaw()
-        await fleet.driver.stop()
-        fleet.ledger.check()
-        tokens = fleet.ledger.tokens
-        assert tokens.trained == trained
-        assert tokens.decoded == trained + tokens.live + sum(tokens.wasted.values())
-        assert fleet.ledger.tokens.decoded <= sum(s.decoded_tokens for s in fleet.servers.values())
-        assert max(fleet.scorer.scored.values()) == 1, "nothing is scored twice"
-        await fleet.pool.close()
-        assert not any(server.requests for server in fleet.servers.values())
-
-    run(main())
+    fleet = Fleet(model_folder(tmp_path / "v0"), kind, strategy=strategy, kv_on_update=kv_on_update)
+    for engine in fleet.engines:
+        await engine.open()
+    await fleet.pool.open()
+    tormentor = asyncio.create_task(torment(fleet, random.Random(seed)))
+    trained = 0
+    try:
+        for step in range(STEPS):
+            batch = await fleet.driver.next_batch()
+            assert batch.step == step
+            assert_exact(fleet, batch)
+            trained += batch.num_tokens
+            await fleet.publish(step + 1)
+    finally:
+        tormentor.cancel()
+        for server in fleet.servers.values():
+            server.thaw()
+    await fleet.driver.stop()
+    fleet.ledger.check()
+    tokens = fleet.ledger.tokens
+    assert tokens.trained == trained
+    assert tokens.decoded == trained + tokens.live + sum(tokens.wasted.values())
+    assert fleet.ledger.tokens.decoded <= sum(s.decoded_tokens for s in fleet.servers.values())
+    assert max(fleet.scorer.scored.values()) == 1, "nothing is scored twice"
+    await fleet.pool.close()
+    assert not any(server.requests for server in fleet.servers.values())

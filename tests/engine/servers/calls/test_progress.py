@@ -26,7 +26,7 @@ from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
-from tests.virtual_time import VirtualClock, run
+from tests.virtual_time import VirtualClock
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 
@@ -52,51 +52,46 @@ def number_of_calls(server: Any) -> int:
 
 
 @KINDS
-def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
-            for count in (0, 3):
-                server.mangle = lambda _, count=count: EVENT[kind]("abort", count)
-                received: list[Chunk] = []
-                with pytest.raises(
-                    EngineError, match=f"http://one stopped a{count}#0 after {count} tokens without being asked to"
-                ):
-                    async for chunk in engine.generate(request(f"a{count}")):
-                        received.append(chunk)
-                assert tokens(received) == (1,) * count
-                assert not any(chunk.finish_reason for chunk in received)
-
-    run(main())
+async def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind: ModuleType, tmp_path: Path) -> None:
+    server = kind.Server()
+    async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
+        for count in (0, 3):
+            server.mangle = lambda _, count=count: EVENT[kind]("abort", count)
+            received: list[Chunk] = []
+            with pytest.raises(
+                EngineError, match=f"http://one stopped a{count}#0 after {count} tokens without being asked to"
+            ):
+                async for chunk in engine.generate(request(f"a{count}")):
+                    received.append(chunk)
+            assert tokens(received) == (1,) * count
+            assert not any(chunk.finish_reason for chunk in received)
 
 
 @KINDS
 @pytest.mark.parametrize("stop_strings", [(), ("<end>",)])
-def test_a_stop_without_a_token_is_no_stop(kind: ModuleType, tmp_path: Path, stop_strings: tuple[str, ...]) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
-            engine._calls._stop_strings = type("Never", (), {"complete": lambda *_: False})()
-            server.mangle = lambda _: EVENT[kind]("stop", 0)
-            asked = request("a", stop_token_ids=(1,), stop_strings=stop_strings)
-            with pytest.raises(EngineError, match="stopped before its first token"):
-                await collect(engine, asked)
-
-    run(main())
+async def test_a_stop_without_a_token_is_no_stop(
+    kind: ModuleType, tmp_path: Path, stop_strings: tuple[str, ...]
+) -> None:
+    server = kind.Server()
+    async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
+        engine._calls._stop_strings = type("Never", (), {"complete": lambda *_: False})()
+        server.mangle = lambda _: EVENT[kind]("stop", 0)
+        asked = request("a", stop_token_ids=(1,), stop_strings=stop_strings)
+        with pytest.raises(EngineError, match="stopped before its first token"):
+            await collect(engine, asked)
 
 
 @KINDS
-def test_a_stream_of_events_without_tokens_is_given_up_after_the_deadline(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server(tick_s=1.0)
-        async with kind.opened(server, model_folder(tmp_path / "v0"), first_token_timeout_s=50.0) as engine:
-            server.mangle = lambda _: EVENT[kind](None, 0)
-            started_s = asyncio.get_running_loop().time()
-            with pytest.raises(EngineTimeout, match="its first token for 50 s"):
-                await collect(engine, request("a", max_new_tokens=400))
-            assert asyncio.get_running_loop().time() - started_s == pytest.approx(50.0, abs=2.0)
-
-    run(main())
+async def test_a_stream_of_events_without_tokens_is_given_up_after_the_deadline(
+    kind: ModuleType, tmp_path: Path
+) -> None:
+    server = kind.Server(tick_s=1.0)
+    async with kind.opened(server, model_folder(tmp_path / "v0"), first_token_timeout_s=50.0) as engine:
+        server.mangle = lambda _: EVENT[kind](None, 0)
+        started_s = asyncio.get_running_loop().time()
+        with pytest.raises(EngineTimeout, match="its first token for 50 s"):
+            await collect(engine, request("a", max_new_tokens=400))
+        assert asyncio.get_running_loop().time() - started_s == pytest.approx(50.0, abs=2.0)
 
 
 # -- the driver ---------------------------------------------------------------------------------------------
@@ -118,30 +113,27 @@ def driver_of(engine: Any, **limits: Any) -> RolloutDriver:
 
 @KINDS
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_servers_that_stop_every_call_end_the_run_after_bounded_calls(
+async def test_servers_that_stop_every_call_end_the_run_after_bounded_calls(
     kind: ModuleType, tmp_path: Path, num_servers: int
 ) -> None:
-    async def main() -> None:
-        folder = model_folder(tmp_path / "v0")
-        servers = [kind.Server() for _ in range(num_servers)]
-        engines = [kind.make_engine(s, folder, f"http://s{i}") for i, s in enumerate(servers)]
-        for engine in engines:
-            await engine.open()
-        pool = new_pool(engines, FolderWeights(0, folder))
-        await pool.open()
-        for server in servers:
-            server.mangle = lambda _: EVENT[kind]("abort", 0)
-            server.log.clear()
-        started_s = asyncio.get_running_loop().time()
-        driver = driver_of(pool)
-        with pytest.raises(RolloverError, match=r"http://s\d stopped .* after 0 tokens without being asked to"):
-            await driver.next_batch()
-        assert asyncio.get_running_loop().time() - started_s < 60.0
-        assert sum(map(number_of_calls, servers)) <= 200
-        await driver.stop()
-        await pool.close()
-
-    run(main())
+    folder = model_folder(tmp_path / "v0")
+    servers = [kind.Server() for _ in range(num_servers)]
+    engines = [kind.make_engine(s, folder, f"http://s{i}") for i, s in enumerate(servers)]
+    for engine in engines:
+        await engine.open()
+    pool = new_pool(engines, FolderWeights(0, folder))
+    await pool.open()
+    for server in servers:
+        server.mangle = lambda _: EVENT[kind]("abort", 0)
+        server.log.clear()
+    started_s = asyncio.get_running_loop().time()
+    driver = driver_of(pool)
+    with pytest.raises(RolloverError, match=r"http://s\d stopped .* after 0 tokens without being asked to"):
+        await driver.next_batch()
+    assert asyncio.get_running_loop().time() - started_s < 60.0
+    assert sum(map(number_of_calls, servers)) <= 200
+    await driver.stop()
+    await pool.close()
 
 
 class Aborting(FakeEngine):
@@ -172,47 +164,38 @@ class Aborting(FakeEngine):
             yield chunk
 
 
-def test_an_unrequested_abort_is_a_failure_with_a_growing_wait() -> None:
-    async def main() -> None:
-        engine = Aborting(after=0, times=10**9)
-        driver = driver_of(engine, max_retries=5)
-        with pytest.raises(EngineError, match=r"the engine stopped g\d\.\d after 0 tokens without being asked to"):
-            await driver.next_batch()
-        waited_s = asyncio.get_running_loop().time()
-        assert waited_s == pytest.approx(0.1 * (1 + 2 + 4 + 8 + 16), rel=0.2)
-        await driver.stop()
-
-    run(main())
+async def test_an_unrequested_abort_is_a_failure_with_a_growing_wait() -> None:
+    engine = Aborting(after=0, times=10**9)
+    driver = driver_of(engine, max_retries=5)
+    with pytest.raises(EngineError, match=r"the engine stopped g\d\.\d after 0 tokens without being asked to"):
+        await driver.next_batch()
+    waited_s = asyncio.get_running_loop().time()
+    assert waited_s == pytest.approx(0.1 * (1 + 2 + 4 + 8 + 16), rel=0.2)
+    await driver.stop()
 
 
 @pytest.mark.parametrize("after", [0, 1, 7])
-def test_aborts_that_end_cost_no_token(after: int) -> None:
-    async def main() -> None:
-        engine = Aborting(after=after, times=16)
-        driver = driver_of(engine)
-        batch = await driver.next_batch()
-        assert all(t.num_tokens == 20 and t.finish_reason is FinishReason.LENGTH for t in batch.trajectories)
-        await driver.stop()
-        counted = driver.ledger.tokens
-        assert counted.decoded == counted.trained + counted.live and not counted.wasted
-
-    run(main())
+async def test_aborts_that_end_cost_no_token(after: int) -> None:
+    engine = Aborting(after=after, times=16)
+    driver = driver_of(engine)
+    batch = await driver.next_batch()
+    assert all(t.num_tokens == 20 and t.finish_reason is FinishReason.LENGTH for t in batch.trajectories)
+    await driver.stop()
+    counted = driver.ledger.tokens
+    assert counted.decoded == counted.trained + counted.live and not counted.wasted
 
 
-def test_a_sample_that_rests_after_a_failure_is_stopped_at_once() -> None:
-    async def main() -> None:
-        engine = Aborting(after=0, times=10**9)
-        driver = driver_of(engine, max_retries=60)
-        waiting = asyncio.create_task(driver.next_batch())
-        await asyncio.sleep(100.0)
-        before_s = asyncio.get_running_loop().time()
-        await driver.stop()
-        assert asyncio.get_running_loop().time() - before_s < 0.01
-        assert not driver.ledger.running
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-
-    run(main())
+async def test_a_sample_that_rests_after_a_failure_is_stopped_at_once() -> None:
+    engine = Aborting(after=0, times=10**9)
+    driver = driver_of(engine, max_retries=60)
+    waiting = asyncio.create_task(driver.next_batch())
+    await asyncio.sleep(100.0)
+    before_s = asyncio.get_running_loop().time()
+    await driver.stop()
+    assert asyncio.get_running_loop().time() - before_s < 0.01
+    assert not driver.ledger.running
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 class Empty(FakeEngine):
@@ -224,15 +207,12 @@ class Empty(FakeEngine):
             yield Chunk(token_ids=(), logprobs=(), policy_version=0, kv_version=0)
 
 
-def test_chunks_without_tokens_are_no_progress() -> None:
-    async def main() -> None:
-        driver = driver_of(Empty(lambda _: 5), stall_timeout_s=300.0)
-        with pytest.raises(EngineTimeout, match="no token and no reward for 300 s"):
-            await driver.next_batch()
-        assert asyncio.get_running_loop().time() == pytest.approx(300.0, abs=1.0)
-        await driver.stop()
-
-    run(main())
+async def test_chunks_without_tokens_are_no_progress() -> None:
+    driver = driver_of(Empty(lambda _: 5), stall_timeout_s=300.0)
+    with pytest.raises(EngineTimeout, match="no token and no reward for 300 s"):
+        await driver.next_batch()
+    assert asyncio.get_running_loop().time() == pytest.approx(300.0, abs=1.0)
+    await driver.stop()
 
 
 class Lying(FakeEngine):
@@ -261,21 +241,18 @@ class Lying(FakeEngine):
         (FinishReason.LENGTH, 0, "for its length after 0 tokens"),
     ],
 )
-def test_an_end_that_cannot_be_true_is_a_failure_and_no_trajectory(
+async def test_an_end_that_cannot_be_true_is_a_failure_and_no_trajectory(
     reason: FinishReason, count: int, complaint: str
 ) -> None:
-    async def main() -> None:
-        engine = Lying(reason, count)
-        driver = driver_of(engine)
-        with pytest.raises(EngineError, match=complaint):
-            await driver.next_batch()
-        await driver.stop()
-        assert len(engine.requests) <= 40
-        with pytest.raises(EngineError, match=complaint):
-            async for _ in complete(engine, request("b", max_new_tokens=20)):
-                pass
-
-    run(main())
+    engine = Lying(reason, count)
+    driver = driver_of(engine)
+    with pytest.raises(EngineError, match=complaint):
+        await driver.next_batch()
+    await driver.stop()
+    assert len(engine.requests) <= 40
+    with pytest.raises(EngineError, match=complaint):
+        async for _ in complete(engine, request("b", max_new_tokens=20)):
+            pass
 
 
 # -- one whole response -------------------------------------------------------------------------------------
@@ -285,23 +262,17 @@ async def completed(engine: FakeEngine, **settings: Any) -> list[Chunk]:
     return [chunk async for chunk in complete(engine, request("a", max_new_tokens=20), **settings)]
 
 
-def test_a_response_stopped_again_and_again_is_given_up() -> None:
-    async def main() -> None:
-        engine = Aborting(after=0, times=10**9)
-        with pytest.raises(EngineError, match=r"the engine stopped a#0.* after 0 tokens without being asked to"):
-            await completed(engine)
-        assert asyncio.get_running_loop().time() == pytest.approx(0.1 + 0.2 + 0.4)
-        assert engine.times == 10**9 - 4
-        assert len(tokens(await completed(Aborting(after=0, times=3)))) == 20
-        assert len(tokens(await completed(Aborting(after=2, times=9)))) == 20
-
-    run(main())
+async def test_a_response_stopped_again_and_again_is_given_up() -> None:
+    engine = Aborting(after=0, times=10**9)
+    with pytest.raises(EngineError, match=r"the engine stopped a#0.* after 0 tokens without being asked to"):
+        await completed(engine)
+    assert asyncio.get_running_loop().time() == pytest.approx(0.1 + 0.2 + 0.4)
+    assert engine.times == 10**9 - 4
+    assert len(tokens(await completed(Aborting(after=0, times=3)))) == 20
+    assert len(tokens(await completed(Aborting(after=2, times=9)))) == 20
 
 
-def test_a_response_of_chunks_without_tokens_is_given_up() -> None:
-    async def main() -> None:
-        with pytest.raises(EngineTimeout, match=r"the engine sent no token of a#0.* for 40 s"):
-            await completed(Empty(lambda _: 5), stall_s=40.0)
-        assert asyncio.get_running_loop().time() < 4 * 40.0 + 1.0
-
-    run(main())
+async def test_a_response_of_chunks_without_tokens_is_given_up() -> None:
+    with pytest.raises(EngineTimeout, match=r"the engine sent no token of a#0.* for 40 s"):
+        await completed(Empty(lambda _: 5), stall_s=40.0)
+    assert asyncio.get_running_loop().time() < 4 * 40.0 + 1.0

@@ -75,22 +75,16 @@ def test_a_redirect_is_no_success_and_is_not_followed(status: int) -> None:
         asked(Answer(status))
 
 
-def test_a_weight_update_that_is_redirected_is_no_update(tmp_path: Path) -> None:
+async def test_a_weight_update_that_is_redirected_is_no_update(tmp_path: Path) -> None:
     folder, new = model_folder(tmp_path / "v0"), model_folder(tmp_path / "v1")
-
-    async def main() -> None:
-        server = ScriptedVLLM()
-        async with vllm_kit.opened(server, folder) as engine:
-            server.answer_once("/collective_rpc", Answer(307, headers={"location": "/elsewhere"}))
-            await engine.pause()
-            with pytest.raises(
-                EngineError, match=r"did not load weights version 1: .* with 307, a redirect to /elsewh"
-            ):
-                await engine.load(1, FolderWeights(1, new))
-            await engine.resume()
-            assert server.weights == str(folder)
-
-    run(main())
+    server = ScriptedVLLM()
+    async with vllm_kit.opened(server, folder) as engine:
+        server.answer_once("/collective_rpc", Answer(307, headers={"location": "/elsewhere"}))
+        await engine.pause()
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .* with 307, a redirect to /elsewh"):
+            await engine.load(1, FolderWeights(1, new))
+        await engine.resume()
+        assert server.weights == str(folder)
 
 
 # -- types --------------------------------------------------------------------------------------------------
@@ -173,7 +167,7 @@ def test_no_lie_of_a_server_is_anything_but_an_error_of_the_engine(kind: ModuleT
 
 
 @KINDS
-def test_no_lie_in_a_stream_is_anything_but_an_error_of_the_engine(kind: ModuleType, tmp_path: Path) -> None:
+async def test_no_lie_in_a_stream_is_anything_but_an_error_of_the_engine(kind: ModuleType, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "v0")
 
     def spoilt(value: Any, lie: Any) -> list[Any]:
@@ -184,23 +178,20 @@ def test_no_lie_in_a_stream_is_anything_but_an_error_of_the_engine(kind: ModuleT
             return [lie] + [[*value[:i], s, *value[i + 1 :]] for i, v in enumerate(value) for s in spoilt(v, lie)]
         return [lie]
 
-    async def main() -> None:
-        server = kind.Server()
-        async with kind.opened(server, folder) as engine:
-            events: list[bytes] = []
-            server.mangle = lambda event: events.append(event) or event  # type: ignore[func-returns-value]
-            assert len(tokens(await collect(engine, request("right", max_new_tokens=2)))) == 2
-            first = json.loads(events[0].removeprefix(b"data: "))
-            names = iter(range(10**6))
-            for lie in ([], {}, "x", 10**400, -1, [[[]]], 1e400, None, True):
-                for event in spoilt(first, lie):
-                    server.mangle = lambda _, event=event: f"data: {json.dumps(event)}\n\n".encode()
-                    try:
-                        await collect(engine, request(f"r{next(names)}", max_new_tokens=2))
-                    except EngineError as e:
-                        assert len(str(e)) < 1500
-
-    run(main())
+    server = kind.Server()
+    async with kind.opened(server, folder) as engine:
+        events: list[bytes] = []
+        server.mangle = lambda event: events.append(event) or event  # type: ignore[func-returns-value]
+        assert len(tokens(await collect(engine, request("right", max_new_tokens=2)))) == 2
+        first = json.loads(events[0].removeprefix(b"data: "))
+        names = iter(range(10**6))
+        for lie in ([], {}, "x", 10**400, -1, [[[]]], 1e400, None, True):
+            for event in spoilt(first, lie):
+                server.mangle = lambda _, event=event: f"data: {json.dumps(event)}\n\n".encode()
+                try:
+                    await collect(engine, request(f"r{next(names)}", max_new_tokens=2))
+                except EngineError as e:
+                    assert len(str(e)) < 1500
 
 
 # -- size ---------------------------------------------------------------------------------------------------
@@ -352,21 +343,18 @@ def test_what_a_server_says_in_its_own_fields_is_shown_without_the_key(
         assert SECRET not in message(path, body, kind)
 
 
-def test_an_error_of_the_connection_that_quotes_the_server_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_the_connection_that_quotes_the_server_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", SECRET)
 
     class Quoting(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             raise httpx.RemoteProtocolError(f"illegal header line: bytearray(b'x: Bearer {SECRET}')")
 
-    async def main() -> None:
-        client = HTTPClient("http://one", settings(api_key_env="ENGINE_KEY"), transport=Quoting())
-        with pytest.raises(EngineError, match=r"broke off GET /is_paused: illegal header line: .*Bearer \*\*\*") as e:
-            await client.call("GET", "/is_paused")
-        assert SECRET not in str(e.value)
-        await client.close()
-
-    run(main())
+    client = HTTPClient("http://one", settings(api_key_env="ENGINE_KEY"), transport=Quoting())
+    with pytest.raises(EngineError, match=r"broke off GET /is_paused: illegal header line: .*Bearer \*\*\*") as e:
+        await client.call("GET", "/is_paused")
+    assert SECRET not in str(e.value)
+    await client.close()
 
 
 def test_a_key_that_no_header_can_carry_is_a_mistake_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,248 +49,209 @@ class TestAPoolOfThreeKeepsTheContract(Pool):
     num_members = 3
 
 
-def test_the_pool_can_what_all_can_and_has_the_room_of_healthy_members() -> None:
-    async def main() -> None:
-        one, two = Flaky("one", max_running=4, max_context_tokens=500), Flaky("two", max_running=8)
-        async with pool_of(one, two) as pool:
-            assert pool.capabilities.max_running == 12
-            assert pool.capabilities.max_context_tokens == 500
-            assert pool.capabilities.in_flight_update
-            assert pool.capabilities.prefill_tokens_per_iteration == 2 * one.capabilities.prefill_tokens_per_iteration
-            assert not pool.capabilities.keeps_kv_on_abort  # a sample may be resumed by another member
-            two.failing = "ill"
-            await pool.pause()
-            await pool.resume()
-            assert pool.capabilities.max_running == 4
-
-    run(main())
+async def test_the_pool_can_what_all_can_and_has_the_room_of_healthy_members() -> None:
+    one, two = Flaky("one", max_running=4, max_context_tokens=500), Flaky("two", max_running=8)
+    async with pool_of(one, two) as pool:
+        assert pool.capabilities.max_running == 12
+        assert pool.capabilities.max_context_tokens == 500
+        assert pool.capabilities.in_flight_update
+        assert pool.capabilities.prefill_tokens_per_iteration == 2 * one.capabilities.prefill_tokens_per_iteration
+        assert not pool.capabilities.keeps_kv_on_abort  # a sample may be resumed by another member
+        two.failing = "ill"
+        await pool.pause()
+        await pool.resume()
+        assert pool.capabilities.max_running == 4
 
 
 @pytest.mark.parametrize("how", ["failing", "hanging"])
-def test_a_call_of_a_failing_member_goes_on_elsewhere(how: str) -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            stream = pool.generate(request("a", max_new_tokens=400))
-            head = [await anext(stream) for _ in range(5)]
-            ill, well = (one, two) if one.requests else (two, one)
-            setattr(ill, how, "500" if how == "failing" else True)
-            with pytest.raises(EngineError, match=ill.name):
-                async for chunk in stream:
-                    head.append(chunk)
-            prefix = tokens(head)
-            rest = await collect(pool, request("a", call=1, max_new_tokens=400, response_ids=prefix))
-            assert len(prefix + tokens(rest)) == 400
-            assert well.requests[-1].response_ids == prefix
-
-    run(main())
+async def test_a_call_of_a_failing_member_goes_on_elsewhere(how: str) -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        stream = pool.generate(request("a", max_new_tokens=400))
+        head = [await anext(stream) for _ in range(5)]
+        ill, well = (one, two) if one.requests else (two, one)
+        setattr(ill, how, "500" if how == "failing" else True)
+        with pytest.raises(EngineError, match=ill.name):
+            async for chunk in stream:
+                head.append(chunk)
+        prefix = tokens(head)
+        rest = await collect(pool, request("a", call=1, max_new_tokens=400, response_ids=prefix))
+        assert len(prefix + tokens(rest)) == 400
+        assert well.requests[-1].response_ids == prefix
 
 
-def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            two.failing = "ill"
-            await asyncio.sleep(30.0)
-            for version in (1, 2):
-                await pool.pause()
-                await pool.load(version, FakeWeights(version))
-                await pool.resume()
-            assert (one.version, two.version) == (2, 0)
-            two.failing = None
-            await asyncio.sleep(40.0)
-            assert two.version == 2
-            assert two.num_revivals > 0
-            chunks = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
-            assert {c.policy_version for call in chunks for c in call} == {2}
-            assert two.requests and one.requests
-
-    run(main())
+async def test_a_member_comes_back_only_with_the_weights_of_the_pool() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        for version in (1, 2):
+            await pool.pause()
+            await pool.load(version, FakeWeights(version))
+            await pool.resume()
+        assert (one.version, two.version) == (2, 0)
+        two.failing = None
+        await asyncio.sleep(40.0)
+        assert two.version == 2
+        assert two.num_revivals > 0
+        chunks = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+        assert {c.policy_version for call in chunks for c in call} == {2}
+        assert two.requests and one.requests
 
 
-def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        one.probe_s = two.probe_s = 0.5
-        async with pool_of(one, two) as pool:
-            call = asyncio.create_task(collect(pool, request("a", max_new_tokens=1000)))
+async def test_a_member_under_suspicion_during_an_update_gets_the_weights_too() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    one.probe_s = two.probe_s = 0.5
+    async with pool_of(one, two) as pool:
+        call = asyncio.create_task(collect(pool, request("a", max_new_tokens=1000)))
+        await asyncio.sleep(0.05)
+        suspect = one if one.requests else two
+        suspect.fail(EngineError("a passing failure"))
+        await asyncio.gather(call, return_exceptions=True)
+        await pool.pause()
+        await pool.load(1, FakeWeights(1))
+        await pool.resume()
+        assert (one.version, two.version) == (1, 1)
+        assert [event for event, _ in suspect.events] == ["pause", "load", "resume"]
+        assert pool.capabilities.max_running == 64, "it gets no calls before it is probed"
+        await asyncio.sleep(1.0)
+        assert pool.capabilities.max_running == 128
+
+
+async def test_attempts_to_bring_a_member_back_grow_apart() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two):
+        two.failing = "ill"
+        await asyncio.sleep(5.0)
+        before = two.num_revivals
+        await asyncio.sleep(100.0)
+        assert 4 <= two.num_revivals - before <= 9  # 1, 2, 4, 8, then every 16 seconds
+
+
+async def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        two.hanging = True
+        start_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(8.0)  # two late probes
+        await pool.pause()
+        await pool.load(1, FakeWeights(1))
+        await pool.resume()
+        assert one.version == 1
+        assert asyncio.get_running_loop().time() - start_s < 9.0
+
+
+async def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        await pool.pause()
+        with pytest.raises(EngineError, match=r"no engine took weights version 1: .*do not fit"):
+            await pool.load(1, FakeWeights(1, fit=False))
+        await pool.resume()
+        assert pool.capabilities.max_running == 128 and pool.stats().policy_version == 0
+        await pool.pause()
+        two.failing = "disk full"
+        await pool.load(1, FakeWeights(1))
+        two.failing = None
+        await pool.resume()
+        assert pool.capabilities.max_running == 64 and pool.stats().policy_version == 1
+        await asyncio.sleep(5.0)
+        assert two.version == 1 and pool.capabilities.max_running == 128
+
+
+async def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two, all_down_timeout_s=20.0) as pool:
+        one.failing, two.failing = "out of memory", "no route"
+        for i in range(4):
+            with pytest.raises(EngineError):
+                await collect(pool, request(f"w{i}", prompt_ids=(i + 1,)))
+        start_s = asyncio.get_running_loop().time()
+        with pytest.raises(EngineError, match=r"for 20 s .*: one: one: out of memory; two: two: no route$"):
+            await collect(pool, request("late"))
+        assert asyncio.get_running_loop().time() - start_s == pytest.approx(20.0)
+        with pytest.raises(EngineError, match=r"no engine could be paused; one: .*; two: "):
+            await pool.pause()
+        waiting = asyncio.create_task(collect(pool, request("saved")))
+        await asyncio.sleep(1.0)
+        one.failing = None
+        assert len(tokens(await waiting)) == 12
+
+
+async def test_a_server_that_starts_again_is_waited_for_as_at_its_first_start() -> None:
+    one = Flaky("one")
+    async with pool_of(one, all_down_timeout_s=20.0, launch_timeout_s=300.0) as pool:
+        one.failing, one.revival_s = "killed", 250.0
+        with pytest.raises(EngineError):
+            await collect(pool, request("a"))
+        one.failing = None
+        assert len(tokens(await collect(pool, request("waits")))) == 12
+        one.failing, one.revival_s = "killed", 1000.0
+        with pytest.raises(EngineError):
+            await collect(pool, request("b"))
+        with pytest.raises(EngineError, match=r"for 300 s \(engine\.launch_timeout_s\): one: one: killed"):
+            await collect(pool, request("late"))
+
+
+async def test_a_member_that_stops_each_call_unasked_is_taken_out(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = Flaky("one"), Flaky("two")
+    two.stopping = True
+    async with pool_of(one, two) as pool:
+
+        async def went_to_two(phase: str) -> int:
+            before = len(two.requests)
+            for i in range(40):
+                names = {f"{phase} {i}.{j}.": (len(phase), i + 1, j + 1) for j in range(4)}
+                calls = (collect(pool, request(name, prompt_ids=ids)) for name, ids in names.items())
+                await asyncio.gather(*calls, return_exceptions=True)
+                await asyncio.sleep(1.0)
+            return len(two.requests) - before
+
+        assert await went_to_two("stopping") < 40
+        assert next(r.getMessage() for r in caplog.records) == (
+            "two is taken out: it has ended 5 calls in a row without being asked to"
+        )
+        two.stopping = False
+        assert await went_to_two("well") > 60
+
+
+async def test_a_member_whose_calls_are_aborted_because_somebody_asks_stays() -> None:
+    async with pool_of(Flaky("one")) as pool:
+        for i in range(20):
+            call = asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000)))
             await asyncio.sleep(0.05)
-            suspect = one if one.requests else two
-            suspect.fail(EngineError("a passing failure"))
-            await asyncio.gather(call, return_exceptions=True)
-            await pool.pause()
-            await pool.load(1, FakeWeights(1))
-            await pool.resume()
-            assert (one.version, two.version) == (1, 1)
-            assert [event for event, _ in suspect.events] == ["pause", "load", "resume"]
-            assert pool.capabilities.max_running == 64, "it gets no calls before it is probed"
-            await asyncio.sleep(1.0)
-            assert pool.capabilities.max_running == 128
-
-    run(main())
+            await pool.abort([f"r{i}#0"])
+            assert (await call)[-1].finish_reason is FinishReason.ABORT
+        assert pool.capabilities.max_running == 64
 
 
-def test_attempts_to_bring_a_member_back_grow_apart() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two):
-            two.failing = "ill"
-            await asyncio.sleep(5.0)
-            before = two.num_revivals
-            await asyncio.sleep(100.0)
-            assert 4 <= two.num_revivals - before <= 9  # 1, 2, 4, 8, then every 16 seconds
-
-    run(main())
-
-
-def test_a_hanging_member_does_not_hold_up_the_weights_of_the_others() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            two.hanging = True
-            start_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(8.0)  # two late probes
-            await pool.pause()
-            await pool.load(1, FakeWeights(1))
-            await pool.resume()
-            assert one.version == 1
-            assert asyncio.get_running_loop().time() - start_s < 9.0
-
-    run(main())
+async def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
+    one = Flaky("one")
+    async with pool_of(one, all_down_timeout_s=50.0) as pool:
+        one.failing = "ill"
+        with pytest.raises(EngineError):
+            await collect(pool, request("a"))
+        waiting = asyncio.create_task(collect(pool, request("b")))
+        await asyncio.sleep(0.1)
+        await pool.abort(["b#0"])
+        assert [(c.token_ids, c.finish_reason) for c in await waiting] == [((), FinishReason.ABORT)]
 
 
-def test_weights_refused_by_some_take_them_out_refused_by_all_do_nothing() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            await pool.pause()
-            with pytest.raises(EngineError, match=r"no engine took weights version 1: .*do not fit"):
-                await pool.load(1, FakeWeights(1, fit=False))
-            await pool.resume()
-            assert pool.capabilities.max_running == 128 and pool.stats().policy_version == 0
-            await pool.pause()
-            two.failing = "disk full"
-            await pool.load(1, FakeWeights(1))
-            two.failing = None
-            await pool.resume()
-            assert pool.capabilities.max_running == 64 and pool.stats().policy_version == 1
-            await asyncio.sleep(5.0)
-            assert two.version == 1 and pool.capabilities.max_running == 128
-
-    run(main())
-
-
-def test_when_all_are_down_calls_wait_and_then_fail_naming_each() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two, all_down_timeout_s=20.0) as pool:
-            one.failing, two.failing = "out of memory", "no route"
-            for i in range(4):
-                with pytest.raises(EngineError):
-                    await collect(pool, request(f"w{i}", prompt_ids=(i + 1,)))
-            start_s = asyncio.get_running_loop().time()
-            with pytest.raises(EngineError, match=r"for 20 s .*: one: one: out of memory; two: two: no route$"):
-                await collect(pool, request("late"))
-            assert asyncio.get_running_loop().time() - start_s == pytest.approx(20.0)
-            with pytest.raises(EngineError, match=r"no engine could be paused; one: .*; two: "):
-                await pool.pause()
-            waiting = asyncio.create_task(collect(pool, request("saved")))
-            await asyncio.sleep(1.0)
-            one.failing = None
-            assert len(tokens(await waiting)) == 12
-
-    run(main())
-
-
-def test_a_server_that_starts_again_is_waited_for_as_at_its_first_start() -> None:
-    async def main() -> None:
-        one = Flaky("one")
-        async with pool_of(one, all_down_timeout_s=20.0, launch_timeout_s=300.0) as pool:
-            one.failing, one.revival_s = "killed", 250.0
-            with pytest.raises(EngineError):
-                await collect(pool, request("a"))
-            one.failing = None
-            assert len(tokens(await collect(pool, request("waits")))) == 12
-            one.failing, one.revival_s = "killed", 1000.0
-            with pytest.raises(EngineError):
-                await collect(pool, request("b"))
-            with pytest.raises(EngineError, match=r"for 300 s \(engine\.launch_timeout_s\): one: one: killed"):
-                await collect(pool, request("late"))
-
-    run(main())
-
-
-def test_a_member_that_stops_each_call_unasked_is_taken_out(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        two.stopping = True
-        async with pool_of(one, two) as pool:
-
-            async def went_to_two(phase: str) -> int:
-                before = len(two.requests)
-                for i in range(40):
-                    names = {f"{phase} {i}.{j}.": (len(phase), i + 1, j + 1) for j in range(4)}
-                    calls = (collect(pool, request(name, prompt_ids=ids)) for name, ids in names.items())
-                    await asyncio.gather(*calls, return_exceptions=True)
-                    await asyncio.sleep(1.0)
-                return len(two.requests) - before
-
-            assert await went_to_two("stopping") < 40
-            assert next(r.getMessage() for r in caplog.records) == (
-                "two is taken out: it has ended 5 calls in a row without being asked to"
-            )
-            two.stopping = False
-            assert await went_to_two("well") > 60
-
-    run(main())
-
-
-def test_a_member_whose_calls_are_aborted_because_somebody_asks_stays() -> None:
-    async def main() -> None:
-        async with pool_of(Flaky("one")) as pool:
-            for i in range(20):
-                call = asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000)))
-                await asyncio.sleep(0.05)
-                await pool.abort([f"r{i}#0"])
-                assert (await call)[-1].finish_reason is FinishReason.ABORT
-            assert pool.capabilities.max_running == 64
-
-    run(main())
-
-
-def test_a_call_that_waits_for_a_member_can_be_aborted() -> None:
-    async def main() -> None:
-        one = Flaky("one")
-        async with pool_of(one, all_down_timeout_s=50.0) as pool:
-            one.failing = "ill"
-            with pytest.raises(EngineError):
-                await collect(pool, request("a"))
-            waiting = asyncio.create_task(collect(pool, request("b")))
-            await asyncio.sleep(0.1)
-            await pool.abort(["b#0"])
-            assert [(c.token_ids, c.finish_reason) for c in await waiting] == [((), FinishReason.ABORT)]
-
-    run(main())
-
-
-def test_an_abort_reaches_all_members_without_waiting_for_a_hung_one() -> None:
-    async def main() -> None:
-        members = [Flaky(f"e{i}") for i in range(3)]
-        async with pool_of(*members) as pool:
-            calls = [
-                asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000, prompt_ids=(i + 1,))))
-                for i in range(6)
-            ]
-            await asyncio.sleep(0.05)
-            members[1].hanging = True
-            await pool.abort([f"r{i}#0" for i in range(6)])
-            ends = await asyncio.gather(*calls, return_exceptions=True)
-            aborted = [e for e in ends if not isinstance(e, BaseException)]
-            assert len(aborted) == 4
-            assert all(chunks[-1].finish_reason is FinishReason.ABORT for chunks in aborted)
-            assert sum(isinstance(e, EngineError) for e in ends) == 2
-
-    run(main())
+async def test_an_abort_reaches_all_members_without_waiting_for_a_hung_one() -> None:
+    members = [Flaky(f"e{i}") for i in range(3)]
+    async with pool_of(*members) as pool:
+        calls = [
+            asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=1000, prompt_ids=(i + 1,))))
+            for i in range(6)
+        ]
+        await asyncio.sleep(0.05)
+        members[1].hanging = True
+        await pool.abort([f"r{i}#0" for i in range(6)])
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        aborted = [e for e in ends if not isinstance(e, BaseException)]
+        assert len(aborted) == 4
+        assert all(chunks[-1].finish_reason is FinishReason.ABORT for chunks in aborted)
+        assert sum(isinstance(e, EngineError) for e in ends) == 2
 
 
 # -- which members are trusted ------------------------------------------------------------------------------------
@@ -319,151 +280,124 @@ async def publish(pool: EnginePool, version: int) -> None:
     await pool.resume()
 
 
-def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        members = [Flaky(f"e{i}") for i in range(3)]
-        async with pool_of(*members) as pool:
-            pool.check_logprobs_with(prover := Prover("e2"))
-            await publish(pool, 1)
-            failed = await pool.check_logprobs()
-            assert sorted(prover.asked) == [("e0", 1), ("e1", 1), ("e2", 1)]
-            assert {name: str(e) for name, e in failed.items()} == {"e2": "e2 is 0.5 nats off"}
-            assert pool.capabilities.max_running == 128
-            await asyncio.sleep(100.0)
-            assert pool.capabilities.max_running == 128 and prover.asked.count(("e2", 1)) > 3, "it is asked again"
-            warnings = [r.getMessage() for r in caplog.records if "e2" in r.getMessage()]
-            assert warnings == ["e2 is taken out: e2 is 0.5 nats off"], "and once is enough to say so"
-            prover.liars.clear()
-            await asyncio.sleep(40.0)
-            assert pool.capabilities.max_running == 192
-
-    run(main())
+async def test_each_member_proves_itself_and_those_that_fail_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
+    members = [Flaky(f"e{i}") for i in range(3)]
+    async with pool_of(*members) as pool:
+        pool.check_logprobs_with(prover := Prover("e2"))
+        await publish(pool, 1)
+        failed = await pool.check_logprobs()
+        assert sorted(prover.asked) == [("e0", 1), ("e1", 1), ("e2", 1)]
+        assert {name: str(e) for name, e in failed.items()} == {"e2": "e2 is 0.5 nats off"}
+        assert pool.capabilities.max_running == 128
+        await asyncio.sleep(100.0)
+        assert pool.capabilities.max_running == 128 and prover.asked.count(("e2", 1)) > 3, "it is asked again"
+        warnings = [r.getMessage() for r in caplog.records if "e2" in r.getMessage()]
+        assert warnings == ["e2 is taken out: e2 is 0.5 nats off"], "and once is enough to say so"
+        prover.liars.clear()
+        await asyncio.sleep(40.0)
+        assert pool.capabilities.max_running == 192
 
 
-def test_a_strict_proof_takes_nobody_out_and_names_the_first_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with pool_of(Flaky("one"), Flaky("two")) as pool:
-            pool.check_logprobs_with(Prover("two"))
-            with pytest.raises(EngineMismatch, match=r"^two is 0\.5 nats off$"):
-                await pool.check_logprobs(strict=True)
-            assert pool.capabilities.max_running == 128 and not caplog.records
-
-    run(main())
+async def test_a_strict_proof_takes_nobody_out_and_names_the_first_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async with pool_of(Flaky("one"), Flaky("two")) as pool:
+        pool.check_logprobs_with(Prover("two"))
+        with pytest.raises(EngineMismatch, match=r"^two is 0\.5 nats off$"):
+            await pool.check_logprobs(strict=True)
+        assert pool.capabilities.max_running == 128 and not caplog.records
 
 
-def test_when_no_member_proves_itself_all_are_named() -> None:
-    async def main() -> None:
-        async with pool_of(Flaky("one"), Flaky("two")) as pool:
-            pool.check_logprobs_with(Prover("one", "two"))
-            with pytest.raises(EngineMismatch, match=r"weights version 0: one is 0\.5 nats off; two is 0\.5 nats off"):
-                await pool.check_logprobs()
-
-    run(main())
+async def test_when_no_member_proves_itself_all_are_named() -> None:
+    async with pool_of(Flaky("one"), Flaky("two")) as pool:
+        pool.check_logprobs_with(Prover("one", "two"))
+        with pytest.raises(EngineMismatch, match=r"weights version 0: one is 0\.5 nats off; two is 0\.5 nats off"):
+            await pool.check_logprobs()
 
 
-def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            pool.check_logprobs_with(prover := Prover("two"))
-            two.failing = "ill"
-            await asyncio.sleep(30.0)
-            await publish(pool, 1)
-            two.failing = None
-            await asyncio.sleep(40.0)
-            assert two.version == 1 and ("two", 1) in prover.asked
-            assert pool.capabilities.max_running == 64
-            await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
-            assert all(r.request_id.startswith("proof") for r in two.requests)
-            prover.liars.clear()
-            await asyncio.sleep(40.0)
-            assert pool.capabilities.max_running == 128
-
-    run(main())
+async def test_a_returning_member_gets_calls_only_after_a_probe() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        pool.check_logprobs_with(prover := Prover("two"))
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        await publish(pool, 1)
+        two.failing = None
+        await asyncio.sleep(40.0)
+        assert two.version == 1 and ("two", 1) in prover.asked
+        assert pool.capabilities.max_running == 64
+        await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+        assert all(r.request_id.startswith("proof") for r in two.requests)
+        prover.liars.clear()
+        await asyncio.sleep(40.0)
+        assert pool.capabilities.max_running == 128
 
 
-def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            pool.check_logprobs_with(prover := Prover())
-            for version in (1, 2):
-                await publish(pool, version)
-                await pool.check_logprobs()
-            assert len(prover.asked) == 4 and sorted(prover.new) == ["one", "two"]
-            two.failing = "ill"
-            await asyncio.sleep(30.0)
-            two.failing = None
-            await asyncio.sleep(40.0)
-            assert pool.capabilities.max_running == 128 and sorted(prover.new) == ["one", "two", "two"]
-
-    run(main())
+async def test_a_member_is_known_once_it_has_passed_until_it_was_away() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        pool.check_logprobs_with(prover := Prover())
+        for version in (1, 2):
+            await publish(pool, version)
+            await pool.check_logprobs()
+        assert len(prover.asked) == 4 and sorted(prover.new) == ["one", "two"]
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        two.failing = None
+        await asyncio.sleep(40.0)
+        assert pool.capabilities.max_running == 128 and sorted(prover.new) == ["one", "two", "two"]
 
 
-def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            pool.check_logprobs_with(Prover())
-            two.hanging = True
-            start_s = asyncio.get_running_loop().time()
-            failed = await pool.check_logprobs()
-            assert failed.keys() == {"two"}
-            assert asyncio.get_running_loop().time() - start_s < 9.0
-
-    run(main())
+async def test_a_hanging_member_does_not_hold_up_the_proof_of_the_others() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        pool.check_logprobs_with(Prover())
+        two.hanging = True
+        start_s = asyncio.get_running_loop().time()
+        failed = await pool.check_logprobs()
+        assert failed.keys() == {"two"}
+        assert asyncio.get_running_loop().time() - start_s < 9.0
 
 
-def test_each_chunk_names_the_member_that_sampled_it() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            calls = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
-            for member in (one, two):
-                prompts = {r.prompt_ids for r in member.requests}
-                assert prompts
-                for i, chunks in enumerate(calls):
-                    if (i + 1,) in prompts:
-                        assert {c.engine for c in chunks} == {member.name}
-
-    run(main())
+async def test_each_chunk_names_the_member_that_sampled_it() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        calls = await asyncio.gather(*(collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(8)))
+        for member in (one, two):
+            prompts = {r.prompt_ids for r in member.requests}
+            assert prompts
+            for i, chunks in enumerate(calls):
+                if (i + 1,) in prompts:
+                    assert {c.engine for c in chunks} == {member.name}
 
 
-def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            calls = [
-                asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=500, prompt_ids=(i + 1,))))
-                for i in range(4)
-            ]
-            await asyncio.sleep(0.05)
-            pool.distrust("two", "it lies")
-            pool.distrust("three", "nobody knows it")
-            ends = await asyncio.gather(*calls, return_exceptions=True)
-            assert sorted(str(e) for e in ends if isinstance(e, EngineError)) == ["two was taken out: it lies"] * 2
-            await publish(pool, 1)
-            await asyncio.sleep(200.0)
-            assert (two.num_revivals, two.version) == (0, 0)
-            assert pool.capabilities.max_running == 64
-            with pytest.raises(EngineMismatch, match=r"no engine is left .*: one: it lies, too; two: it lies$"):
-                pool.distrust("one", "it lies, too")
-
-    run(main())
+async def test_a_distrusted_member_loses_its_calls_and_never_comes_back() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        calls = [
+            asyncio.create_task(collect(pool, request(f"r{i}", max_new_tokens=500, prompt_ids=(i + 1,))))
+            for i in range(4)
+        ]
+        await asyncio.sleep(0.05)
+        pool.distrust("two", "it lies")
+        pool.distrust("three", "nobody knows it")
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(str(e) for e in ends if isinstance(e, EngineError)) == ["two was taken out: it lies"] * 2
+        await publish(pool, 1)
+        await asyncio.sleep(200.0)
+        assert (two.num_revivals, two.version) == (0, 0)
+        assert pool.capabilities.max_running == 64
+        with pytest.raises(EngineMismatch, match=r"no engine is left .*: one: it lies, too; two: it lies$"):
+            pool.distrust("one", "it lies, too")
 
 
-def test_a_member_distrusted_while_it_comes_back_stays_out() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            two.failing = "ill"
-            await asyncio.sleep(30.0)
-            two.failing, two.probe_s = None, 5.0
-            before = two.num_revivals
-            while two.num_revivals == before:
-                await asyncio.sleep(0.5)
-            pool.distrust("two", "it lies")
-            await asyncio.sleep(100.0)
-            assert pool.capabilities.max_running == 64 and two.num_revivals == before + 1
-
-    run(main())
+async def test_a_member_distrusted_while_it_comes_back_stays_out() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        two.failing, two.probe_s = None, 5.0
+        before = two.num_revivals
+        while two.num_revivals == before:
+            await asyncio.sleep(0.5)
+        pool.distrust("two", "it lies")
+        await asyncio.sleep(100.0)
+        assert pool.capabilities.max_running == 64 and two.num_revivals == before + 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from tests.engine.servers.sglang.scripted import ScriptedSGLang
 from tests.engine.servers.vllm.kit import label, model_folder
 from tests.virtual_time import run
 
-Law = Callable[[ServerEngine, ScriptedSGLang], Awaitable[None]]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -39,17 +38,15 @@ def new(tmp_path: Path) -> Path:
     return model_folder(tmp_path / "v1")
 
 
-def check(folder: Path, law: Law, server: ScriptedSGLang | None = None, **changes: Any) -> ScriptedSGLang:
-    """Run ``law`` on an open engine."""
+@asynccontextmanager
+async def serving(
+    folder: Path, server: ScriptedSGLang | None = None, **changes: Any
+) -> AsyncIterator[tuple[ServerEngine, ScriptedSGLang]]:
+    """An open engine and its server, which has been asked for nothing since."""
     server = server or ScriptedSGLang()
-
-    async def main() -> None:
-        async with opened(server, folder, **changes) as engine:
-            server.log.clear()
-            await law(engine, server)
-
-    run(main())
-    return server
+    async with opened(server, folder, **changes) as engine:
+        server.log.clear()
+        yield engine, server
 
 
 def bodies(server: ScriptedSGLang, path: str) -> list[Any]:
@@ -76,21 +73,18 @@ async def update(engine: ServerEngine, version: int, weights: Path) -> None:
 # -- what is asked ------------------------------------------------------------------------------------------
 
 
-def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=6))
         assert tokens(chunks) == scripted(6, 20, folder)
         assert [p for c in chunks for p in c.logprobs] == [logprob_at(3, i, str(folder)) for i in range(20)]
 
-    check(folder, law)
 
-
-def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a", temperature=0.25, stop_token_ids=(1, 2)))
         await collect(engine, request("b", temperature=0.0, top_p=0.5, top_k=7, min_p=0.1))
-
-    body, greedy = bodies(check(folder, law), "/generate")
+    body, greedy = bodies(server, "/generate")
     expected = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.25, "n": 1, "min_new_tokens": 0}
     expected |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": []}
     expected |= {"stop_token_ids": [1, 2], "ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False}
@@ -101,28 +95,26 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
     assert "return_sampling_mask" not in body
 
 
-def test_kept_sets_are_asked_for_and_missed(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_kept_sets_are_asked_for_and_missed(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         with pytest.raises(EngineError, match="kept sets"):
             await collect(engine, request("a", top_k=7, returns_kept=True))
-
-    [body] = bodies(check(folder, law), "/generate")
+    [body] = bodies(server, "/generate")
     assert body["return_sampling_mask"] is True
 
 
-def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a", max_new_tokens=50))
         await collect(engine, request("a", call=1, max_new_tokens=50, response_ids=tuple(range(30))))
-
-    first, second = bodies(check(folder, law), "/generate")
+    first, second = bodies(server, "/generate")
     assert second["input_ids"] == first["input_ids"] + list(range(30))
     assert [b["sampling_params"]["max_new_tokens"] for b in (first, second)] == [50, 20]
     assert first["rid"] != second["rid"]
 
 
-def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         calls = [
             asyncio.create_task(collect(engine, request(n, max_new_tokens=LONG)))
             for n in ("g1", "g10", "g1#0", "g1#01")
@@ -133,18 +125,13 @@ def test_no_id_of_a_call_begins_with_that_of_another(folder: Path) -> None:
         with pytest.raises(EngineError, match="must not contain ';'"):
             await collect(engine, request("a;b"))
 
-    check(folder, law)
 
-
-def test_an_id_is_never_reused_so_a_late_abort_hits_nobody(folder: Path) -> None:
-    async def main() -> None:
-        server = ScriptedSGLang(tick_s=0.1)
-        for _ in range(2):
-            async with opened(server, folder) as engine:
-                chunks = await collect(engine, request("a", max_new_tokens=40))
-                assert (len(tokens(chunks)), chunks[-1].finish_reason) == (40, FinishReason.LENGTH)
-
-    run(main())
+async def test_an_id_is_never_reused_so_a_late_abort_hits_nobody(folder: Path) -> None:
+    server = ScriptedSGLang(tick_s=0.1)
+    for _ in range(2):
+        async with opened(server, folder) as engine:
+            chunks = await collect(engine, request("a", max_new_tokens=40))
+            assert (len(tokens(chunks)), chunks[-1].finish_reason) == (40, FinishReason.LENGTH)
 
 
 def test_a_server_that_is_started_is_told_what_training_needs(folder: Path) -> None:
@@ -162,42 +149,35 @@ def test_a_key_never_reaches_a_command_line() -> None:
 # -- how it ends --------------------------------------------------------------------------------------------
 
 
-def test_the_servers_own_end_token_is_an_error_beside_stop_tokens(
+async def test_the_servers_own_end_token_is_an_error_beside_stop_tokens(
     folder: Path,
 ) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+    async with serving(folder) as (engine, server):
         server.eos = token_at(3, 2, str(folder))
         assert len(tokens(await collect(engine, request("a", seed=6, max_new_tokens=20)))) == 20
         with pytest.raises(EngineError, match=rf"stopped at {server.eos}, which was not asked for"):
             await collect(engine, request("b", seed=6, max_new_tokens=20, stop_token_ids=(absent_from(folder),)))
 
-    check(folder, law)
 
-
-def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_computation_that_has_failed_is_no_stop(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.nan_at = 4
         with pytest.raises(EngineError, match="stopped at 'NaN happened'"):
             await collect(engine, request("a", seed=6, stop_token_ids=(absent_from(folder),)))
 
-    check(folder, law)
 
-
-def test_a_rejection_inside_the_stream_is_no_partial(folder: Path) -> None:
+async def test_a_rejection_inside_the_stream_is_no_partial(folder: Path) -> None:
     server = ScriptedSGLang()
-
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+    async with serving(folder, server) as (engine, server):
         server.max_req_input_len = 2
         with pytest.raises(EngineError, match="ended it with 400: too long"):
             await collect(engine, request("a"))
         assert engine.stats().decoded_tokens == 0
 
-    check(folder, law, server)
-
 
 @pytest.mark.parametrize("hidden", ["stop", "length"])
-def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: Path, hidden: str) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: Path, hidden: str) -> None:
+    async with serving(folder) as (engine, _):
         ids = scripted(6, 20, folder)
         at = next(i for i in range(3, 20) if ids[i] not in ids[:i])
         stop = {"stop_token_ids": (ids[at],)} if hidden == "stop" else {"max_new_tokens": at + 1}
@@ -208,14 +188,12 @@ def test_a_finish_in_the_iteration_in_which_an_abort_takes_effect_wins(folder: P
         assert tokens(chunks) == ids[: at + 1]
         assert chunks[-1].finish_reason is FinishReason(hidden)
 
-    check(folder, law)
-
 
 # -- abort --------------------------------------------------------------------------------------------------
 
 
-def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
+    async with serving(folder, ScriptedSGLang(slots=2)) as (engine, _):
         calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(5)]
         await asyncio.sleep(0.2)
         await engine.abort([f"r{i}#0" for i in range(1, 5)])
@@ -223,12 +201,10 @@ def test_calls_in_the_servers_queue_end_without_tokens(folder: Path) -> None:
         assert [len(tokens(chunks)) > 0 for chunks in ends] == [True, True, False, False, False]
         assert [chunks[-1].finish_reason for chunks in ends] == [FinishReason.LENGTH] + [FinishReason.ABORT] * 4
 
-    check(folder, law, ScriptedSGLang(slots=2))
-
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_preempted_call_that_is_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_preempted_call_that_is_aborted_keeps_each_token_once(folder: Path, incremental: bool) -> None:
+    async with serving(folder, ScriptedSGLang(incremental=incremental)) as (engine, _):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
         await asyncio.sleep(0.3)
         await engine.pause()
@@ -239,11 +215,9 @@ def test_a_preempted_call_that_is_aborted_keeps_each_token_once(folder: Path, in
         assert len(tokens(chunks)) > 5
         assert tokens(chunks) == scripted(6, len(tokens(chunks)), folder)
 
-    check(folder, law, ScriptedSGLang(incremental=incremental))
 
-
-def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         calls = [asyncio.create_task(collect(engine, request(n, max_new_tokens=400))) for n in "ab"]
         server.tick_s = 1.0
         await asyncio.sleep(2.5)
@@ -252,22 +226,20 @@ def test_an_abort_that_came_too_early_and_is_remembered_becomes_one_of_all(folde
         assert [(await call)[-1].finish_reason for call in calls] == [FinishReason.ABORT] * 2
         server.tick_s = 0.01
         assert len(tokens(await collect(engine, request("c")))) == 12
+    assert {"rid": "", "abort_all": True} in bodies(server, "/abort_request")
 
-    assert {"rid": "", "abort_all": True} in bodies(check(folder, law), "/abort_request")
 
-
-def test_all_calls_are_stopped_by_one_request(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_all_calls_are_stopped_by_one_request(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         calls = [asyncio.create_task(collect(engine, request(f"r{i}", max_new_tokens=LONG))) for i in range(50)]
         await asyncio.sleep(0.2)
         await engine.abort([f"r{i}#0" for i in range(50)])
         assert {(await call)[-1].finish_reason for call in calls} == {FinishReason.ABORT}
+    assert bodies(server, "/abort_request") == [{"rid": "", "abort_all": True}]
 
-    assert bodies(check(folder, law), "/abort_request") == [{"rid": "", "abort_all": True}]
 
-
-def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         stream = engine.generate(request("a", max_new_tokens=LONG))
         await anext(stream)
         slow, arrived = server._post_abort_request, asyncio.Event()
@@ -285,13 +257,11 @@ def test_a_call_that_begins_while_all_are_stopped_is_not_stopped_with_them(folde
         assert [c async for c in stream][-1].finish_reason is FinishReason.ABORT
         assert len(tokens(await late)) == LONG
 
-    check(folder, law)
 
-
-def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
+async def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
     """A call that is not ours, of a run that has gone, say; the server's load tells of it."""
 
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("z", max_new_tokens=1))
         body = bodies(server, "/generate")[-1]
         nobodys = {**body, "rid": "z", "sampling_params": {**body["sampling_params"], "max_new_tokens": 400}}
@@ -307,8 +277,6 @@ def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
         await asyncio.sleep(3.0)
         assert not server.requests
 
-    check(folder, law)
-
 
 # -- weights ------------------------------------------------------------------------------------------------
 
@@ -316,17 +284,15 @@ def test_what_the_server_decodes_for_nobody_is_stopped(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kv_on_update", "mode", "flushes"), [("recompute", "retract", True), ("keep", "in_place", False)]
 )
-def test_weights_are_replaced_under_running_calls_and_abort_none(
+async def test_weights_are_replaced_under_running_calls_and_abort_none(
     folder: Path, new: Path, kv_on_update: str, mode: str, flushes: bool
 ) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+    async with serving(folder, kv_on_update=kv_on_update) as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await update(engine, 7, new)
         assert len(tokens(await call)) == LONG
         assert (server.version, server.weights) == (label(7), str(new))
-
-    server = check(folder, law, kv_on_update=kv_on_update)
     assert bodies(server, "/pause_generation") == [{"mode": mode}]
     (sent,) = bodies(server, "/update_weights_from_disk")
     assert sent == {
@@ -341,13 +307,13 @@ def test_weights_are_replaced_under_running_calls_and_abort_none(
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("interval", [1, 7])
-def test_each_token_has_the_version_that_the_server_says_sampled_it(
+async def test_each_token_has_the_version_that_the_server_says_sampled_it(
     folder: Path, tmp_path: Path, kv_on_update: str, incremental: bool, interval: int
 ) -> None:
     """Also where tokens are late, and where a chunk holds tokens of both versions."""
     weights = [folder, *(model_folder(tmp_path / f"w{i}") for i in (1, 2, 3))]
-
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+    server = ScriptedSGLang(incremental=incremental)
+    async with serving(folder, server, kv_on_update=kv_on_update, stream_interval_tokens=interval) as (engine, server):
         server.network_delay_s = 0.13
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=6)))
         for version in (1, 2, 3):
@@ -361,21 +327,16 @@ def test_each_token_has_the_version_that_the_server_says_sampled_it(
         kept = {c.kv_version for c in chunks}
         assert kept == ({0} if kv_on_update == "keep" else {0, 1, 2, 3})
 
-    server = ScriptedSGLang(incremental=incremental)
-    check(folder, law, server, kv_on_update=kv_on_update, stream_interval_tokens=interval)
 
-
-def test_tokens_that_came_before_an_update_are_not_held_back(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_tokens_that_came_before_an_update_are_not_held_back(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         stream = engine.generate(request("a", max_new_tokens=LONG))
         assert [len((await anext(stream)).token_ids) for _ in range(5)] == [1] * 5
         await stream.aclose()  # type: ignore[attr-defined]
 
-    check(folder, law)
 
-
-def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -> None:
+    async with serving(folder, ScriptedSGLang(lag_s=0.4)) as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -385,11 +346,9 @@ def test_a_pause_returns_only_when_the_scheduler_has_heard_of_it(folder: Path) -
         await engine.resume()
         assert len(tokens(await call)) == LONG
 
-    check(folder, law, ScriptedSGLang(lag_s=0.4))
 
-
-def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: Path) -> None:
+    async with serving(folder) as (engine, server):
         replace, refused = server._post_update_weights_from_disk, []
 
         async def half(query: dict[str, str], body: Any) -> Answer:
@@ -410,11 +369,9 @@ def test_a_refusal_after_which_the_weights_are_new_is_undone(folder: Path, new: 
         assert tokens(chunks) == scripted(6, LONG, folder)
         assert {c.policy_version for c in chunks} == {0}
 
-    check(folder, law)
 
-
-def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.update_error = "out of memory"
         with pytest.raises(EngineError, match="out of memory"):
             await update(engine, 1, new)
@@ -426,35 +383,28 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Pat
         await update(engine, 1, new)
         assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
 
-    check(folder, law)
 
-
-def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
+    async with serving(folder, kv_on_update="keep") as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.1)
         await update(engine, 1, new)
         await collect(engine, request("b"))
         await call
         await update(engine, 2, folder)
-
-    server = check(folder, law, kv_on_update="keep")
     assert [body["extra_key"] for body in bodies(server, "/generate")] == [label(0), label(1)]
     flushed = [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")]
     assert flushed == [False, True], "with no call open nothing needs to be kept"
 
 
-def test_the_first_weights_flush_what_another_run_has_cached(folder: Path) -> None:
-    async def main() -> None:
-        server = ScriptedSGLang()
-        async with opened(server, folder, kv_on_update="keep"):
-            assert [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")] == [True]
-
-    run(main())
+async def test_the_first_weights_flush_what_another_run_has_cached(folder: Path) -> None:
+    server = ScriptedSGLang()
+    async with opened(server, folder, kv_on_update="keep"):
+        assert [body["flush_cache"] for body in bodies(server, "/update_weights_from_disk")] == [True]
 
 
-def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
+    async with serving(folder) as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         other = {"model_path": str(new), "weight_version": "theirs", "flush_cache": False}
@@ -464,11 +414,9 @@ def test_somebody_elses_weights_are_noticed(folder: Path, new: Path) -> None:
         with pytest.raises(EngineError, match="says it serves weights 'theirs'"):
             await engine.probe()
 
-    check(folder, law)
 
-
-def test_a_paused_server_is_well(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_a_paused_server_is_well(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await engine.pause()
         with pytest.raises(EngineError, match="503"):
             await engine._client.call("GET", "/health")
@@ -481,16 +429,12 @@ def test_a_paused_server_is_well(folder: Path) -> None:
         with pytest.raises(EngineError, match="with 503: overloaded"):
             await engine.probe()
 
-    check(folder, law)
 
-
-def test_a_server_that_another_run_left_paused_is_woken(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
-        assert len(tokens(await collect(engine, request("a")))) == 12
-
+async def test_a_server_that_another_run_left_paused_is_woken(folder: Path) -> None:
     server = ScriptedSGLang()
     server._pause("in_place")
-    check(folder, law, server)
+    async with serving(folder, server) as (engine, _):
+        assert len(tokens(await collect(engine, request("a")))) == 12
 
 
 # -- the start ----------------------------------------------------------------------------------------------
@@ -524,19 +468,17 @@ def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path
     refused(smaller, r"has a larger vocabulary than the 32 of .*smaller: it is another model")
 
 
-def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_the_context_leaves_room_to_resume_a_call_one_token_before_its_end(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         limit = engine.capabilities.max_context_tokens
         assert limit == CONTEXT - 6
         head = tuple(1 for _ in range(limit - 4))
         chunks = await collect(engine, request("a", max_new_tokens=limit - 3, response_ids=head))
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (1, FinishReason.LENGTH)
 
-    check(folder, law)
 
-
-def test_cached_tokens_are_not_prefilled_and_recomputed_tokens_are(folder: Path, new: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedSGLang) -> None:
+async def test_cached_tokens_are_not_prefilled_and_recomputed_tokens_are(folder: Path, new: Path) -> None:
+    async with serving(folder) as (engine, _):
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
@@ -549,8 +491,6 @@ def test_cached_tokens_are_not_prefilled_and_recomputed_tokens_are(folder: Path,
         await engine.resume()
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (20 + lost, 10 + lost)
         await call
-
-    check(folder, law)
 
 
 # -- routers ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from tests.engine.contract import collect, request
 from tests.engine.servers.pool.kit import new_pool
 from tests.engine.servers.scripted_server import ScriptedTransport, ScriptedVLLM
 from tests.engine.servers.vllm.kit import model_folder, settings
-from tests.virtual_time import run
 
 
 class Movable:
@@ -37,38 +36,34 @@ class Movable:
         self._servers.clear()
 
 
-def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_path: Path) -> None:
+async def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_path: Path) -> None:
     first, second = model_folder(tmp_path / "v0"), model_folder(tmp_path / "v1")
-
-    async def main() -> None:
-        transport = ScriptedTransport({"here": ScriptedVLLM()})
-        config = settings("http://here")
-        client = HTTPClient("http://here", config, name="engine-0", transport=transport)
-        model = ModelFolder.read(first)
-        engine = ServerEngine(
-            client,
-            config,
-            model,
-            VLLMDialect(client, config, model, ChecksumRecord()),
-            ownership=Ownership("r"),
-            process=Movable(client, transport),
-        )
-        await engine.open()
-        pool = new_pool([engine], FolderWeights(0, first))
-        await pool.open()
-        await pool.pause()
-        await pool.load(3, FolderWeights(3, second))
-        await pool.resume()
-        assert (await collect(pool, request("a")))[-1].engine == "engine-0"
-        del transport.servers["here"]
-        async with asyncio.timeout(60.0):
-            while "there" not in transport.servers or not transport.servers["there"].weights.endswith("v1"):
-                await asyncio.sleep(0.5)
-            await pool.until_up()
-        chunks = await collect(pool, request("b"))
-        assert {chunk.policy_version for chunk in chunks} == {3} and chunks[-1].engine == "engine-0"
-        assert repr(client) == "engine-0" and client.url == "http://there:8001"
-        assert transport.servers["there"].version == "rollover:r:3"
-        await pool.close()
-
-    run(main())
+    transport = ScriptedTransport({"here": ScriptedVLLM()})
+    config = settings("http://here")
+    client = HTTPClient("http://here", config, name="engine-0", transport=transport)
+    model = ModelFolder.read(first)
+    engine = ServerEngine(
+        client,
+        config,
+        model,
+        VLLMDialect(client, config, model, ChecksumRecord()),
+        ownership=Ownership("r"),
+        process=Movable(client, transport),
+    )
+    await engine.open()
+    pool = new_pool([engine], FolderWeights(0, first))
+    await pool.open()
+    await pool.pause()
+    await pool.load(3, FolderWeights(3, second))
+    await pool.resume()
+    assert (await collect(pool, request("a")))[-1].engine == "engine-0"
+    del transport.servers["here"]
+    async with asyncio.timeout(60.0):
+        while "there" not in transport.servers or not transport.servers["there"].weights.endswith("v1"):
+            await asyncio.sleep(0.5)
+        await pool.until_up()
+    chunks = await collect(pool, request("b"))
+    assert {chunk.policy_version for chunk in chunks} == {3} and chunks[-1].engine == "engine-0"
+    assert repr(client) == "engine-0" and client.url == "http://there:8001"
+    assert transport.servers["there"].version == "rollover:r:3"
+    await pool.close()

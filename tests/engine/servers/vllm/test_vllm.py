@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,19 @@ from tests.engine.servers.scripted_server import CONTEXT, Answer, ScriptedVLLM, 
 from tests.engine.servers.vllm.kit import label, make_engine, model_folder, opened
 from tests.virtual_time import run
 
-Law = Callable[[ServerEngine, ScriptedVLLM], Awaitable[None]]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path / "v0")
 
 
-def check(folder: Path, law: Law, **changes: Any) -> ScriptedVLLM:
-    """Run ``law`` on an open engine."""
+@asynccontextmanager
+async def serving(folder: Path, **changes: Any) -> AsyncIterator[tuple[ServerEngine, ScriptedVLLM]]:
+    """An open engine and its server, which has been asked for nothing since."""
     server = ScriptedVLLM()
-
-    async def main() -> None:
-        async with opened(server, folder, **changes) as engine:
-            server.log.clear()
-            await law(engine, server)
-
-    run(main())
-    return server
+    async with opened(server, folder, **changes) as engine:
+        server.log.clear()
+        yield engine, server
 
 
 def bodies(server: ScriptedVLLM, path: str) -> list[Any]:
@@ -58,22 +53,19 @@ def scripted(seed: int, count: int, weights: str, start: int = 0) -> tuple[int, 
 # -- what is asked ------------------------------------------------------------------------------------------
 
 
-def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_ids_go_in_and_come_out_with_their_log_probs(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
         seed = call_seed(3, 0)
         assert tokens(chunks) == scripted(seed, 20, str(folder))
         expected = [logprob_at(seed, i, str(folder)) for i in range(20)]
         assert [p for c in chunks for p in c.logprobs] == expected
 
-    check(folder, law)
 
-
-def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a", top_p=0.5, top_k=7, min_p=0.1, temperature=0.25, stop_token_ids=(1, 2)))
-
-    (body,) = bodies(check(folder, law), "/v1/completions")
+    (body,) = bodies(server, "/v1/completions")
     expected = {"top_p": 0.5, "top_k": 7, "min_p": 0.1, "temperature": 0.25, "n": 1, "logprobs": 0}
     expected |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
     expected |= {"stop_token_ids": [1, 2], "ignore_eos": True, "return_token_ids": True, "stream": True}
@@ -81,12 +73,11 @@ def test_every_sampling_field_is_sent_whatever_the_servers_defaults(folder: Path
     assert not {"text", "messages", "suffix"} & body.keys()
 
 
-def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a", max_new_tokens=50, seed=3))
         await collect(engine, request("a", call=1, max_new_tokens=50, seed=3, response_ids=tuple(range(30))))
-
-    first, second = bodies(check(folder, law), "/v1/completions")
+    first, second = bodies(server, "/v1/completions")
     assert second["prompt"] == first["prompt"] + list(range(30))
     assert (first["max_tokens"], second["max_tokens"]) == (50, 20)
     assert first["seed"] != second["seed"]
@@ -104,26 +95,21 @@ def test_a_resumed_call_sends_ids_the_remaining_budget_and_another_seed(folder: 
         ("cuda", "never", False),
     ],
 )
-def test_calls_carry_no_seed_where_that_would_kill_the_server(
+async def test_calls_carry_no_seed_where_that_would_kill_the_server(
     folder: Path, device: str | None, seed_calls: str, seeded: bool
 ) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM()
-        server.device = device
-        async with opened(server, folder, seed_calls=seed_calls) as engine:
-            await collect(engine, request("a"))
-        assert (bodies(server, "/v1/completions")[-1]["seed"] is not None) == seeded
-
-    run(main())
+    server = ScriptedVLLM()
+    server.device = device
+    async with opened(server, folder, seed_calls=seed_calls) as engine:
+        await collect(engine, request("a"))
+    assert (bodies(server, "/v1/completions")[-1]["seed"] is not None) == seeded
 
 
-def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_an_end_token_that_nobody_asked_for_does_not_end_a_call(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.eos = token_at(call_seed(3, 0), 2, str(folder))
         chunks = await collect(engine, request("a", max_new_tokens=20, seed=3))
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (20, FinishReason.LENGTH)
-
-    check(folder, law)
 
 
 def test_a_launched_server_is_told_what_training_needs(folder: Path) -> None:
@@ -159,19 +145,17 @@ def test_a_server_on_the_cpu_leaves_threads_and_memory_to_the_trainer(tmp_path: 
 # -- abort --------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_an_abort_uses_the_one_form_of_id_that_stops_anything(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         stream = engine.generate(request("a", max_new_tokens=LONG))
         await anext(stream)
         await engine.abort(["a#0"])
         assert not server.requests
-
-    server = check(folder, law)
     assert bodies(server, "/abort_requests")[0] == {"request_ids": ["cmpl-a#0-0"]}
 
 
-def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         other = asyncio.create_task(collect(engine, request("b", max_new_tokens=LONG)))
         await asyncio.sleep(0.1)
         await engine.abort([])
@@ -179,11 +163,9 @@ def test_an_empty_list_of_ids_which_would_mean_all_is_never_sent(folder: Path) -
         assert bodies(server, "/abort_requests") == []
         assert len(tokens(await other)) == LONG
 
-    check(folder, law)
 
-
-def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         held = asyncio.Event()
         stream = server._stream
 
@@ -205,24 +187,19 @@ def test_an_abort_that_overtakes_its_call_is_repeated_until_the_call_ends(folder
         assert len(bodies(server, "/abort_requests")) > 2
         assert asyncio.get_running_loop().time() < 5.0
 
-    check(folder, law)
+
+async def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Path) -> None:
+    server = ScriptedVLLM()
+    server.aborts_by_id = False
+    engine = make_engine(server, folder)
+    with pytest.raises(EngineError, match="does not stop a call by its id within 5 s"):
+        await engine.open()
+    assert not server.requests
+    await engine.close()
 
 
-def test_a_release_that_ignores_aborts_by_id_is_refused_at_the_start(folder: Path) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM()
-        server.aborts_by_id = False
-        engine = make_engine(server, folder)
-        with pytest.raises(EngineError, match="does not stop a call by its id within 5 s"):
-            await engine.open()
-        assert not server.requests
-        await engine.close()
-
-    run(main())
-
-
-def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.aborts_by_id = False
         calls = [
             asyncio.create_task(collect(engine, request(n, max_new_tokens=400, seed=i))) for i, n in enumerate("ab")
@@ -234,12 +211,11 @@ def test_an_ignored_abort_becomes_a_pause_and_the_server_goes_on(folder: Path) -
         assert ends == [FinishReason.ABORT, FinishReason.ABORT]
         server.tick_s = 0.01
         assert len(tokens(await collect(engine, request("c")))) == 12
+    assert ("POST", "/pause", {"mode": "abort"}, None) in server.log
 
-    assert ("POST", "/pause", {"mode": "abort"}, None) in check(folder, law).log
 
-
-def test_a_hung_server_delays_no_abort_and_its_tokens_are_kept(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_hung_server_delays_no_abort_and_its_tokens_are_kept(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.2)
         server.freeze()
@@ -253,11 +229,9 @@ def test_a_hung_server_delays_no_abort_and_its_tokens_are_kept(folder: Path) -> 
         assert tokens(chunks) == scripted(call_seed(3, 0), seen, str(folder)) != ()
         server.thaw()
 
-    check(folder, law)
 
-
-def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.network_delay_s = 0.5
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=3)))
         await asyncio.sleep(0.2)
@@ -266,11 +240,9 @@ def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
         chunks = await call
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (3, FinishReason.LENGTH)
 
-    check(folder, law)
 
-
-def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
+    async with serving(folder, max_running=1000) as (engine, server):
         calls = [
             asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8 if i % 2 else LONG)))
             for i in range(1000)
@@ -282,8 +254,6 @@ def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
         ends = [(await call)[-1].finish_reason for call in calls]
         assert ends == [FinishReason.ABORT, FinishReason.LENGTH] * 500
         assert engine.stats().num_running == 0 and not server.requests
-
-    check(folder, law, max_running=1000)
 
 
 # -- answers that cannot be true ----------------------------------------------------------------------------
@@ -321,38 +291,32 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
         (spoiled(finish_reason="stop"), r"stopped at token \d+, which was not among the stop tokens"),
     ],
 )
-def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
+async def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(
     folder: Path, mangle: Callable[[bytes], bytes], message: str
 ) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         server.mangle = mangle
         with pytest.raises(EngineError, match=message):
             await collect(engine, request("a"))
         assert engine.stats().decoded_tokens == 0
 
-    check(folder, law)
 
-
-def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_more_tokens_than_asked_for_are_refused(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.mangle = spoiled(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13})
         with pytest.raises(EngineError, match="13 tokens came, but at most 12 were requested"):
             await collect(engine, request("a"))
 
-    check(folder, law)
 
-
-def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_stream_without_a_finish_reason_is_no_end(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         server.mangle = lambda event: b"data: [DONE]\n\n" if b'"length"' in event else event
         with pytest.raises(EngineError, match=r"the stream of a#0 ended without a finish reason"):
             await collect(engine, request("a"))
 
-    check(folder, law)
 
-
-def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         stream = engine.generate(request("a", max_new_tokens=LONG, seed=3))
         head = [await anext(stream) for _ in range(30)]
         server.kill()
@@ -363,11 +327,9 @@ def test_a_server_that_dies_costs_no_token_that_had_come(folder: Path) -> None:
         assert len(tokens(head)) >= 30
         server.restart()
 
-    check(folder, law)
 
-
-def test_the_clock_of_a_frozen_call_stops_while_the_server_is_paused(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_the_clock_of_a_frozen_call_stops_while_the_server_is_paused(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -378,8 +340,6 @@ def test_the_clock_of_a_frozen_call_stops_while_the_server_is_paused(folder: Pat
         with pytest.raises(EngineTimeout):
             await collect(engine, request("b"))
         server.thaw()
-
-    check(folder, law)
 
 
 # -- stop strings -------------------------------------------------------------------------------------------
@@ -412,8 +372,8 @@ def unique_seed(folder: Path, call: int, places: tuple[int, ...]) -> int:
     return next(s for s in range(10_000) if fits(s))
 
 
-def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         seed = unique_seed(folder, 0, (4, 5))
         engine._calls._stop_strings = spelling(server, call_seed(seed, 0), folder, {4: "<e", 5: "nd>"})  # type: ignore[assignment]
         for interval, name in ((1, "a"), (16, "b")):
@@ -422,13 +382,11 @@ def test_the_response_ends_with_the_token_that_completes_a_stop_string(folder: P
             assert_wellformed(chunks)
             assert tokens(chunks) == scripted(call_seed(seed, 0), 6, str(folder))
             assert chunks[-1].finish_reason is FinishReason.STOP
-
-    server = check(folder, law)
     assert bodies(server, "/v1/completions")[0]["include_stop_str_in_output"] is True
 
 
-def test_a_stop_string_over_the_cut_stops_the_call_at_the_server(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_stop_string_over_the_cut_stops_the_call_at_the_server(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         seed = unique_seed(folder, 3, (1,))
         speller = spelling(server, call_seed(seed, 3), folder, {1: "nd>"})
         engine._calls._stop_strings = Spelling({**speller.text, 63: "<e"})  # type: ignore[assignment]
@@ -442,8 +400,6 @@ def test_a_stop_string_over_the_cut_stops_the_call_at_the_server(folder: Path) -
         await asyncio.sleep(0.2)
         assert not server.requests, "it does not decode on for nobody"
         assert engine.stats().num_running == 0
-
-    check(folder, law)
 
 
 def _with_interval(config: VLLMConfig, interval: int) -> VLLMConfig:
@@ -461,10 +417,9 @@ def update_calls(server: ScriptedVLLM) -> list[str]:
     return [path for _, path, _, _ in server.log if path in wanted]
 
 
-def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
+async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         await engine.pause()
         await engine.load(7, FolderWeights(7, new))
         await engine.resume()
@@ -480,13 +435,10 @@ def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, tmp_p
             "/resume",
         ]
 
-    check(folder, law)
 
-
-def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_path: Path) -> None:
+async def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         server.held_resets = 4
         await engine.pause()
         await engine.load(1, FolderWeights(1, new))
@@ -497,27 +449,22 @@ def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_pa
         await engine.load(2, FolderWeights(2, new))
         await engine.resume()
 
-    check(folder, law)
 
-
-def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path) -> None:
+async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a"))
         await engine.pause()
         await engine.load(1, FolderWeights(1, new))
         await engine.resume()
         await collect(engine, request("b"))
-
-    salts = [body["cache_salt"] for body in bodies(check(folder, law), "/v1/completions")]
+    salts = [body["cache_salt"] for body in bodies(server, "/v1/completions")]
     assert salts == [label(0), label(1)]
 
 
-def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path: Path) -> None:
+async def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, _):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
         await engine.pause()
@@ -527,13 +474,10 @@ def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path
         assert chunks[-1].finish_reason is FinishReason.ABORT
         assert {c.policy_version for c in chunks} == {0}
 
-    check(folder, law)
 
-
-def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, tmp_path: Path) -> None:
+async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder, kv_on_update="keep") as (engine, server):
         server.network_delay_s = 0.2
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
         await asyncio.sleep(0.5)
@@ -552,13 +496,10 @@ def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folde
         assert {c.kv_version for c in chunks} == {0}
         assert engine.capabilities.prefill_tokens_per_iteration == math.inf
 
-    check(folder, law, kv_on_update="keep")
 
-
-def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, tmp_path: Path) -> None:
+async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         await engine.pause()
         server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
         with pytest.raises(EngineError, match=r"did not load weights version 1: .*no such folder"):
@@ -567,13 +508,10 @@ def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Pat
         assert (server.version, server.weights) == (label(0), str(folder))
         assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 
-    check(folder, law)
 
-
-def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path: Path) -> None:
+async def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path: Path) -> None:
     new = model_folder(tmp_path / "v1")
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         await engine.pause()
         server.reload_error = "out of memory"
         with pytest.raises(EngineError, match="out of memory"):
@@ -591,11 +529,9 @@ def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path
         await engine.probe(decode=True)
         assert len(tokens(await collect(engine, request("b")))) == 12
 
-    check(folder, law)
 
-
-def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await collect(engine, request("a"))
         server.restart()
         await asyncio.sleep(5.0)
@@ -605,11 +541,9 @@ def test_a_server_that_was_restarted_behind_our_back_gets_no_call(folder: Path) 
             await engine.probe()
         assert len(bodies(server, "/v1/completions")) == 1
 
-    check(folder, law)
 
-
-def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await asyncio.sleep(5.0)
         await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(50)))
         assert len(bodies(server, "/weight_info")) == 1
@@ -618,21 +552,17 @@ def test_calls_that_come_together_after_a_silence_ask_for_the_version_once(folde
         ends = await asyncio.gather(*(collect(engine, request(f"s{i}")) for i in range(50)), return_exceptions=True)
         assert all(isinstance(end, EngineError) and "cannot be reached" in str(end) for end in ends)
 
-    check(folder, law)
 
-
-def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await engine.probe()
         server.restart()
         with pytest.raises(EngineError, match="restarted"):
             await engine.probe()
 
-    check(folder, law)
 
-
-def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
         await engine.probe(decode=True)
         server.paused = True
         with pytest.raises(EngineError, match="was paused by another program"):
@@ -642,10 +572,8 @@ def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:
         with pytest.raises(EngineError, match="CUDA error"):
             await engine.probe(decode=True)
 
-    check(folder, law)
 
-
-def test_log_probs_are_proved_before_training(folder: Path) -> None:
+async def test_log_probs_are_proved_before_training(folder: Path) -> None:
     prompts = check_prompts(64, 512)
     logits_PV = np.full((len(prompts), 64), -1e9, dtype=np.float32)
     for number in range(len(prompts)):  # two tokens of which one has the log-prob that the server will report
@@ -653,13 +581,10 @@ def test_log_probs_are_proved_before_training(folder: Path) -> None:
         p, token = logprob_at(seed, 0, str(folder)), token_at(seed, 0, str(folder))
         logits_PV[number, [token, (token + 1) % 64]] = p, np.log(-np.expm1(p))
     reference = Reference(version=0, prompts=prompts, logits_PV=logits_PV)
-
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+    async with serving(folder) as (engine, server):
         server.raw_logprobs = True
         with pytest.raises(EngineMismatch, match="--logprobs-mode processed_logprobs"):
             await check_logprobs(engine, reference, tolerance=1e9, remedy="")
-
-    check(folder, law)
 
 
 # -- the start ----------------------------------------------------------------------------------------------
@@ -701,34 +626,26 @@ def test_an_unusable_server_is_refused_at_the_start_with_the_remedy(folder: Path
     refused(folder, dead, "cannot be reached")
 
 
-def test_the_context_is_the_shorter_of_the_models_and_the_servers(folder: Path) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM()
-        server.max_model_len = 200
-        async with opened(server, folder) as engine:
-            assert engine.capabilities.max_context_tokens == 200 < CONTEXT
-            with pytest.raises(EngineError, match="may reach 203 tokens, but http://one takes 200"):
-                await collect(engine, request("a", max_new_tokens=200))
-
-    run(main())
+async def test_the_context_is_the_shorter_of_the_models_and_the_servers(folder: Path) -> None:
+    server = ScriptedVLLM()
+    server.max_model_len = 200
+    async with opened(server, folder) as engine:
+        assert engine.capabilities.max_context_tokens == 200 < CONTEXT
+        with pytest.raises(EngineError, match="may reach 203 tokens, but http://one takes 200"):
+            await collect(engine, request("a", max_new_tokens=200))
 
 
-def test_a_server_is_given_our_weights_before_the_first_call(folder: Path) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM(weights="somebody else's")
-        server.version, server.paused = "41", True  # as a run leaves it that is killed in an update
-        async with opened(server, folder) as engine:
-            assert (server.weights, server.version) == (str(folder), label(0))
-            assert engine.stats().decoded_tokens == 0
-
-    run(main())
+async def test_a_server_is_given_our_weights_before_the_first_call(folder: Path) -> None:
+    server = ScriptedVLLM(weights="somebody else's")
+    server.version, server.paused = "41", True  # as a run leaves it that is killed in an update
+    async with opened(server, folder) as engine:
+        assert (server.weights, server.version) == (str(folder), label(0))
+        assert engine.stats().decoded_tokens == 0
 
 
-def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
-    async def law(engine: ServerEngine, server: ScriptedVLLM) -> None:
+async def test_what_was_cached_is_not_counted_as_prefilled(folder: Path) -> None:
+    async with serving(folder) as (engine, _):
         await collect(engine, request("a", prompt_ids=(1,) * 10))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (5, 0)
         await collect(engine, request("a", call=1, prompt_ids=(1,) * 10, response_ids=(2,) * 10, max_new_tokens=20))
         assert (engine.stats().prefilled_tokens, engine.stats().reprefilled_tokens) == (15, 10)
-
-    check(folder, law)

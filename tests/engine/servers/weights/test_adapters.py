@@ -99,111 +99,96 @@ class TestSGLangThatIsGivenAdaptersKeepsTheContract(_AdapterContract):
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
+async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        server = lora_server(kit)
-        async with kit.opened(server, base, adapters=SHAPE) as engine:
-            assert not engine.capabilities.in_flight_update
-            before = len(server.log)
-            names = []
-            for version in (1, 2):
-                folder = tmp_path / f"v{version}"
-                await updated(engine, version, given(folder, version))
-                assert server.version == label(version)
-                assert server.adapters is not None and list(server.adapters.values()) == [str(folder)]
-                names += server.adapters
-                req = request(f"after-{version}", temperature=1.0)
-                chunks = await collect(engine, req)
-                assert {chunk.policy_version for chunk in chunks} == {version}
-                seeds = [body for _, path, _, body in server.log if path == server.generate_path and body.get("stream")]
-                seed = seeds[-1].get("seed") or seeds[-1]["sampling_params"]["sampling_seed"]
-                weights = f"{base}+{folder}"
-                assert tokens(chunks) == tuple(token_at(seed, i, weights) for i in range(12))
-            assert len({*names}) == 2 and all(name.startswith("rollover:ours:") for name in names)
-            assert "/collective_rpc" not in posts(server)[before:]
-            assert "/update_weights_from_disk" not in [path for _, path, _, _ in server.log[before:]]
-
-    run(main())
+    server = lora_server(kit)
+    async with kit.opened(server, base, adapters=SHAPE) as engine:
+        assert not engine.capabilities.in_flight_update
+        before = len(server.log)
+        names = []
+        for version in (1, 2):
+            folder = tmp_path / f"v{version}"
+            await updated(engine, version, given(folder, version))
+            assert server.version == label(version)
+            assert server.adapters is not None and list(server.adapters.values()) == [str(folder)]
+            names += server.adapters
+            req = request(f"after-{version}", temperature=1.0)
+            chunks = await collect(engine, req)
+            assert {chunk.policy_version for chunk in chunks} == {version}
+            seeds = [body for _, path, _, body in server.log if path == server.generate_path and body.get("stream")]
+            seed = seeds[-1].get("seed") or seeds[-1]["sampling_params"]["sampling_seed"]
+            weights = f"{base}+{folder}"
+            assert tokens(chunks) == tuple(token_at(seed, i, weights) for i in range(12))
+        assert len({*names}) == 2 and all(name.startswith("rollover:ours:") for name in names)
+        assert "/collective_rpc" not in posts(server)[before:]
+        assert "/update_weights_from_disk" not in [path for _, path, _, _ in server.log[before:]]
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
+async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        server = lora_server(kit)
-        async with kit.opened(server, base, adapters=SHAPE) as engine:
-            await updated(engine, 3, source := given(tmp_path / "v3", 3))
-            server.restart()
-            with pytest.raises(EngineError, match="says it serves weights 'default'"):
-                await engine.probe()
-            server.log.clear()
-            await updated(engine, 3, source)
-            await engine.probe(decode=True)
-            loads = [
-                p for p in posts(server) if p.startswith(("/collective", "/update_weights_from", "/v1/load", "/load"))
-            ]
-            assert [path.rpartition("/")[2] for path in loads] == [
-                "collective_rpc" if kit is vllm_kit else "update_weights_from_disk",
-                "load_lora_adapter",
-            ]
-            assert server.weights == str(base)
-            assert server.version == label(3)
-
-    run(main())
+    server = lora_server(kit)
+    async with kit.opened(server, base, adapters=SHAPE) as engine:
+        await updated(engine, 3, source := given(tmp_path / "v3", 3))
+        server.restart()
+        with pytest.raises(EngineError, match="says it serves weights 'default'"):
+            await engine.probe()
+        server.log.clear()
+        await updated(engine, 3, source)
+        await engine.probe(decode=True)
+        loads = [p for p in posts(server) if p.startswith(("/collective", "/update_weights_from", "/v1/load", "/load"))]
+        assert [path.rpartition("/")[2] for path in loads] == [
+            "collective_rpc" if kit is vllm_kit else "update_weights_from_disk",
+            "load_lora_adapter",
+        ]
+        assert server.weights == str(base)
+        assert server.version == label(3)
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
+async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        server = lora_server(kit)
-        server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
-        async with kit.opened(server, base, adapters=SHAPE, ownership=Ownership(kit.RUN)) as engine:
-            await updated(engine, 7, given(tmp_path / "v7", 7))
-            assert server.adapters is not None
-            assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
-
-    run(main())
+    server = lora_server(kit)
+    server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
+    async with kit.opened(server, base, adapters=SHAPE, ownership=Ownership(kit.RUN)) as engine:
+        await updated(engine, 7, given(tmp_path / "v7", 7))
+        assert server.adapters is not None
+        assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
+async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        server = lora_server(kit)
-        async with kit.opened(server, base, adapters=SHAPE) as engine:
-            await updated(engine, 1, given(tmp_path / "v1", 1))
-            stream = engine.generate(request("long", max_new_tokens=200))
-            first = await anext(stream)
+    server = lora_server(kit)
+    async with kit.opened(server, base, adapters=SHAPE) as engine:
+        await updated(engine, 1, given(tmp_path / "v1", 1))
+        stream = engine.generate(request("long", max_new_tokens=200))
+        first = await anext(stream)
+        await updated(engine, 2, given(tmp_path / "v2", 2))
+        rest = [chunk async for chunk in stream]
+        assert {chunk.policy_version for chunk in [first, *rest]} == {1}
+        assert rest[-1].finish_reason is not None and rest[-1].finish_reason.value == "abort"
+
+
+@pytest.mark.parametrize("kit", KITS)
+async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
+    kit: ModuleType, base: Path, tmp_path: Path
+) -> None:
+    server = lora_server(kit)
+    async with kit.opened(server, base, adapters=SHAPE) as engine:
+        await updated(engine, 1, given(tmp_path / "v1", 1))
+        name = "/v1/load_lora_adapter" if kit is vllm_kit else "/load_lora_adapter"
+        said = "LoRA rank 16 is greater than max_lora_rank 8"
+        server.answer_once(name, refusal(kit, said))
+        with pytest.raises(EngineError, match=f"version 2: .*{said}.*--enable-lora --max-lora-rank"):
             await updated(engine, 2, given(tmp_path / "v2", 2))
-            rest = [chunk async for chunk in stream]
-            assert {chunk.policy_version for chunk in [first, *rest]} == {1}
-            assert rest[-1].finish_reason is not None and rest[-1].finish_reason.value == "abort"
-
-    run(main())
-
-
-@pytest.mark.parametrize("kit", KITS)
-def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(kit: ModuleType, base: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = lora_server(kit)
-        async with kit.opened(server, base, adapters=SHAPE) as engine:
-            await updated(engine, 1, given(tmp_path / "v1", 1))
-            name = "/v1/load_lora_adapter" if kit is vllm_kit else "/load_lora_adapter"
-            said = "LoRA rank 16 is greater than max_lora_rank 8"
-            server.answer_once(name, refusal(kit, said))
-            with pytest.raises(EngineError, match=f"version 2: .*{said}.*--enable-lora --max-lora-rank"):
-                await updated(engine, 2, given(tmp_path / "v2", 2))
-            assert server.version == label(1)
-            chunks = await collect(engine, request("after"))
-            assert {chunk.policy_version for chunk in chunks} == {1}
-
-    run(main())
+        assert server.version == label(1)
+        chunks = await collect(engine, request("after"))
+        assert {chunk.policy_version for chunk in chunks} == {1}
 
 
 def refusal(kit: ModuleType, said: str) -> Any:
@@ -214,63 +199,49 @@ def refusal(kit: ModuleType, said: str) -> Any:
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kit: ModuleType, base: Path) -> None:
+async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kit: ModuleType, base: Path) -> None:
     async def refused(server: ScriptedServer, shape: AdapterShape) -> str:
         with pytest.raises(EngineError) as caught:
             async with kit.opened(server, base, adapters=shape):
                 pass
         return str(caught.value)
 
-    async def main() -> None:
-        said = await refused(kit.Server(), SHAPE)
-        assert "accepts no adapters" in said and "--enable-lora" in said and "trainer.lora.publish = 'merged'" in said
-        wide = AdapterShape(rank=12, targets=("lm_head",))
-        said = await refused(lora_server(kit), wide)
-        assert "accepts adapters up to rank 8" in said and "of rank 12" in said
-        assert f"--max-lora-rank {16 if kit is vllm_kit else 12}" in said
-
-    run(main())
+    said = await refused(kit.Server(), SHAPE)
+    assert "accepts no adapters" in said and "--enable-lora" in said and "trainer.lora.publish = 'merged'" in said
+    wide = AdapterShape(rank=12, targets=("lm_head",))
+    said = await refused(lora_server(kit), wide)
+    assert "accepts adapters up to rank 8" in said and "of rank 12" in said
+    assert f"--max-lora-rank {16 if kit is vllm_kit else 12}" in said
 
 
-def test_an_sglang_server_that_adapts_other_matrices_is_refused(base: Path) -> None:
-    async def main() -> None:
-        with pytest.raises(EngineError, match=r"beside lm_head, but .* beside q_proj; .*--lora-target-modules q_proj"):
-            async with sglang_kit.opened(
-                lora_server(sglang_kit), base, adapters=AdapterShape(rank=2, targets=("q_proj",))
-            ):
-                pass
-
-    run(main())
+async def test_an_sglang_server_that_adapts_other_matrices_is_refused(base: Path) -> None:
+    with pytest.raises(EngineError, match=r"beside lm_head, but .* beside q_proj; .*--lora-target-modules q_proj"):
+        async with sglang_kit.opened(lora_server(sglang_kit), base, adapters=AdapterShape(rank=2, targets=("q_proj",))):
+            pass
 
 
-def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base: Path, tmp_path: Path) -> None:
+async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base: Path, tmp_path: Path) -> None:
     """It was started with --enable-lora, but without the endpoints."""
 
-    async def main() -> None:
-        server = lora_server(vllm_kit)
-        async with vllm_kit.opened(server, base, adapters=SHAPE) as engine:
-            server.answer_once("/v1/load_lora_adapter", Answer(404, {"detail": "Not Found"}))
-            with pytest.raises(EngineError, match=r"404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
-                await updated(engine, 1, given(tmp_path / "v1", 1))
-
-    run(main())
+    server = lora_server(vllm_kit)
+    async with vllm_kit.opened(server, base, adapters=SHAPE) as engine:
+        server.answer_once("/v1/load_lora_adapter", Answer(404, {"detail": "Not Found"}))
+        with pytest.raises(EngineError, match=r"404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            await updated(engine, 1, given(tmp_path / "v1", 1))
 
 
 @pytest.mark.parametrize("kit", KITS)
-def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
+async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
     kit: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with kit.opened(lora_server(kit), base) as engine:
-            with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
-                await updated(engine, 1, given(tmp_path / "v1", 1))
-        async with kit.opened(lora_server(kit), base, adapters=SHAPE) as engine:
-            with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
-                await updated(engine, 2, given(tmp_path / "v2", 2, base_version=1))
-            await updated(engine, 2, FolderWeights(2, base))
-            assert (await collect(engine, request("full")))[-1].policy_version == 2
-
-    run(main())
+    async with kit.opened(lora_server(kit), base) as engine:
+        with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
+            await updated(engine, 1, given(tmp_path / "v1", 1))
+    async with kit.opened(lora_server(kit), base, adapters=SHAPE) as engine:
+        with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
+            await updated(engine, 2, given(tmp_path / "v2", 2, base_version=1))
+        await updated(engine, 2, FolderWeights(2, base))
+        assert (await collect(engine, request("full")))[-1].policy_version == 2
 
 
 def test_vllm_makes_room_in_steps_and_no_further() -> None:

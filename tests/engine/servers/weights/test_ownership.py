@@ -111,73 +111,61 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
 
 
 @KINDS
-def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        name(server, "rollover:theirs:4")
-        server.paused, server.weights = True, "theirs"
-        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
-            with pytest.raises(
-                EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"
-            ):
-                await engine.open()
-        assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
-        assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
-        await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
-        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+async def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
+    server = kind.Server()
+    name(server, "rollover:theirs:4")
+    server.paused, server.weights = True, "theirs"
+    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+        with pytest.raises(EngineError, match=r"belongs to run theirs: .*curl -X POST http://one/update_weight_ver"):
             await engine.open()
-            assert (server.paused, server.version) == (False, "rollover:ours:0")
-
-    run(main())
+    assert {method for method, _, _, _ in server.log} == {"GET"}, "nothing was changed"
+    assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:4")
+    await server._post_update_weight_version({}, {"new_version": "free", "abort_all_requests": False})
+    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+        await engine.open()
+        assert (server.paused, server.version) == (False, "rollover:ours:0")
 
 
 @KINDS
-def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        for owner in ("first", "second"):
-            async with engine_of(kind, server, folder, Ownership(owner)) as engine:
-                await engine.open()
-                assert server.version == f"rollover:{owner}:0"
-            assert server.version == f"rollover:{owner}:0:free"
-
-    run(main())
+async def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
+    server = kind.Server()
+    for owner in ("first", "second"):
+        async with engine_of(kind, server, folder, Ownership(owner)) as engine:
+            await engine.open()
+            assert server.version == f"rollover:{owner}:0"
+        assert server.version == f"rollover:{owner}:0:free"
 
 
 @KINDS
 @pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
-def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(kind: ModuleType, folder: Path, left: str) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        name(server, left)
-        async with engine_of(kind, server, folder, Ownership("ours", predecessor="dead")) as engine:
-            await engine.open()
-            assert server.version == label(0)
-
-    run(main())
+async def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(
+    kind: ModuleType, folder: Path, left: str
+) -> None:
+    server = kind.Server()
+    name(server, left)
+    async with engine_of(kind, server, folder, Ownership("ours", predecessor="dead")) as engine:
+        await engine.open()
+        assert server.version == label(0)
 
 
 @KINDS
-def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        async with engine_of(kind, server, folder, Ownership("ours")) as engine:
-            await engine.open()
-            name(server, "rollover:theirs:0")  # the same version number
-            server.weights = "theirs"
-            with pytest.raises(EngineError, match=r"serves weights 'rollover:theirs:0', .*run theirs uses it"):
-                await engine.probe()
-            server.log.clear()
-            server.paused = True  # as theirs is while it loads
-            with pytest.raises(EngineError, match="belongs to run theirs"):
-                await engine.pause()
-            await engine.resume()
-            with pytest.raises(EngineError, match="run theirs uses it"):
-                await collect(engine, request("a"))
-        assert {method for method, _, _, _ in server.log} <= {"GET"}
-        assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:0")
-
-    run(main())
+async def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
+    server = kind.Server()
+    async with engine_of(kind, server, folder, Ownership("ours")) as engine:
+        await engine.open()
+        name(server, "rollover:theirs:0")  # the same version number
+        server.weights = "theirs"
+        with pytest.raises(EngineError, match=r"serves weights 'rollover:theirs:0', .*run theirs uses it"):
+            await engine.probe()
+        server.log.clear()
+        server.paused = True  # as theirs is while it loads
+        with pytest.raises(EngineError, match="belongs to run theirs"):
+            await engine.pause()
+        await engine.resume()
+        with pytest.raises(EngineError, match="run theirs uses it"):
+            await collect(engine, request("a"))
+    assert {method for method, _, _, _ in server.log} <= {"GET"}
+    assert (server.paused, server.weights, server.version) == (True, "theirs", "rollover:theirs:0")
 
 
 def test_two_runs_on_one_address_never_meet_in_the_server(
@@ -266,17 +254,16 @@ def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
     run(main())
 
 
-def test_a_release_without_checksums_is_taken_at_its_label(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        server = ScriptedVLLM()
-        server.checksums = None
-        async with vllm_kit.opened(server, folder) as engine:
-            assert len(tokens(await collect(engine, request("a")))) == 12
-            await engine.pause()
-            await engine.load(1, FolderWeights(1, folder))
-            await engine.resume()
-        assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
-
-    run(main())
+async def test_a_release_without_checksums_is_taken_at_its_label(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ScriptedVLLM()
+    server.checksums = None
+    async with vllm_kit.opened(server, folder) as engine:
+        assert len(tokens(await collect(engine, request("a")))) == 12
+        await engine.pause()
+        await engine.load(1, FolderWeights(1, folder))
+        await engine.resume()
+    assert sum(path == "/weight_checker" for _, path, _, _ in server.log) == 1
     (said,) = [record.getMessage() for record in caplog.records if "which weights it holds" in record.getMessage()]
     assert said.startswith("http://one cannot show which weights it holds: it computes no digests of them")

@@ -29,7 +29,6 @@ from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import RUN, model_folder
-from tests.virtual_time import run
 from tests.weights.kit import FakeWeights
 
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
@@ -74,141 +73,124 @@ async def publish(engine: Any, source: FolderWeights) -> None:
 
 
 @KINDS
-def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-        assert engine.capabilities.is_colocated
-        await engine.open()
-        server.log.clear()
-        await engine.sleep()
-        assert story(server) == ["stand still", "label", "release"]
-        assert server.version == f"rollover:{RUN}:0:asleep" and server.asleep
-        server.log.clear()
-        call = asyncio.create_task(collect(engine, request("a")))
-        await asyncio.sleep(100.0)
-        assert not call.done() and not server.log  # nobody asks a server that sleeps for anything
-        await publish(engine, folder_of(tmp_path, 1))
-        with_it = ["label"] if kind is vllm_kit else []
-        assert story(server) == ["take weights", "label", "load", *with_it, "take cache", "label", "go on"]
-        assert server.version == f"rollover:{RUN}:1" and not server.asleep
-        assert {chunk.policy_version for chunk in await call} == {1}
-        assert server.weights == str((tmp_path / "v1").resolve())
-        assert not server.died
-        await engine.close()
-
-    run(main())
-
-
-@KINDS
-def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-        await engine.open()
-        call = asyncio.create_task(collect(engine, request("a", max_new_tokens=400)))
-        await asyncio.sleep(0.2)
-        await engine.sleep()
-        assert 0 < len(tokens(await call)) < 400
-        assert not server.died and server.asleep
-        await engine.close()
-
-    run(main())
+async def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(
+    kind: ModuleType, tmp_path: Path
+) -> None:
+    server = kind.Server()
+    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
+    assert engine.capabilities.is_colocated
+    await engine.open()
+    server.log.clear()
+    await engine.sleep()
+    assert story(server) == ["stand still", "label", "release"]
+    assert server.version == f"rollover:{RUN}:0:asleep" and server.asleep
+    server.log.clear()
+    call = asyncio.create_task(collect(engine, request("a")))
+    await asyncio.sleep(100.0)
+    assert not call.done() and not server.log  # nobody asks a server that sleeps for anything
+    await publish(engine, folder_of(tmp_path, 1))
+    with_it = ["label"] if kind is vllm_kit else []
+    assert story(server) == ["take weights", "label", "load", *with_it, "take cache", "label", "go on"]
+    assert server.version == f"rollover:{RUN}:1" and not server.asleep
+    assert {chunk.policy_version for chunk in await call} == {1}
+    assert server.weights == str((tmp_path / "v1").resolve())
+    assert not server.died
+    await engine.close()
 
 
 @KINDS
-def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        server.can_sleep = False
-        option = "--enable-sleep-mode" if kind is vllm_kit else "--enable-memory-saver"
-        with pytest.raises(EngineError, match=f"http://one cannot give its memory back.*start it with {option}"):
-            await colocated(kind, server, model_folder(tmp_path / "v0")).open()
-        await kind.make_engine(server, tmp_path / "v0").open()  # one that has its own devices need not
+async def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind: ModuleType, tmp_path: Path) -> None:
+    server = kind.Server()
+    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
+    await engine.open()
+    call = asyncio.create_task(collect(engine, request("a", max_new_tokens=400)))
+    await asyncio.sleep(0.2)
+    await engine.sleep()
+    assert 0 < len(tokens(await call)) < 400
+    assert not server.died and server.asleep
+    await engine.close()
 
-    run(main())
+
+@KINDS
+async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start(
+    kind: ModuleType, tmp_path: Path
+) -> None:
+    server = kind.Server()
+    server.can_sleep = False
+    option = "--enable-sleep-mode" if kind is vllm_kit else "--enable-memory-saver"
+    with pytest.raises(EngineError, match=f"http://one cannot give its memory back.*start it with {option}"):
+        await colocated(kind, server, model_folder(tmp_path / "v0")).open()
+    await kind.make_engine(server, tmp_path / "v0").open()  # one that has its own devices need not
 
 
 @KINDS
 @pytest.mark.parametrize("stage", ["asleep", "in a load"])
-def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
+async def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
     kind: ModuleType, tmp_path: Path, stage: str
 ) -> None:
-    async def main() -> None:
-        server, folder = kind.Server(), model_folder(tmp_path / "v0")
-        killed = colocated(kind, server, folder)
-        await killed.open()
-        await killed.sleep()
-        assert server.version == f"rollover:{RUN}:0:asleep"
-        if stage == "in a load":
-            load = "/collective_rpc" if kind is vllm_kit else "/update_weights_from_disk"
-            server.answer_once(load, Answer(500, {"error": {"message": "killed here"}}))
-            with pytest.raises(EngineError, match="killed here"):
-                await killed.load(1, folder_of(tmp_path, 1))
-            assert server.version == f"rollover:{RUN}:0:cacheless"
-        with pytest.raises(EngineError, match="belongs to run ours"):
-            await kind.make_engine(server, folder, ownership=Ownership("other")).open()
-        following = kind.make_engine(server, folder)  # one that has devices of its own wakes it too
-        await following.open()
-        assert not server.asleep and not server.died and server.version == f"rollover:{RUN}:0"
-        assert len(tokens(await collect(following, request("a")))) == 12
-        await following.close()
-
-    run(main())
-
-
-@KINDS
-def test_a_load_that_fails_while_it_wakes_can_be_tried_again(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-        await engine.open()
-        await engine.sleep()
+    server, folder = kind.Server(), model_folder(tmp_path / "v0")
+    killed = colocated(kind, server, folder)
+    await killed.open()
+    await killed.sleep()
+    assert server.version == f"rollover:{RUN}:0:asleep"
+    if stage == "in a load":
         load = "/collective_rpc" if kind is vllm_kit else "/update_weights_from_disk"
-        server.answer_once(load, Answer(500, {"error": {"message": "disk trouble"}}))
-        with pytest.raises(EngineError, match="disk trouble"):
-            await publish(engine, folder_of(tmp_path, 1))
-        await publish(engine, folder_of(tmp_path, 1))
-        assert not server.asleep and not server.died
-        assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {1}
-        await engine.close()
-
-    run(main())
-
-
-@KINDS
-def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server, folder = kind.Server(), model_folder(tmp_path / "v0")
-        engine = colocated(kind, server, folder)
-        await engine.open()
-        await engine.sleep()
-        await engine.close()
-        assert server.version == f"rollover:{RUN}:0:asleep:free" and server.asleep
-        other = colocated(kind, server, folder, ownership=Ownership("other"))
-        await other.open()
-        assert not server.asleep and server.version == "rollover:other:0"
-        assert len(tokens(await collect(other, request("a")))) == 12
-        await other.close()
-
-    run(main())
+        server.answer_once(load, Answer(500, {"error": {"message": "killed here"}}))
+        with pytest.raises(EngineError, match="killed here"):
+            await killed.load(1, folder_of(tmp_path, 1))
+        assert server.version == f"rollover:{RUN}:0:cacheless"
+    with pytest.raises(EngineError, match="belongs to run ours"):
+        await kind.make_engine(server, folder, ownership=Ownership("other")).open()
+    following = kind.make_engine(server, folder)  # one that has devices of its own wakes it too
+    await following.open()
+    assert not server.asleep and not server.died and server.version == f"rollover:{RUN}:0"
+    assert len(tokens(await collect(following, request("a")))) == 12
+    await following.close()
 
 
 @KINDS
-def test_a_server_restarted_while_it_should_sleep_is_not_woken(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        server = kind.Server()
-        engine = colocated(kind, server, model_folder(tmp_path / "v0"))
-        await engine.open()
-        await engine.sleep()
-        server.restart()
-        server.log.clear()
+async def test_a_load_that_fails_while_it_wakes_can_be_tried_again(kind: ModuleType, tmp_path: Path) -> None:
+    server = kind.Server()
+    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
+    await engine.open()
+    await engine.sleep()
+    load = "/collective_rpc" if kind is vllm_kit else "/update_weights_from_disk"
+    server.answer_once(load, Answer(500, {"error": {"message": "disk trouble"}}))
+    with pytest.raises(EngineError, match="disk trouble"):
         await publish(engine, folder_of(tmp_path, 1))
-        assert "take weights" not in story(server) and not server.died
-        assert server.version == f"rollover:{RUN}:1"
-        await engine.close()
+    await publish(engine, folder_of(tmp_path, 1))
+    assert not server.asleep and not server.died
+    assert {chunk.policy_version for chunk in await collect(engine, request("a"))} == {1}
+    await engine.close()
 
-    run(main())
+
+@KINDS
+async def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: ModuleType, tmp_path: Path) -> None:
+    server, folder = kind.Server(), model_folder(tmp_path / "v0")
+    engine = colocated(kind, server, folder)
+    await engine.open()
+    await engine.sleep()
+    await engine.close()
+    assert server.version == f"rollover:{RUN}:0:asleep:free" and server.asleep
+    other = colocated(kind, server, folder, ownership=Ownership("other"))
+    await other.open()
+    assert not server.asleep and server.version == "rollover:other:0"
+    assert len(tokens(await collect(other, request("a")))) == 12
+    await other.close()
+
+
+@KINDS
+async def test_a_server_restarted_while_it_should_sleep_is_not_woken(kind: ModuleType, tmp_path: Path) -> None:
+    server = kind.Server()
+    engine = colocated(kind, server, model_folder(tmp_path / "v0"))
+    await engine.open()
+    await engine.sleep()
+    server.restart()
+    server.log.clear()
+    await publish(engine, folder_of(tmp_path, 1))
+    assert "take weights" not in story(server) and not server.died
+    assert server.version == f"rollover:{RUN}:1"
+    await engine.close()
 
 
 class Process:
@@ -232,117 +214,103 @@ class Process:
 
 @KINDS
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
-def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
+async def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
     kind: ModuleType, tmp_path: Path, fault: str
 ) -> None:
-    async def main() -> None:
-        servers = {"s0": kind.Server(), "s1": kind.Server()}
-        folder = model_folder(tmp_path / "v0")
-        limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
-        engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
-        pool = new_pool(engines, FolderWeights(0, folder), **limits)
-        for engine in engines:
-            await engine.open()  # type: ignore[attr-defined]
-        await pool.open()
-        if fault == "hangs":
-            servers["s1"].freeze()
-        else:
-            servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
-        began_s = asyncio.get_running_loop().time()
-        why = "did not answer" if fault == "hangs" else "no such thing"
-        with pytest.raises(
-            MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"
-        ):
-            await pool.sleep()
-        assert asyncio.get_running_loop().time() - began_s <= 64.0
-        assert servers["s0"].asleep
-        if fault == "refuses":
-            assert not servers["s1"].asleep and servers["s1"].version == "rollover:any:0"
-        servers["s1"].thaw()
-        await pool.close()
-
-    run(main())
-
-
-@KINDS
-def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        servers = {"s0": kind.Server(), "s1": kind.Server()}
-        folder = model_folder(tmp_path / "v0")
-        limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
-        engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
-        processes = [Process(servers[host], engine._client) for host, engine in zip(servers, engines, strict=True)]  # type: ignore[attr-defined]
-        for engine, process in zip(engines, processes, strict=True):
-            engine._process = process  # type: ignore[attr-defined]
-            await engine.open()  # type: ignore[attr-defined]
-        pool = new_pool(engines, FolderWeights(0, folder), **limits)
-        await pool.open()
+    servers = {"s0": kind.Server(), "s1": kind.Server()}
+    folder = model_folder(tmp_path / "v0")
+    limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
+    engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
+    pool = new_pool(engines, FolderWeights(0, folder), **limits)
+    for engine in engines:
+        await engine.open()  # type: ignore[attr-defined]
+    await pool.open()
+    if fault == "hangs":
         servers["s1"].freeze()
+    else:
+        servers["s1"].answer_once(RELEASE[kind], Answer(500, {"error": {"message": "no such thing"}}))
+    began_s = asyncio.get_running_loop().time()
+    why = "did not answer" if fault == "hangs" else "no such thing"
+    with pytest.raises(MemoryHeld, match=f"the trainer needs the memory of http://s1, which may still hold it.*{why}"):
         await pool.sleep()
-        assert [process.was_stopped for process in processes] == [False, True]
-        await asyncio.sleep(1000.0)
-        assert processes[1].was_stopped  # it would take the memory that the trainer has
-        await publish(pool, folder_of(tmp_path, 1))
-        assert servers["s0"].version == "rollover:any:1" and not servers["s0"].asleep
-        await asyncio.sleep(60.0)
-        assert servers["s1"].version == "rollover:any:1"
-        assert pool.capabilities.max_running == 128
-        await pool.close()
-
-    run(main())
+    assert asyncio.get_running_loop().time() - began_s <= 64.0
+    assert servers["s0"].asleep
+    if fault == "refuses":
+        assert not servers["s1"].asleep and servers["s1"].version == "rollover:any:0"
+    servers["s1"].thaw()
+    await pool.close()
 
 
 @KINDS
-def test_servers_that_die_asleep_return_with_the_next_weights(kind: ModuleType, tmp_path: Path) -> None:
-    async def main() -> None:
-        servers = {"s0": kind.Server(), "s1": kind.Server()}
-        folder = model_folder(tmp_path / "v0")
-        engines = scripted_engines(kind, servers, folder, colocated=True)
-        for engine in engines:
-            await engine.open()  # type: ignore[attr-defined]
-        pool = new_pool(engines, FolderWeights(0, folder))
-        await pool.open()
+async def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: ModuleType, tmp_path: Path) -> None:
+    servers = {"s0": kind.Server(), "s1": kind.Server()}
+    folder = model_folder(tmp_path / "v0")
+    limits = {"control_timeout_s": 5.0, "abort_timeout_s": 4.0, "load_timeout_s": 40.0}
+    engines = scripted_engines(kind, servers, folder, colocated=True, **limits)
+    processes = [Process(servers[host], engine._client) for host, engine in zip(servers, engines, strict=True)]  # type: ignore[attr-defined]
+    for engine, process in zip(engines, processes, strict=True):
+        engine._process = process  # type: ignore[attr-defined]
+        await engine.open()  # type: ignore[attr-defined]
+    pool = new_pool(engines, FolderWeights(0, folder), **limits)
+    await pool.open()
+    servers["s1"].freeze()
+    await pool.sleep()
+    assert [process.was_stopped for process in processes] == [False, True]
+    await asyncio.sleep(1000.0)
+    assert processes[1].was_stopped  # it would take the memory that the trainer has
+    await publish(pool, folder_of(tmp_path, 1))
+    assert servers["s0"].version == "rollover:any:1" and not servers["s0"].asleep
+    await asyncio.sleep(60.0)
+    assert servers["s1"].version == "rollover:any:1"
+    assert pool.capabilities.max_running == 128
+    await pool.close()
+
+
+@KINDS
+async def test_servers_that_die_asleep_return_with_the_next_weights(kind: ModuleType, tmp_path: Path) -> None:
+    servers = {"s0": kind.Server(), "s1": kind.Server()}
+    folder = model_folder(tmp_path / "v0")
+    engines = scripted_engines(kind, servers, folder, colocated=True)
+    for engine in engines:
+        await engine.open()  # type: ignore[attr-defined]
+    pool = new_pool(engines, FolderWeights(0, folder))
+    await pool.open()
+    await pool.sleep()
+    servers["s1"].kill()
+    await publish(pool, folder_of(tmp_path, 1))
+    assert servers["s0"].version == "rollover:any:1"
+    chunks = [await collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(4)]
+    assert {chunk.engine for call in chunks for chunk in call} == {"http://s0"}
+    servers["s1"].restart()
+    await asyncio.sleep(60.0)
+    assert servers["s1"].version == "rollover:any:1"
+    await pool.sleep()
+    for server in servers.values():
+        server.kill()
+    publishing = asyncio.create_task(publish(pool, folder_of(tmp_path, 2)))
+    await asyncio.sleep(20.0)
+    assert not publishing.done()
+    servers["s0"].restart()
+    await publishing
+    assert servers["s0"].version == "rollover:any:2"
+    await pool.close()
+
+
+async def test_nobody_comes_back_while_the_trainer_has_the_memory() -> None:
+    one, two = Flaky("one"), Flaky("two")
+    async with pool_of(one, two) as pool:
+        two.failing = "ill"
+        await asyncio.sleep(30.0)
+        before = two.num_revivals
         await pool.sleep()
-        servers["s1"].kill()
-        await publish(pool, folder_of(tmp_path, 1))
-        assert servers["s0"].version == "rollover:any:1"
-        chunks = [await collect(pool, request(f"r{i}", prompt_ids=(i + 1,))) for i in range(4)]
-        assert {chunk.engine for call in chunks for chunk in call} == {"http://s0"}
-        servers["s1"].restart()
+        two.failing = None
+        await asyncio.sleep(1000.0)
+        assert two.num_revivals == before
+        assert [event for event, _ in one.events] == [event for event, _ in two.events][-1:] == ["sleep"]
+        await Publisher(pool).publish(FakeWeights(1))
+        assert one.version == 1
         await asyncio.sleep(60.0)
-        assert servers["s1"].version == "rollover:any:1"
-        await pool.sleep()
-        for server in servers.values():
-            server.kill()
-        publishing = asyncio.create_task(publish(pool, folder_of(tmp_path, 2)))
-        await asyncio.sleep(20.0)
-        assert not publishing.done()
-        servers["s0"].restart()
-        await publishing
-        assert servers["s0"].version == "rollover:any:2"
-        await pool.close()
-
-    run(main())
-
-
-def test_nobody_comes_back_while_the_trainer_has_the_memory() -> None:
-    async def main() -> None:
-        one, two = Flaky("one"), Flaky("two")
-        async with pool_of(one, two) as pool:
-            two.failing = "ill"
-            await asyncio.sleep(30.0)
-            before = two.num_revivals
-            await pool.sleep()
-            two.failing = None
-            await asyncio.sleep(1000.0)
-            assert two.num_revivals == before
-            assert [event for event, _ in one.events] == [event for event, _ in two.events][-1:] == ["sleep"]
-            await Publisher(pool).publish(FakeWeights(1))
-            assert one.version == 1
-            await asyncio.sleep(60.0)
-            assert two.version == 1 and two.num_revivals == before + 1
-
-    run(main())
+        assert two.version == 1 and two.num_revivals == before + 1
 
 
 def test_a_server_is_started_so_that_it_can_sleep(tmp_path: Path) -> None:

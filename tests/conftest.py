@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import Iterator
@@ -44,10 +45,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in virtual time."""
+    """Run a test that is a coroutine, in virtual time unless it waits for threads or processes."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    virtual_time.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    run = asyncio.run if pyfuncitem.get_closest_marker("real_time") else virtual_time.run
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
 
 

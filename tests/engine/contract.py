@@ -19,6 +19,7 @@ from rollover.errors import EngineError
 from rollover.kept import check_kept, decode_kept
 from rollover.types import FinishReason, SamplingParams
 from rollover.weights.base import WeightSource, WeightTarget
+from tests import virtual_time
 from tests.speed import within
 
 LONG = 120
@@ -73,6 +74,7 @@ def assert_wellformed(chunks: list[Chunk]) -> None:
 class EngineContract:
     """Subclass and implement ``make_engine``, ``new_weights`` and ``bad_weights``."""
 
+    in_virtual_time = False
     deadline_s = DEADLINE_S
     num_at_once = 1000
     """Calls that are all open at the same time: fewer where each costs a connection."""
@@ -122,7 +124,7 @@ class EngineContract:
             async with asyncio.timeout(self.deadline_s), self.engine() as engine:
                 await law(engine)
 
-        asyncio.run(main())
+        (virtual_time.run if self.in_virtual_time else asyncio.run)(main())
 
     def test_a_call_ends_with_one_finished_chunk_at_its_limit(self) -> None:
         async def law(engine: FullEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,8 @@ from tests.engine.contract import EngineContract, FullEngine, collect, request
 from tests.engine.embedded.test_contract import pace
 from tests.engine.models import saved, tiny_model
 from tests.weights.test_adapters import Q_PROJ, adapters, low_rank
+
+pytestmark = pytest.mark.real_time
 
 CONFIG = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, block_size_tokens=8)
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -56,68 +57,58 @@ class TestAnEngineThatIsGivenAdaptersKeepsTheContract(EngineContract):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_are_those_of_merged_publication_to_the_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
+async def test_the_weights_are_those_of_merged_publication_to_the_bit(tmp_path: Path, dtype: str, tied: bool) -> None:
     """Whatever was there before: other adapters, beside other matrices, or full weights."""
     model = tiny_model(tie_word_embeddings=tied).to(getattr(torch, dtype))
     base = saved(model, tmp_path / "model")
     given = [adapters(seed=1), adapters(seed=2), {GATE: low_rank(48, 32)}]
     config = EmbeddedConfig(device="cpu", max_running=4, kv_cache_bytes=2**20, dtype=dtype)  # type: ignore[arg-type]
-
-    async def main() -> None:
-        engine = EmbeddedEngine.from_folder(base, config)
-        version = 0
-        try:
-            for place, own in enumerate(given):
-                before = await collect(engine, request("before", call=place, max_new_tokens=6))
-                version += 1
-                await engine.load(version, source := AdapterSource(version, own))
-                assert await engine.differing(merged(base, version, own)) == []
-                assert await engine.differing(source) == []
-                ours = await collect(engine, request("ours", call=place, max_new_tokens=6))
-                version += 1
-                await engine.load(version, merged(base, version, own))
-                theirs = await collect(engine, request("theirs", call=place, max_new_tokens=6))
-                assert [c.logprobs for c in ours] == [c.logprobs for c in theirs] != [c.logprobs for c in before]
-                others = tiny_model(seed=3, tie_word_embeddings=tied).state_dict()
-                version += 1
-                await engine.load(version, MemoryWeights(version, others))
-                version += 1
-                await engine.load(version, AdapterSource(version, own))
-                assert await engine.differing(merged(base, version, own)) == []
-            different = set(await engine.differing(AdapterSource(version, {**adapters(), **given[-1]})))
-            assert different == set(adapters())
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+    engine = EmbeddedEngine.from_folder(base, config)
+    version = 0
+    try:
+        for place, own in enumerate(given):
+            before = await collect(engine, request("before", call=place, max_new_tokens=6))
+            version += 1
+            await engine.load(version, source := AdapterSource(version, own))
+            assert await engine.differing(merged(base, version, own)) == []
+            assert await engine.differing(source) == []
+            ours = await collect(engine, request("ours", call=place, max_new_tokens=6))
+            version += 1
+            await engine.load(version, merged(base, version, own))
+            theirs = await collect(engine, request("theirs", call=place, max_new_tokens=6))
+            assert [c.logprobs for c in ours] == [c.logprobs for c in theirs] != [c.logprobs for c in before]
+            others = tiny_model(seed=3, tie_word_embeddings=tied).state_dict()
+            version += 1
+            await engine.load(version, MemoryWeights(version, others))
+            version += 1
+            await engine.load(version, AdapterSource(version, own))
+            assert await engine.differing(merged(base, version, own)) == []
+        different = set(await engine.differing(AdapterSource(version, {**adapters(), **given[-1]})))
+        assert different == set(adapters())
+    finally:
+        await engine.close()
 
 
-def test_what_does_not_fit_is_named_and_changes_nothing(folder: Path) -> None:
-    async def main() -> None:
-        engine = EmbeddedEngine.from_folder(folder, CONFIG)
-        try:
-            await engine.load(1, AdapterSource(1, adapters()))
-            with pytest.raises(EngineError, match=r"version 2 do not fit: an adapter of .*q_proj.weight"):
-                await engine.load(2, AdapterSource(2, {Q_PROJ: low_rank(64, 31)}))
-            with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
-                await engine.load(2, AdapterSource(2, adapters(), base_version=1))
-            assert await engine.differing(merged(folder, 1, adapters())) == []
-            assert engine.stats().policy_version == 1
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+async def test_what_does_not_fit_is_named_and_changes_nothing(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, CONFIG)
+    try:
+        await engine.load(1, AdapterSource(1, adapters()))
+        with pytest.raises(EngineError, match=r"version 2 do not fit: an adapter of .*q_proj.weight"):
+            await engine.load(2, AdapterSource(2, {Q_PROJ: low_rank(64, 31)}))
+        with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
+            await engine.load(2, AdapterSource(2, adapters(), base_version=1))
+        assert await engine.differing(merged(folder, 1, adapters())) == []
+        assert engine.stats().policy_version == 1
+    finally:
+        await engine.close()
 
 
-def test_an_engine_that_has_slept_merges_adapters_into_the_whole_model(folder: Path) -> None:
-    async def main() -> None:
-        engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True))
-        try:
-            await engine.load(1, AdapterSource(1, adapters()))
-            await engine.sleep()
-            await engine.load(2, AdapterSource(2, adapters(seed=1)))
-            assert await engine.differing(merged(folder, 2, adapters(seed=1))) == []
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+async def test_an_engine_that_has_slept_merges_adapters_into_the_whole_model(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True))
+    try:
+        await engine.load(1, AdapterSource(1, adapters()))
+        await engine.sleep()
+        await engine.load(2, AdapterSource(2, adapters(seed=1)))
+        assert await engine.differing(merged(folder, 2, adapters(seed=1))) == []
+    finally:
+        await engine.close()

@@ -18,6 +18,8 @@ from tests.engine.contract import DEADLINE_S, assert_wellformed, collect, reques
 from tests.engine.embedded.harness import CONFIG
 from tests.engine.models import saved, tiny_model
 
+pytestmark = pytest.mark.real_time
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -86,55 +88,46 @@ def test_lockstep_gives_the_same_interleaving_twice(folder: Path) -> None:
     }
 
 
-def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(folder, lockstep=True)
-        other = asyncio.create_task(collect(engine, request("b", max_new_tokens=50)))
-        stream = engine.generate(request("a", max_new_tokens=50))
-        await anext(stream)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert engine.stats().decode_iterations == 1 and engine.stats().decoded_tokens == 2
-        late = asyncio.create_task(collect(engine, request("c", max_new_tokens=2)))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert engine.stats().num_waiting == 1 and engine.stats().decode_iterations == 1
-        assert (await anext(stream)).token_ids
-        assert engine.stats().decode_iterations == 2  # the late call was in the very next iteration
-        await stream.aclose()  # type: ignore[attr-defined]  # closing processes what is left
-        await asyncio.gather(other, late)
-        await engine.close()
-
-    asyncio.run(main())
+async def test_in_lockstep_a_consumer_that_holds_a_chunk_holds_the_engine(folder: Path) -> None:
+    engine = engine_of(folder, lockstep=True)
+    other = asyncio.create_task(collect(engine, request("b", max_new_tokens=50)))
+    stream = engine.generate(request("a", max_new_tokens=50))
+    await anext(stream)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert engine.stats().decode_iterations == 1 and engine.stats().decoded_tokens == 2
+    late = asyncio.create_task(collect(engine, request("c", max_new_tokens=2)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert engine.stats().num_waiting == 1 and engine.stats().decode_iterations == 1
+    assert (await anext(stream)).token_ids
+    assert engine.stats().decode_iterations == 2  # the late call was in the very next iteration
+    await stream.aclose()  # type: ignore[attr-defined]  # closing processes what is left
+    await asyncio.gather(other, late)
+    await engine.close()
 
 
-def test_in_lockstep_calls_of_one_turn_start_together_in_call_order(folder: Path) -> None:
-    async def main() -> None:
-        engine = engine_of(folder, lockstep=True, max_running=2, stream_interval_tokens=100)
-        order: list[str] = []
+async def test_in_lockstep_calls_of_one_turn_start_together_in_call_order(folder: Path) -> None:
+    engine = engine_of(folder, lockstep=True, max_running=2, stream_interval_tokens=100)
+    order: list[str] = []
 
-        async def consume(name: str) -> None:
-            await collect(engine, request(name, max_new_tokens=3))
-            order.append(name)
+    async def consume(name: str) -> None:
+        await collect(engine, request(name, max_new_tokens=3))
+        order.append(name)
 
-        await asyncio.gather(*(consume(name) for name in "dacb"))
-        assert order == ["d", "a", "c", "b"]
-        assert engine.stats().decode_iterations == 6
-        await engine.close()
-
-    asyncio.run(main())
+    await asyncio.gather(*(consume(name) for name in "dacb"))
+    assert order == ["d", "a", "c", "b"]
+    assert engine.stats().decode_iterations == 6
+    await engine.close()
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path, lockstep: bool) -> None:
-    async def main() -> None:
-        engine = engine_of(folder, lockstep=lockstep, stream_interval_tokens=8)
-        chunks = await collect(engine, request("a", max_new_tokens=20))
-        assert [len(c.token_ids) for c in chunks] == [8, 8, 4]
-        assert_wellformed(chunks)
-        await engine.close()
-
-    asyncio.run(main())
+async def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path, lockstep: bool) -> None:
+    engine = engine_of(folder, lockstep=lockstep, stream_interval_tokens=8)
+    chunks = await collect(engine, request("a", max_new_tokens=20))
+    assert [len(c.token_ids) for c in chunks] == [8, 8, 4]
+    assert_wellformed(chunks)
+    await engine.close()
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -146,7 +139,7 @@ def test_chunks_come_at_the_interval_and_the_last_one_has_the_rest(folder: Path,
         (MemoryError(), ResourceError, "lower"),
     ],
 )
-def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
+async def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
     folder: Path,
     lockstep: bool,
     cause: Exception,
@@ -154,51 +147,44 @@ def test_a_failed_iteration_fails_every_open_call_and_the_engine_lives_on(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        engine = engine_of(folder, lockstep=lockstep)
-        step = EngineCore.step
+    engine = engine_of(folder, lockstep=lockstep)
+    step = EngineCore.step
 
-        def broken(core: EngineCore) -> list[Output]:
-            if core.stats().decode_iterations >= 3:
-                raise cause
-            return step(core)
+    def broken(core: EngineCore) -> list[Output]:
+        if core.stats().decode_iterations >= 3:
+            raise cause
+        return step(core)
 
-        monkeypatch.setattr(EngineCore, "step", broken)
-        calls = [collect(engine, request(name, max_new_tokens=50)) for name in "ab"]
-        async with asyncio.timeout(DEADLINE_S):
-            for result in await asyncio.gather(*calls, return_exceptions=True):
-                assert isinstance(result, error)
-                with pytest.raises(error, match=message):
-                    raise result
-                assert result.__cause__ is cause
-            monkeypatch.undo()
-            assert len(tokens(await collect(engine, request("c")))) == 12
-            await engine.close()
-
-    asyncio.run(main())
+    monkeypatch.setattr(EngineCore, "step", broken)
+    calls = [collect(engine, request(name, max_new_tokens=50)) for name in "ab"]
+    async with asyncio.timeout(DEADLINE_S):
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(result, error)
+            with pytest.raises(error, match=message):
+                raise result
+            assert result.__cause__ is cause
+        monkeypatch.undo()
+        assert len(tokens(await collect(engine, request("c")))) == 12
+        await engine.close()
 
 
-def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
+async def test_a_thread_that_does_not_come_back_is_a_timeout_that_names_the_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import threading
 
     release = threading.Event()
-
-    async def main() -> None:
-        engine = engine_of(folder, command_timeout_s=0.05)
-        monkeypatch.setattr(EngineCore, "step", lambda core: release.wait(DEADLINE_S) and [])
-        call = asyncio.create_task(collect(engine, request("a")))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineTimeout, match=r"'abort'.*0\.05"):
-            while True:  # the first may still slip in before the step
-                await engine.abort(["nobody"])
-        release.set()
-        monkeypatch.undo()
-        assert len(tokens(await call)) == 12
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_of(folder, command_timeout_s=0.05)
+    monkeypatch.setattr(EngineCore, "step", lambda core: release.wait(DEADLINE_S) and [])
+    call = asyncio.create_task(collect(engine, request("a")))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineTimeout, match=r"'abort'.*0\.05"):
+        while True:  # the first may still slip in before the step
+            await engine.abort(["nobody"])
+    release.set()
+    monkeypatch.undo()
+    assert len(tokens(await call)) == 12
+    await engine.close()
 
 
 def test_one_engine_serves_one_event_loop_after_another(folder: Path) -> None:

@@ -22,6 +22,8 @@ from tests.engine.contract import DEADLINE_S, collect, request, tokens
 from tests.engine.embedded.harness import CONFIG, Calls, core_of
 from tests.engine.models import saved, tiny_model
 
+pytestmark = pytest.mark.real_time
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -101,49 +103,42 @@ def test_it_does_not_sleep_over_open_calls(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
-    async def main() -> None:
-        engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True), lockstep=lockstep)
-        assert engine.capabilities.is_colocated
-        try:
-            await engine.sleep()
-            call = asyncio.create_task(collect(engine, request("a")))
-            await engine.pause()
-            await engine.resume()
-            assert not call.done()
-            with pytest.raises(EngineError, match="sleeps"):
-                await engine.differing(FolderWeights(0, folder))
-            await engine.load(3, FolderWeights(3, folder))
-            async with asyncio.timeout(DEADLINE_S):
-                assert {chunk.policy_version for chunk in await call} == {3}
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folder: Path, *, lockstep: bool) -> None:
+    engine = EmbeddedEngine.from_folder(folder, replace(CONFIG, colocated=True), lockstep=lockstep)
+    assert engine.capabilities.is_colocated
+    try:
+        await engine.sleep()
+        call = asyncio.create_task(collect(engine, request("a")))
+        await engine.pause()
+        await engine.resume()
+        assert not call.done()
+        with pytest.raises(EngineError, match="sleeps"):
+            await engine.differing(FolderWeights(0, folder))
+        await engine.load(3, FolderWeights(3, folder))
+        async with asyncio.timeout(DEADLINE_S):
+            assert {chunk.policy_version for chunk in await call} == {3}
+    finally:
+        await engine.close()
 
 
-def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(folder: Path, tmp_path: Path) -> None:
+async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(folder: Path, tmp_path: Path) -> None:
     other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
+    engine = EmbeddedEngine.from_folder(folder, CONFIG)
+    try:
+        await engine.sleep()
+        with pytest.raises(EngineError, match="do not fit"):
+            await engine.load(1, FolderWeights(1, other))
+        with pytest.raises(EngineError, match="sleeps"):
+            await engine.differing(FolderWeights(0, folder))
 
-    async def main() -> None:
-        engine = EmbeddedEngine.from_folder(folder, CONFIG)
-        try:
-            await engine.sleep()
-            with pytest.raises(EngineError, match="do not fit"):
-                await engine.load(1, FolderWeights(1, other))
-            with pytest.raises(EngineError, match="sleeps"):
-                await engine.differing(FolderWeights(0, folder))
+        def no_room() -> Any:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
 
-            def no_room() -> Any:
-                raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
-
-            make, engine._core._make_model_runner = engine._core._make_model_runner, no_room  # type: ignore[assignment]
-            with pytest.raises(ResourceError, match=r"lower engine\.kv_cache_bytes"):
-                await engine.load(1, FolderWeights(1, folder))
-            engine._core._make_model_runner = make
+        make, engine._core._make_model_runner = engine._core._make_model_runner, no_room  # type: ignore[assignment]
+        with pytest.raises(ResourceError, match=r"lower engine\.kv_cache_bytes"):
             await engine.load(1, FolderWeights(1, folder))
-            assert not await engine.differing(FolderWeights(1, folder))
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+        engine._core._make_model_runner = make
+        await engine.load(1, FolderWeights(1, folder))
+        assert not await engine.differing(FolderWeights(1, folder))
+    finally:
+        await engine.close()

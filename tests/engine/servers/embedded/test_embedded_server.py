@@ -32,6 +32,8 @@ from tests.engine.models import greedy, logprobs, tiny_model
 from tests.engine.servers.embedded.kit import CONTEXT, RUN, model, opened, serving
 from tests.speed import within
 
+pytestmark = pytest.mark.real_time
+
 DEADLINE_S = within(60.0)
 CALL = {
     "request_id": "a",
@@ -164,25 +166,21 @@ def test_the_end_of_the_server_ends_its_calls_as_aborted(tmp_path: Path) -> None
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_says_loaded_and_holds_other_weights_is_found_out(
+async def test_a_server_that_says_loaded_and_holds_other_weights_is_found_out(
     url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folders
-
-    async def main() -> None:
-        async with opened(url, first) as engine:
-            monkeypatch.setattr(
-                EngineCore, "load", lambda self, version, source, keeps_kv: self._adopt(version, keeps_kv=keeps_kv)
-            )
-            await engine.pause()
-            with pytest.raises(EngineError, match="holds other weights"):
-                await engine.load(1, FolderWeights(1, second))
-            monkeypatch.undo()
+    async with opened(url, first) as engine:
+        monkeypatch.setattr(
+            EngineCore, "load", lambda self, version, source, keeps_kv: self._adopt(version, keeps_kv=keeps_kv)
+        )
+        await engine.pause()
+        with pytest.raises(EngineError, match="holds other weights"):
             await engine.load(1, FolderWeights(1, second))
-            await engine.resume()
-            assert {c.policy_version for c in await collect(engine, request("a"))} == {1}
-
-    asyncio.run(main())
+        monkeypatch.undo()
+        await engine.load(1, FolderWeights(1, second))
+        await engine.resume()
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {1}
 
 
 def test_tied_matrices_are_read_back_and_sent_too(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ def test_weights_that_came_in_part_are_nobodys_until_all_are_loaded(
     assert {e["label"] for e in events(http, {**CALL, "request_id": "whole"})} == {"whole"}
 
 
-def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
+async def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
     url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server waits for a bucket that never comes, until it is told to leave."""
@@ -230,21 +228,18 @@ def test_a_sender_that_vanishes_leaves_a_server_that_can_be_loaded(
     def vanish(self: TorchGroup, tensor: torch.Tensor) -> None:
         raise RuntimeError("gone")
 
-    async def main() -> None:
-        async with opened(url, first, weight_transfer="gloo") as engine:
-            monkeypatch.setattr(TorchGroup, "broadcast", vanish)
-            await engine.pause()
-            with pytest.raises(EngineError, match=r"did not load weights version 1: .*gone"):
-                await engine.load(1, FolderWeights(1, second))
-            monkeypatch.undo()
-            await engine.load(2, FolderWeights(2, second))
-            await engine.resume()
-            assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
-
-    asyncio.run(main())
+    async with opened(url, first, weight_transfer="gloo") as engine:
+        monkeypatch.setattr(TorchGroup, "broadcast", vanish)
+        await engine.pause()
+        with pytest.raises(EngineError, match=r"did not load weights version 1: .*gone"):
+            await engine.load(1, FolderWeights(1, second))
+        monkeypatch.undo()
+        await engine.load(2, FolderWeights(2, second))
+        await engine.resume()
+        assert {c.policy_version for c in await collect(engine, request("a"))} == {2}
 
 
-def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
+async def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer was killed while it joined; the sender has begun another group meanwhile."""
@@ -264,39 +259,32 @@ def test_a_group_that_is_left_while_it_is_joined_is_not_received_through(
     monkeypatch.setattr(served, "ReceivingGroup", SlowGroup)
     where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "backend": "gloo"}
     address = GroupAddress(**where, group_name="run/7")  # type: ignore[arg-type]
-
-    async def main() -> None:
-        engine: Any = SimpleNamespace(device=torch.device("cpu"))
-        server = served.ServedEngine(engine, folders[0], label="initial")
-        first = asyncio.create_task(server.join(address))
-        while not made:
-            await asyncio.sleep(0.01)
-        await server.join(address)
-        all_have_joined.set()
-        with pytest.raises(EngineError, match="given up before all had joined"):
-            await first
-        assert [group.is_closed for group in made] == [True, False]
-        await server.leave()
-        assert made[1].is_closed
-
-    asyncio.run(main())
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    server = served.ServedEngine(engine, folders[0], label="initial")
+    first = asyncio.create_task(server.join(address))
+    while not made:
+        await asyncio.sleep(0.01)
+    await server.join(address)
+    all_have_joined.set()
+    with pytest.raises(EngineError, match="given up before all had joined"):
+        await first
+    assert [group.is_closed for group in made] == [True, False]
+    await server.leave()
+    assert made[1].is_closed
 
 
 def loading(folder: Path, label: str) -> dict[str, Any]:
     return {"folder": str(folder), "label": label, "keeps_kv": False}
 
 
-def test_a_server_belongs_to_one_run(url: str, folders: tuple[Path, Path], http: httpx.Client) -> None:
-    async def main() -> None:
-        async with opened(url, folders[0]):
-            assert http.get("/info").json()["label"] == f"rollover:{RUN}:0"
-            with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
-                async with opened(url, folders[0], run="another"):
-                    pass
-        async with opened(url, folders[0], run="another"):
-            assert http.get("/info").json()["label"] == "rollover:another:0"
-
-    asyncio.run(main())
+async def test_a_server_belongs_to_one_run(url: str, folders: tuple[Path, Path], http: httpx.Client) -> None:
+    async with opened(url, folders[0]):
+        assert http.get("/info").json()["label"] == f"rollover:{RUN}:0"
+        with pytest.raises(EngineError, match=f"belongs to run {RUN}"):
+            async with opened(url, folders[0], run="another"):
+                pass
+    async with opened(url, folders[0], run="another"):
+        assert http.get("/info").json()["label"] == "rollover:another:0"
 
 
 def test_another_model_is_refused(url: str, tmp_path: Path) -> None:

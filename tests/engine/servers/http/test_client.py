@@ -25,6 +25,8 @@ from tests.engine.servers.vllm.kit import engine_over, model_folder, settings
 from tests.speed import within
 from tests.virtual_time import run
 
+pytestmark = pytest.mark.real_time
+
 SECRET = "sk-very-secret-0123"
 
 
@@ -210,51 +212,43 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
+async def test_tls_is_checked_against_the_given_authority(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(cert, key)
-
-    async def main() -> None:
-        async with serve(ScriptedVLLM(), tls=context) as port:
-            url = f"https://127.0.0.1:{port}"
-            for changes, works in (({"ca_file": str(cert)}, True), ({"verify_tls": False}, True), ({}, False)):
-                client = HTTPClient(url, settings(url, **changes))
-                try:
-                    assert (await client.ask(PauseState, "GET", "/is_paused") == PauseState(is_paused=False)) == works
-                except EngineError as e:
-                    assert not works and "certificate" in str(e).lower()
-                finally:
-                    await client.close()
-        with pytest.raises(ConfigError, match="ca_file"):
-            HTTPClient(url, settings(url, ca_file=str(tmp_path / "missing.pem")))
-
-    asyncio.run(main())
+    async with serve(ScriptedVLLM(), tls=context) as port:
+        url = f"https://127.0.0.1:{port}"
+        for changes, works in (({"ca_file": str(cert)}, True), ({"verify_tls": False}, True), ({}, False)):
+            client = HTTPClient(url, settings(url, **changes))
+            try:
+                assert (await client.ask(PauseState, "GET", "/is_paused") == PauseState(is_paused=False)) == works
+            except EngineError as e:
+                assert not works and "certificate" in str(e).lower()
+            finally:
+                await client.close()
+    with pytest.raises(ConfigError, match="ca_file"):
+        HTTPClient(url, settings(url, ca_file=str(tmp_path / "missing.pem")))
 
 
-def test_an_engine_works_over_a_socket_and_a_dropped_call_stops_there(tmp_path: Path) -> None:
+async def test_an_engine_works_over_a_socket_and_a_dropped_call_stops_there(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
-
-    async def main() -> None:
-        server = ScriptedVLLM(tick_s=0.002)
-        async with serve(server) as port:
-            url = f"http://127.0.0.1:{port}"
-            client = HTTPClient(url, settings(url))
-            engine = engine_over(client, settings(url), folder)
-            await engine.open()
-            calls = [collect(engine, request(f"r{i}", seed=i, max_new_tokens=20)) for i in range(8)]
-            assert [len(tokens(chunks)) for chunks in await asyncio.gather(*calls)] == [20] * 8
-            stream = engine.generate(request("gone", max_new_tokens=400))
-            await anext(stream)
-            aborted = server.num_aborted
-            await client.close()
-            async with asyncio.timeout(within(20)):
-                while server.num_aborted == aborted:
-                    await asyncio.sleep(0.01)
-            client._http = HTTPClient(url, settings(url))._http
-            await engine.close()
-
-    asyncio.run(main())
+    server = ScriptedVLLM(tick_s=0.002)
+    async with serve(server) as port:
+        url = f"http://127.0.0.1:{port}"
+        client = HTTPClient(url, settings(url))
+        engine = engine_over(client, settings(url), folder)
+        await engine.open()
+        calls = [collect(engine, request(f"r{i}", seed=i, max_new_tokens=20)) for i in range(8)]
+        assert [len(tokens(chunks)) for chunks in await asyncio.gather(*calls)] == [20] * 8
+        stream = engine.generate(request("gone", max_new_tokens=400))
+        await anext(stream)
+        aborted = server.num_aborted
+        await client.close()
+        async with asyncio.timeout(within(20)):
+            while server.num_aborted == aborted:
+                await asyncio.sleep(0.01)
+        client._http = HTTPClient(url, settings(url))._http
+        await engine.close()
 
 
 def test_error_bodies_of_any_shape_are_told() -> None:

@@ -28,6 +28,8 @@ from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.speed import within
 
+pytestmark = pytest.mark.real_time
+
 KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 RECEIVE = {vllm_kit: "_post_update_weights", sglang_kit: "_post_update_weights_from_distributed"}
 _DEADLINE_S = within(30.0)
@@ -105,22 +107,19 @@ async def opened(kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @KINDS
-def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
+async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            await sent.publish(Holder().at(1))
-            assert sent.groups == [[1, 3]]
-            assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
-            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {1}
-            assert not any(server.paused for server in sent.servers)
-
-    asyncio.run(main())
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        await sent.publish(Holder().at(1))
+        assert sent.groups == [[1, 3]]
+        assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
+        assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {1}
+        assert not any(server.paused for server in sent.servers)
 
 
 @KINDS
-def test_a_lost_server_is_named_and_the_others_get_the_weights(
+async def test_a_lost_server_is_named_and_the_others_get_the_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def die(server: Any) -> None:
@@ -128,169 +127,144 @@ def test_a_lost_server_is_named_and_the_others_get_the_weights(
         server.seat.leave()
         raise Broken
 
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            sent.on_receive(1, die)
-            holder = Holder()
-            await sent.publish(holder.at(1))
-            assert sent.groups == [[1, 3], [1]]
-            assert sent.servers[0].weights == "sent 512.0"
-            assert sent.pool.capabilities.max_running == 64
-            assert any("http://s1 is taken out: http://s1" in message for message in caplog.messages)
-            await sent.publish(holder.at(2))
-            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
-
-    asyncio.run(main())
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        sent.on_receive(1, die)
+        holder = Holder()
+        await sent.publish(holder.at(1))
+        assert sent.groups == [[1, 3], [1]]
+        assert sent.servers[0].weights == "sent 512.0"
+        assert sent.pool.capabilities.max_running == 64
+        assert any("http://s1 is taken out: http://s1" in message for message in caplog.messages)
+        await sent.publish(holder.at(2))
+        assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
 @KINDS
-def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
+async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
+    async with opened(kind, tmp_path, monkeypatch) as sent:
 
-            async def refuse(query: dict[str, str], body: Any) -> Answer:
-                return Answer(500, {"error": {"message": "out of memory"}})
+        async def refuse(query: dict[str, str], body: Any) -> Answer:
+            return Answer(500, {"error": {"message": "out of memory"}})
 
-            setattr(sent.servers[1], RECEIVE[kind], refuse)
+        setattr(sent.servers[1], RECEIVE[kind], refuse)
+        await sent.publish(Holder().at(1))
+        assert sent.groups == [[1, 3], [1], [1]]
+        assert sent.servers[0].weights == "sent 512.0"
+        assert sent.pool.capabilities.max_running == 64
+
+
+async def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(sglang_kit, tmp_path, monkeypatch) as sent:
+        for server in sent.servers:
+            server.update_error = "out of memory"
+        with pytest.raises(EngineError, match=r"no engine took weights version 1: .*out of memory"):
             await sent.publish(Holder().at(1))
-            assert sent.groups == [[1, 3], [1], [1]]
-            assert sent.servers[0].weights == "sent 512.0"
-            assert sent.pool.capabilities.max_running == 64
-
-    asyncio.run(main())
-
-
-def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with opened(sglang_kit, tmp_path, monkeypatch) as sent:
-            for server in sent.servers:
-                server.update_error = "out of memory"
-            with pytest.raises(EngineError, match=r"no engine took weights version 1: .*out of memory"):
-                await sent.publish(Holder().at(1))
-
-    asyncio.run(main())
 
 
 @KINDS
-def test_weights_are_sent_again_when_their_sender_is_lost(
+async def test_weights_are_sent_again_when_their_sender_is_lost(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            source = Holder().at(1)
-            open_sender, num_lost = source.open_sender, 2
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        source = Holder().at(1)
+        open_sender, num_lost = source.open_sender, 2
 
-            def open_and_lose(*arguments: Any) -> Any:
-                nonlocal num_lost
-                sender = open_sender(*arguments)
-                if num_lost > 0:
-                    num_lost -= 1
+        def open_and_lose(*arguments: Any) -> Any:
+            nonlocal num_lost
+            sender = open_sender(*arguments)
+            if num_lost > 0:
+                num_lost -= 1
 
-                    def lost(number: int) -> None:
-                        raise SenderLost("rank 1 of 2 was killed (SIGKILL)")
+                def lost(number: int) -> None:
+                    raise SenderLost("rank 1 of 2 was killed (SIGKILL)")
 
-                    monkeypatch.setattr(sender, "send", lost)
-                return sender
+                monkeypatch.setattr(sender, "send", lost)
+            return sender
 
-            monkeypatch.setattr(source, "open_sender", open_and_lose)
-            await sent.publish(source)
-            assert len(sent.groups) == 3 and sent.groups[-1] == [1, 3]
-            assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
-
-    asyncio.run(main())
+        monkeypatch.setattr(source, "open_sender", open_and_lose)
+        await sent.publish(source)
+        assert len(sent.groups) == 3 and sent.groups[-1] == [1, 3]
+        assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
 
 
 @KINDS
-def test_a_returning_server_gets_weights_that_are_still_there_at_once(
+async def test_a_returning_server_gets_weights_that_are_still_there_at_once(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            await sent.publish(Holder().at(1))
-            sent.servers[1].restart()
-            await sent.until(lambda: sent.servers[1].weights == "sent 512.0")
-            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
-            assert sent.groups == [[1, 3], [1]]
-
-    asyncio.run(main())
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        await sent.publish(Holder().at(1))
+        sent.servers[1].restart()
+        await sent.until(lambda: sent.servers[1].weights == "sent 512.0")
+        await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+        assert sent.groups == [[1, 3], [1]]
 
 
 @KINDS
 @pytest.mark.parametrize("num_restarted", [1, 2])
-def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
+async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restarted: int
 ) -> None:
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            holder = Holder()
-            await sent.publish(holder.at(1))
-            newer = holder.at(2)
-            for server in sent.servers[:num_restarted]:
-                server.restart()
-            waiting = sent.pool._updates._late
-            await sent.until(lambda: len(waiting) == num_restarted)
-            await sent.publish(newer)
-            assert sent.groups == [[1, 3], [1, 3]]
-            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
-            assert [server.weights for server in sent.servers] == ["sent 1024.0"] * 2
-            assert not waiting and not any(server.paused for server in sent.servers)
-            assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
-
-    asyncio.run(main())
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        holder = Holder()
+        await sent.publish(holder.at(1))
+        newer = holder.at(2)
+        for server in sent.servers[:num_restarted]:
+            server.restart()
+        waiting = sent.pool._updates._late
+        await sent.until(lambda: len(waiting) == num_restarted)
+        await sent.publish(newer)
+        assert sent.groups == [[1, 3], [1, 3]]
+        await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+        assert [server.weights for server in sent.servers] == ["sent 1024.0"] * 2
+        assert not waiting and not any(server.paused for server in sent.servers)
+        assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
 @KINDS
-def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
+async def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
+    async with opened(kind, tmp_path, monkeypatch) as sent:
+        holder = Holder()
 
-    async def main() -> None:
-        async with opened(kind, tmp_path, monkeypatch) as sent:
-            holder = Holder()
+        async def check(engine: Any, version: int, *, is_known: bool = False, draws: bool = True) -> None:
+            checked.append(version)
+            await sent.publish(holder.at(version + 1))
 
-            async def check(engine: Any, version: int, *, is_known: bool = False, draws: bool = True) -> None:
-                checked.append(version)
-                await sent.publish(holder.at(version + 1))
-
-            await sent.publish(holder.at(1))
-            sent.pool.check_logprobs_with(check)
-            sent.servers[1].restart()
-            waiting = sent.pool._updates._late
-            await sent.until(lambda: len(waiting) == 1)
-            assert sent.groups == [[1, 3], [1], [1]]
-            await sent.publish(holder.at(3))
-            await sent.until(lambda: sent.pool.capabilities.max_running == 128)
-            assert sent.groups[3:] == [[1, 3]]
-            assert [server.weights for server in sent.servers] == ["sent 1536.0"] * 2
-
-    asyncio.run(main())
+        await sent.publish(holder.at(1))
+        sent.pool.check_logprobs_with(check)
+        sent.servers[1].restart()
+        waiting = sent.pool._updates._late
+        await sent.until(lambda: len(waiting) == 1)
+        assert sent.groups == [[1, 3], [1], [1]]
+        await sent.publish(holder.at(3))
+        await sent.until(lambda: sent.pool.capabilities.max_running == 128)
+        assert sent.groups[3:] == [[1, 3]]
+        assert [server.weights for server in sent.servers] == ["sent 1536.0"] * 2
     assert checked == [1]
 
 
-def test_weights_do_not_change_while_they_are_sent() -> None:
+async def test_weights_do_not_change_while_they_are_sent() -> None:
     lease, version = Lease(), 3
     give_back = lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
     order = list[str]()
 
-    async def main() -> None:
-        def change() -> None:
-            with lease.changing():
-                order.append("changed")
+    def change() -> None:
+        with lease.changing():
+            order.append("changed")
 
-        changing = asyncio.create_task(asyncio.to_thread(change))
-        async with asyncio.timeout(_DEADLINE_S):
-            while not lease._is_changing:
-                await asyncio.sleep(0.001)
-            with pytest.raises(EngineError, match="weights of version 3 can no longer be sent"):
-                lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
-            order.append("given back")
-            give_back()
-            await changing
-
-    asyncio.run(main())
+    changing = asyncio.create_task(asyncio.to_thread(change))
+    async with asyncio.timeout(_DEADLINE_S):
+        while not lease._is_changing:
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineError, match="weights of version 3 can no longer be sent"):
+            lease.lend(3, lambda: version, timeout_s=_DEADLINE_S)
+        order.append("given back")
+        give_back()
+        await changing
     assert order == ["given back", "changed"]
     with pytest.raises(EngineError, match="version 2 can no longer be sent"):
         lease.lend(2, lambda: version, timeout_s=_DEADLINE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,24 +15,17 @@ from rollover.types import FinishReason
 from rollover.weights.base import WeightSource
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.servers.pool.kit import Flaky, pool_of
-from tests.virtual_time import run
 from tests.weights.kit import FakeWeights
 
 
 class Pool(EngineContract):
+    in_virtual_time = True
     num_members = 1
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
         async with pool_of(*(Flaky(f"e{i}") for i in range(self.num_members))) as pool:
             yield pool
-
-    def run(self, law: Callable[[FullEngine], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with self.engine() as engine:
-                await law(engine)
-
-        run(main())
 
     def new_weights(self, version: int) -> WeightSource:
         return FakeWeights(version)

@@ -18,6 +18,8 @@ from rollover.engine.servers.start.launch import ServerProcess, free_port
 from rollover.errors import EngineError, EngineTimeout
 from tests.speed import within
 
+pytestmark = pytest.mark.real_time
+
 DEADLINE_S = within(60.0)
 
 
@@ -57,22 +59,19 @@ def wait_until_dead(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_is_started_with_its_environment_logged_and_stopped(tmp_path: Path) -> None:
-    async def main() -> None:
-        process = server(tmp_path, f"print('GIVEN', os.environ['GIVEN'], flush=True)\n{READY}time.sleep(1000)")
-        await process.start()
-        assert not process.exited
-        pid = int((tmp_path / "pid").read_text())
-        assert alive(pid)
-        await process.stop()
-        assert process.exited and not alive(pid)
-        assert "GIVEN yes" in (tmp_path / "logs" / "server.log").read_text()
-        await process.stop()
-
-    asyncio.run(main())
+async def test_a_server_is_started_with_its_environment_logged_and_stopped(tmp_path: Path) -> None:
+    process = server(tmp_path, f"print('GIVEN', os.environ['GIVEN'], flush=True)\n{READY}time.sleep(1000)")
+    await process.start()
+    assert not process.exited
+    pid = int((tmp_path / "pid").read_text())
+    assert alive(pid)
+    await process.stop()
+    assert process.exited and not alive(pid)
+    assert "GIVEN yes" in (tmp_path / "logs" / "server.log").read_text()
+    await process.stop()
 
 
-def test_a_server_that_ignores_sigterm_is_killed_and_its_children_with_it(tmp_path: Path) -> None:
+async def test_a_server_that_ignores_sigterm_is_killed_and_its_children_with_it(tmp_path: Path) -> None:
     code = f"""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork() == 0:
@@ -82,12 +81,9 @@ def test_a_server_that_ignores_sigterm_is_killed_and_its_children_with_it(tmp_pa
     time.sleep(1000)
     """
 
-    async def main() -> None:
-        process = server(tmp_path, code, stop_timeout_s=0.3)
-        await process.start()
-        await process.stop()
-
-    asyncio.run(main())
+    process = server(tmp_path, code, stop_timeout_s=0.3)
+    await process.start()
+    await process.stop()
     wait_until_dead(int((tmp_path / "pid").read_text()))
     wait_until_dead(int((tmp_path / "child").read_text()))
 
@@ -126,21 +122,18 @@ def test_a_server_that_never_answers_is_stopped_after_the_deadline(tmp_path: Pat
     wait_until_dead(int((tmp_path / "pid").read_text()))
 
 
-def test_a_server_that_died_can_be_started_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        process = server(tmp_path, f"{READY}time.sleep(1000)")
-        await process.start()
-        pid = int((tmp_path / "pid").read_text())
-        os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            while not process.exited:
-                await asyncio.sleep(0.02)
-        (tmp_path / "ready").unlink()
-        await process.start()
-        assert not process.exited and int((tmp_path / "pid").read_text()) != pid
-        await process.stop()
-
-    asyncio.run(main())
+async def test_a_server_that_died_can_be_started_again(tmp_path: Path) -> None:
+    process = server(tmp_path, f"{READY}time.sleep(1000)")
+    await process.start()
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE_S):
+        while not process.exited:
+            await asyncio.sleep(0.02)
+    (tmp_path / "ready").unlink()
+    await process.start()
+    assert not process.exited and int((tmp_path / "pid").read_text()) != pid
+    await process.stop()
 
 
 def test_no_server_outlives_us_even_when_we_are_killed(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +19,11 @@ from rollover.types import AdapterShape
 from rollover.weights.adapters import AdapterSource, LowRank
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
-from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
+from tests.engine.contract import collect, request, tokens
 from tests.engine.servers.scripted_server import VOCAB, Answer, ScriptedServer, token_at
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label, model_folder
-from tests.virtual_time import run
 
 SHAPE = AdapterShape(rank=2, targets=("lm_head",))
 KITS = [pytest.param(vllm_kit, id="vllm"), pytest.param(sglang_kit, id="sglang")]
@@ -61,41 +58,6 @@ async def updated(engine: ServerEngine, version: int, source: WeightSource) -> N
 
 def posts(server: ScriptedServer) -> list[str]:
     return [path for method, path, _, _ in server.log if method == "POST"]
-
-
-class _AdapterContract(EngineContract):
-    kit: ModuleType
-
-    @pytest.fixture(autouse=True)
-    def _folders(self, tmp_path: Path) -> None:
-        self.initial = model_folder(tmp_path / "v0")
-        self.place = tmp_path
-
-    @asynccontextmanager
-    async def engine(self) -> AsyncIterator[FullEngine]:
-        async with self.kit.opened(lora_server(self.kit), self.initial, adapters=SHAPE) as engine:
-            yield engine
-
-    def run(self, law: Callable[[FullEngine], Awaitable[None]]) -> None:
-        async def main() -> None:
-            async with self.engine() as engine:
-                await law(engine)
-
-        run(main())
-
-    def new_weights(self, version: int) -> WeightSource:
-        return given(self.place / "v1", version)
-
-    def bad_weights(self) -> WeightSource:
-        return given(self.place / "bad", 1, hidden=8)
-
-
-class TestVLLMThatIsGivenAdaptersKeepsTheContract(_AdapterContract):
-    kit = vllm_kit
-
-
-class TestSGLangThatIsGivenAdaptersKeepsTheContract(_AdapterContract):
-    kit = sglang_kit
 
 
 @pytest.mark.parametrize("kit", KITS)

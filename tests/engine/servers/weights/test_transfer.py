@@ -35,6 +35,8 @@ from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label
 from tests.speed import within
 
+pytestmark = pytest.mark.real_time
+
 
 def folder_of(path: Path, value: float) -> Path:
     folder = vllm_kit.model_folder(path)
@@ -73,60 +75,54 @@ def posted(server: ScriptedServer, *ignored: str) -> list[str]:
 # -- vLLM --------------------------------------------------------------------------------------------------------
 
 
-def test_vllm_gets_all_weights_and_the_version_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vllm_gets_all_weights_and_the_version_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedVLLM(), Meetings()
-
-    async def main() -> None:
-        engine = engine_before(server, first, meetings, monkeypatch)
-        await engine.open()
-        server.log.clear()
-        await update(engine, 1, second)
-        assert posted(server) == [
-            "/pause",
-            "/init_weight_transfer_engine",
-            "/start_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-            "/shutdown_weight_transfer_engine",
-            "/reset_prefix_cache",
-            "/update_weight_version",
-            "/weight_checker",
-            "/resume",
-        ]
-        assert ("POST", "/finish_weight_update", {}, {"weight_version": label(1)}) in server.log
-        (met,) = (body["init_info"] for _, path, _, body in server.log if path == "/init_weight_transfer_engine")
-        assert met["packed"] is meetings.all[-1].plan.is_flat is True
-        assert met["packed_buffer_size_bytes"] >= BUCKET_BYTES
-        chunks = await collect(engine, request("a"))
-        assert {c.policy_version for c in chunks} == {1}
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_before(server, first, meetings, monkeypatch)
+    await engine.open()
+    server.log.clear()
+    await update(engine, 1, second)
+    assert posted(server) == [
+        "/pause",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/weight_checker",
+        "/resume",
+    ]
+    assert ("POST", "/finish_weight_update", {}, {"weight_version": label(1)}) in server.log
+    (met,) = (body["init_info"] for _, path, _, body in server.log if path == "/init_weight_transfer_engine")
+    assert met["packed"] is meetings.all[-1].plan.is_flat is True
+    assert met["packed_buffer_size_bytes"] >= BUCKET_BYTES
+    chunks = await collect(engine, request("a"))
+    assert {c.policy_version for c in chunks} == {1}
+    await engine.close()
     assert [m.closed for m in meetings.all] == [True, True]
     for meeting, folder in zip(meetings.all, (first, second), strict=True):
         assert meeting.offsets == [1]
         assert_received(meeting.seats[0], load_file(folder / "model.safetensors"))
 
 
-def test_a_vllm_server_that_refuses_midway_gets_the_former_weights(
+async def test_a_vllm_server_that_refuses_midway_gets_the_former_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedVLLM(), Meetings()
-
-    async def main() -> None:
-        engine = engine_before(server, first, meetings, monkeypatch)
-        await engine.open()
-        before = server.weights
-        server.answer_once("/finish_weight_update", Answer(500, {"error": {"message": "CUDA out of memory"}}))
-        with pytest.raises(EngineError, match=r"did not load weights version 1: .*out of memory"):
-            await update(engine, 1, second)
-        assert server.weights == before
-        assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_before(server, first, meetings, monkeypatch)
+    await engine.open()
+    before = server.weights
+    server.answer_once("/finish_weight_update", Answer(500, {"error": {"message": "CUDA out of memory"}}))
+    with pytest.raises(EngineError, match=r"did not load weights version 1: .*out of memory"):
+        await update(engine, 1, second)
+    assert server.weights == before
+    assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
+    await engine.close()
     assert [m.closed for m in meetings.all] == [True] * 3
 
 
@@ -140,80 +136,68 @@ def test_a_launched_vllm_server_is_told_to_expect_weights(tmp_path: Path) -> Non
 # -- SGLang ------------------------------------------------------------------------------------------------------
 
 
-def test_sglang_gets_all_weights_in_a_session_and_the_version_last(
+async def test_sglang_gets_all_weights_in_a_session_and_the_version_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedSGLang(), Meetings()
     monkeypatch.setattr("rollover.engine.servers.weights.transfer.buckets", partial(buckets, limit_bytes=1))
-
-    async def main() -> None:
-        engine = engine_before(server, first, meetings, monkeypatch)
-        await engine.open()
-        running = asyncio.create_task(collect(engine, request("r", max_new_tokens=60)))
-        while engine.stats().decoded_tokens == 0:
-            await asyncio.sleep(0.001)
-        server.log.clear()
-        await update(engine, 1, second)
-        assert posted(server) == [
-            "/pause_generation",
-            "/init_weights_update_group",
-            "/begin_weight_update",
-            "/update_weights_from_distributed",
-            "/update_weights_from_distributed",
-            "/end_weight_update",
-            "/destroy_weights_update_group",
-            "/continue_generation",
-        ]
-        pieces = [body for _, path, _, body in server.log if path == "/update_weights_from_distributed"]
-        assert [(p.get("weight_version"), p["flush_cache"]) for p in pieces] == [(None, False), (label(1), True)]
-        assert not any(p["abort_all_requests"] for p in pieces)
-        chunks = await running
-        assert {c.policy_version for c in chunks} == {0, 1}
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_before(server, first, meetings, monkeypatch)
+    await engine.open()
+    running = asyncio.create_task(collect(engine, request("r", max_new_tokens=60)))
+    while engine.stats().decoded_tokens == 0:
+        await asyncio.sleep(0.001)
+    server.log.clear()
+    await update(engine, 1, second)
+    assert posted(server) == [
+        "/pause_generation",
+        "/init_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/destroy_weights_update_group",
+        "/continue_generation",
+    ]
+    pieces = [body for _, path, _, body in server.log if path == "/update_weights_from_distributed"]
+    assert [(p.get("weight_version"), p["flush_cache"]) for p in pieces] == [(None, False), (label(1), True)]
+    assert not any(p["abort_all_requests"] for p in pieces)
+    chunks = await running
+    assert {c.policy_version for c in chunks} == {0, 1}
+    await engine.close()
     assert_received(meetings.all[-1].seats[0], load_file(second / "model.safetensors"))
     assert [m.closed for m in meetings.all] == [True, True]
 
 
-def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
+async def test_an_sglang_server_that_refuses_midway_has_no_session_or_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = folder_of(tmp_path / "v0", 1.0), folder_of(tmp_path / "v1", 2.0)
     server, meetings = ScriptedSGLang(), Meetings()
-
-    async def main() -> None:
-        engine = engine_before(server, first, meetings, monkeypatch)
-        await engine.open()
-        server.update_error = "partially updated"
-        with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
-            await update(engine, 1, second)
-        assert not server.session
-        assert posted(server).count("/destroy_weights_update_group") == len(meetings.all) == 3
-        with pytest.raises(EngineError, match="its weights are unknown"):
-            await collect(engine, request("a"))
-        server.update_error = None
+    engine = engine_before(server, first, meetings, monkeypatch)
+    await engine.open()
+    server.update_error = "partially updated"
+    with pytest.raises(EngineError, match=r"did not load weights version 1: .*partially updated"):
         await update(engine, 1, second)
-        assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
-        await engine.close()
+    assert not server.session
+    assert posted(server).count("/destroy_weights_update_group") == len(meetings.all) == 3
+    with pytest.raises(EngineError, match="its weights are unknown"):
+        await collect(engine, request("a"))
+    server.update_error = None
+    await update(engine, 1, second)
+    assert {c.policy_version for c in await collect(engine, request("b"))} == {1}
+    await engine.close()
 
-    asyncio.run(main())
 
-
-def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
+async def test_a_data_parallel_sglang_server_is_refused_with_the_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = ScriptedSGLang()
     server.dp_size = 2
-
-    async def main() -> None:
-        engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), Meetings(), monkeypatch)
-        with pytest.raises(EngineError, match=r"data or pipeline parallel .*set engine\.weight_transfer to 'folder'"):
-            await engine.open()
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), Meetings(), monkeypatch)
+    with pytest.raises(EngineError, match=r"data or pipeline parallel .*set engine\.weight_transfer to 'folder'"):
+        await engine.open()
+    await engine.close()
 
 
 def test_an_address_that_nobody_uses_is_a_mistake() -> None:
@@ -225,17 +209,13 @@ def test_an_address_that_nobody_uses_is_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("server", [ScriptedVLLM(), ScriptedSGLang()], ids=["vllm", "sglang"])
-def test_weights_in_a_folder_are_sent_from_the_device_that_the_run_names(
+async def test_weights_in_a_folder_are_sent_from_the_device_that_the_run_names(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meetings = Meetings()
-
-    async def main() -> None:
-        engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), meetings, monkeypatch, device="cuda:1")
-        await engine.open()
-        await engine.close()
-
-    asyncio.run(main())
+    engine = engine_before(server, folder_of(tmp_path / "v0", 1.0), meetings, monkeypatch, device="cuda:1")
+    await engine.open()
+    await engine.close()
     assert [meeting.plan.sends_from for meeting in meetings.all] == ["cuda:1"]
 
 

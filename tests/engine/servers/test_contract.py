@@ -1,0 +1,90 @@
+"""vLLM and SGLang engines keep the engine contract, before scripted servers and in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rollover.weights.base import WeightSource
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import EngineContract, FullEngine
+from tests.engine.servers.sglang import kit as sglang_kit
+from tests.engine.servers.vllm import kit as vllm_kit
+from tests.engine.servers.vllm.kit import model_folder
+from tests.engine.servers.weights.test_adapters import SHAPE, given
+
+
+class Scripted(EngineContract):
+    in_virtual_time = True
+    kit: ModuleType
+    script: dict[str, Any] = {}  # noqa: RUF012
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.place = tmp_path
+
+    def server(self) -> Any:
+        return self.kit.Server(**self.script)
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[FullEngine]:
+        async with self.kit.opened(self.server(), model_folder(self.place / "v0"), **self.settings) as engine:
+            yield engine
+
+    def new_weights(self, version: int) -> WeightSource:
+        return FolderWeights(version, model_folder(self.place / "v1"))
+
+    def bad_weights(self) -> WeightSource:
+        return FolderWeights(1, model_folder(self.place / "v2", hidden=8))
+
+
+class TestVLLMThatRecomputesKeepsTheContract(Scripted):
+    kit = vllm_kit
+
+
+class TestVLLMThatKeepsItsCacheKeepsTheContract(Scripted):
+    kit, settings = vllm_kit, {"kv_on_update": "keep"}
+
+
+class TestSGLangThatRecomputesKeepsTheContract(Scripted):
+    kit = sglang_kit
+
+
+class TestSGLangThatKeepsItsCacheKeepsTheContract(Scripted):
+    kit, settings = sglang_kit, {"kv_on_update": "keep"}
+
+
+class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(Scripted):
+    kit, settings = sglang_kit, {"stream_interval_tokens": 7}
+    script = {"incremental": True, "lag_s": 0.3}  # noqa: RUF012
+
+
+class Adapted(Scripted):
+    """Servers that are given adapters alone."""
+
+    settings = {"adapters": SHAPE}  # noqa: RUF012
+
+    def server(self) -> Any:
+        server = super().server()
+        server.adapters = {}
+        return server
+
+    def new_weights(self, version: int) -> WeightSource:
+        return given(self.place / "v1", version)
+
+    def bad_weights(self) -> WeightSource:
+        return given(self.place / "bad", 1, hidden=8)
+
+
+class TestVLLMThatIsGivenAdaptersKeepsTheContract(Adapted):
+    kit = vllm_kit
+
+
+class TestSGLangThatIsGivenAdaptersKeepsTheContract(Adapted):
+    kit = sglang_kit

@@ -39,6 +39,7 @@ SHAPES = {
     "narrow, large vocabulary": (256, 4, 16384),
     "wide, small vocabulary": (768, 4, 512),
     "deep": (256, 12, 2048),
+    "small": (256, 2, 8192),
 }
 """Width, number of layers, vocabulary."""
 PLAIN = TrainerConfig(micro_batch_tokens=RESPONSE * SAMPLES, device="cpu", learning_rate=1e-4)

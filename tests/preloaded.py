@@ -14,12 +14,14 @@ import rollover.swarm.worker.joining
 import rollover.trainer.attention
 import rollover.trainer.rank
 import rollover.trainer.sft  # noqa: F401
+from rollover.engine import sampling_check
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.native import compiled
 from rollover.errors import EngineError
 from rollover.run.loading import restore
 
 restore({"model": {"path": "model"}}, "a run like any other")  # what pydantic finds out of the settings is kept
+sampling_check.MAX_DRAWS = 1  # as in the fixture ``experiment``
 with suppress(EngineError):  # there is no compiler: a run falls back as well
     for block_size in (4, EmbeddedConfig().block_size_tokens):
         compiled(8, block_size, 2)

@@ -1,6 +1,6 @@
 """A kind of engine: its config, how it is opened, and the record of an engine that is open.
 
-Each kind has a folder, with a ``kind.py`` that holds its ``EngineKind``, and a row in ``rollover.run.kinds``.
+Each kind has a folder, an ``EngineKind`` in the ``kind.py`` of its room, and a row in ``rollover.run.kinds``.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.kind import EMBEDDED
 from rollover.engine.kind import EngineKind, EngineSetup, OpenedEngine
-from rollover.engine.servers.embedded.kind import EMBEDDED_SERVERS
-from rollover.engine.servers.sglang.kind import SGLANG
-from rollover.engine.servers.vllm.kind import VLLM
+from rollover.engine.servers.kind import EMBEDDED_SERVERS, SGLANG, VLLM
 from rollover.settings.schema import kinds
 from rollover.swarm.kind import SWARM
 

@@ -29,6 +29,15 @@ ENGINE = [
     *("--engine.stop_timeout_s", "5", "--engine.weight_transfer", "gloo"),
 ]
 
+_PROGRAM = """
+import sys
+from rollover import cli
+from rollover.engine import sampling_check
+sampling_check.MAX_DRAWS = 1
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""``rollover``, which draws each prompt of the sampling check once, as in the fixture ``experiment``."""
+
 
 class Process(NamedTuple):
     """A process that serves."""
@@ -40,7 +49,7 @@ class Process(NamedTuple):
 @contextmanager
 def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run without an end."""
-    command = [sys.executable, "-m", "rollover", "train", "run.toml", "--run-dir", "out", "--steps", "100000", *ENGINE]
+    command = [sys.executable, "-c", _PROGRAM, "train", "run.toml", "--run-dir", "out", "--steps", "100000", *ENGINE]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])
     with (folder / "out.txt").open("wb") as out:
         run = subprocess.Popen(

@@ -1,25 +1,47 @@
-"""Common parts of the kinds of engine whose servers are spoken to over HTTP."""
+"""The kinds of engine whose servers are spoken to over HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollover.engine.kind import EngineFacts, OpenedEngine
+from rollover.engine.embedded.kind import check_embedded
+from rollover.engine.kind import EngineFacts, EngineKind, EngineSetup, OpenedEngine
 from rollover.engine.servers.config import ServerConfig
+from rollover.engine.servers.embedded.config import EmbeddedServerConfig
+from rollover.engine.servers.sglang.config import SGLangConfig
+from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from rollover.engine.servers.pool.pool import EnginePool
 
 
-def opened(pool: EnginePool, config: ServerConfig) -> OpenedEngine:
+async def _open_vllm(config: VLLMConfig, setup: EngineSetup) -> OpenedEngine:
+    from rollover.engine.servers.vllm.open import open_vllm
+
+    return _opened(await open_vllm(config, setup), config)
+
+
+async def _open_sglang(config: SGLangConfig, setup: EngineSetup) -> OpenedEngine:
+    from rollover.engine.servers.sglang.open import open_sglang
+
+    return _opened(await open_sglang(config, setup), config)
+
+
+async def _open_embedded(config: EmbeddedServerConfig, setup: EngineSetup) -> OpenedEngine:
+    from rollover.engine.servers.embedded.open import open_embedded_servers
+
+    return _opened(await open_embedded_servers(config, setup), config)
+
+
+def _opened(pool: EnginePool, config: ServerConfig) -> OpenedEngine:
     return OpenedEngine(
         engine=pool, weights=pool, trust=pool, sleeper=pool if config.colocated else None, availability=pool
     )
 
 
-def check_servers(config: ServerConfig, facts: EngineFacts) -> Sequence[str]:
+def _check_servers(config: ServerConfig, facts: EngineFacts) -> Sequence[str]:
     """Return where on a cluster the servers will go. Raises ``ConfigError`` if weights cannot be sent to them, or the
     cluster has no room for them."""
     if config.weight_transfer == "nccl":
@@ -51,3 +73,17 @@ def _check_nccl(config: ServerConfig, facts: EngineFacts) -> None:
                 f" {facts.sender}, from which the trainer sends: give the servers other GPUs with"
                 " engine.launch_devices, or set engine.weight_transfer to 'folder'"
             )
+
+
+def _check_embedded_servers(config: EmbeddedServerConfig, facts: EngineFacts) -> Sequence[str]:
+    from rollover.engine.servers.embedded.open import with_program
+
+    lines = _check_servers(config, facts)
+    if config.launch:
+        check_embedded(with_program(config).embedded(), facts)
+    return lines
+
+
+VLLM = EngineKind(config=VLLMConfig, open=_open_vllm, preflight=_check_servers)
+SGLANG = EngineKind(config=SGLangConfig, open=_open_sglang, preflight=_check_servers)
+EMBEDDED_SERVERS = EngineKind(config=EmbeddedServerConfig, open=_open_embedded, preflight=_check_embedded_servers)

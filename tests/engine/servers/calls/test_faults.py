@@ -19,8 +19,6 @@ from rollover.types import Batch, FinishReason, SamplingParams
 from rollover.weights.sources import FolderWeights
 from tests.engine.servers.pool.kit import new_pool, scripted_engines
 from tests.engine.servers.scripted_server import Answer
-from tests.engine.servers.sglang import kit as sglang_kit
-from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
 from tests.virtual_time import VirtualClock
@@ -133,7 +131,6 @@ def assert_exact(fleet: Fleet, batch: Batch) -> None:
 
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 @pytest.mark.parametrize("strategy", ["april", "bounded_async", "sync"])
-@pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("seed", range(4))
 async def test_no_sample_is_lost_or_mislabelled_whatever_befalls_the_servers(
     tmp_path: Path, kind: ModuleType, strategy: str, kv_on_update: str, seed: int

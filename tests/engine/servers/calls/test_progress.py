@@ -28,8 +28,6 @@ from tests.engine.servers.vllm.kit import model_folder
 from tests.rollout.kit import SEED, ParityScorer, Prompts, strategy_of
 from tests.virtual_time import VirtualClock
 
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
-
 
 def of_vllm(reason: str | None, count: int) -> bytes:
     choice = {"token_ids": [1] * count, "logprobs": {"token_logprobs": [-1.0] * count}, "finish_reason": reason}
@@ -51,7 +49,6 @@ def number_of_calls(server: Any) -> int:
     return sum(bool(body and body.get("stream")) for _, path, _, body in server.log if path == server.generate_path)
 
 
-@KINDS
 async def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     async with kind.opened(server, model_folder(tmp_path / "v0")) as engine:
@@ -67,7 +64,6 @@ async def test_an_abort_that_nobody_asked_for_is_an_error_behind_its_tokens(kind
             assert not any(chunk.finish_reason for chunk in received)
 
 
-@KINDS
 @pytest.mark.parametrize("stop_strings", [(), ("<end>",)])
 async def test_a_stop_without_a_token_is_no_stop(
     kind: ModuleType, tmp_path: Path, stop_strings: tuple[str, ...]
@@ -81,7 +77,6 @@ async def test_a_stop_without_a_token_is_no_stop(
             await collect(engine, asked)
 
 
-@KINDS
 async def test_a_stream_of_events_without_tokens_is_given_up_after_the_deadline(
     kind: ModuleType, tmp_path: Path
 ) -> None:
@@ -111,7 +106,6 @@ def driver_of(engine: Any, **limits: Any) -> RolloutDriver:
     )
 
 
-@KINDS
 @pytest.mark.parametrize("num_servers", [1, 2])
 async def test_servers_that_stop_every_call_end_the_run_after_bounded_calls(
     kind: ModuleType, tmp_path: Path, num_servers: int

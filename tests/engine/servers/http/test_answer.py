@@ -26,7 +26,6 @@ from tests.engine.servers.vllm.kit import model_folder, settings
 from tests.virtual_time import run
 
 SECRET = "sk-very-secret-0123"
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 BODY = {"model": "policy", "prompt": [1], "max_tokens": 3, "request_id": "r", "seed": 1, "temperature": 1.0}
 BODY |= {"stream": True, "stop": [], "stop_token_ids": [], "ignore_eos": True}
 
@@ -117,7 +116,6 @@ def test_an_answer_of_another_type_names_server_call_and_field(body: Any, compla
 LIES: list[Any] = [[], {}, None, "x", 10**400, -1, [[]], [None], {"a": []}, {"data": [{"id": []}]}, 1e400, [{}], True]
 
 
-@KINDS
 def test_no_lie_of_a_server_is_anything_but_an_error_of_the_engine(kind: ModuleType, tmp_path: Path) -> None:
     """Each answer of an opening server in turn is replaced by each lie, and parts of each are."""
     folder = model_folder(tmp_path / "v0")
@@ -166,7 +164,6 @@ def test_no_lie_of_a_server_is_anything_but_an_error_of_the_engine(kind: ModuleT
     assert run(main()) > 100
 
 
-@KINDS
 async def test_no_lie_in_a_stream_is_anything_but_an_error_of_the_engine(kind: ModuleType, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "v0")
 

@@ -30,7 +30,6 @@ from tests.speed import within
 
 pytestmark = pytest.mark.real_time
 
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 RECEIVE = {vllm_kit: "_post_update_weights", sglang_kit: "_post_update_weights_from_distributed"}
 _DEADLINE_S = within(30.0)
 
@@ -106,7 +105,6 @@ async def opened(kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await pool.close()
 
 
-@KINDS
 async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +116,6 @@ async def test_all_servers_get_weights_in_one_group_and_no_folder_is_written(
         assert not any(server.paused for server in sent.servers)
 
 
-@KINDS
 async def test_a_lost_server_is_named_and_the_others_get_the_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,7 +136,6 @@ async def test_a_lost_server_is_named_and_the_others_get_the_weights(
         assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
-@KINDS
 async def test_where_nobody_is_to_blame_each_is_sent_the_weights_alone(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +159,6 @@ async def test_when_all_refuse_the_error_says_why(tmp_path: Path, monkeypatch: p
             await sent.publish(Holder().at(1))
 
 
-@KINDS
 async def test_weights_are_sent_again_when_their_sender_is_lost(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +184,6 @@ async def test_weights_are_sent_again_when_their_sender_is_lost(
         assert [server.weights for server in sent.servers] == ["sent 512.0"] * 2
 
 
-@KINDS
 async def test_a_returning_server_gets_weights_that_are_still_there_at_once(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +195,6 @@ async def test_a_returning_server_gets_weights_that_are_still_there_at_once(
         assert sent.groups == [[1, 3], [1]]
 
 
-@KINDS
 @pytest.mark.parametrize("num_restarted", [1, 2])
 async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_restarted: int
@@ -222,7 +215,6 @@ async def test_a_returning_server_gets_the_next_weights_if_these_are_gone(
         assert {chunk.policy_version for chunk in await collect(sent.pool, request("a"))} == {2}
 
 
-@KINDS
 async def test_a_server_that_returns_to_a_fast_run_gets_the_next_weights(
     kind: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

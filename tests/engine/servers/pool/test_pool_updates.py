@@ -20,7 +20,6 @@ from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import model_folder
 from tests.weights.kit import FakeWeights
 
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 LOADS = {vllm_kit: "_post_collective_rpc", sglang_kit: "_post_update_weights_from_disk"}
 
 
@@ -149,7 +148,6 @@ class Fleet:
         return go_on
 
 
-@KINDS
 async def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
     kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,7 +171,6 @@ async def test_a_server_that_hangs_in_a_load_costs_its_deadline_alone(
     await fleet.pool.close()
 
 
-@KINDS
 async def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(
     kind: ModuleType, tmp_path: Path
 ) -> None:
@@ -192,7 +189,6 @@ async def test_a_publication_that_is_cancelled_leaves_no_server_standing_still(
     assert [server.paused for server in fleet.servers] == [False, False]
 
 
-@KINDS
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_a_pool_closed_during_an_update_resumes_what_it_paused(
     kind: ModuleType, tmp_path: Path, frozen: bool
@@ -210,7 +206,6 @@ async def test_a_pool_closed_during_an_update_resumes_what_it_paused(
     fleet.servers[1].thaw()
 
 
-@KINDS
 async def test_a_lost_server_is_one_line_however_many_calls_it_had(
     kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,7 +227,6 @@ async def test_a_lost_server_is_one_line_however_many_calls_it_had(
     await fleet.pool.close()
 
 
-@KINDS
 async def test_a_server_that_decodes_nothing_is_left_out_until_it_decodes(
     kind: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

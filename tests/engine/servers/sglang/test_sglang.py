@@ -28,16 +28,6 @@ from tests.engine.servers.vllm.kit import label, model_folder
 from tests.virtual_time import run
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "v0")
-
-
-@pytest.fixture
-def new(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "v1")
-
-
 @asynccontextmanager
 async def serving(
     folder: Path, server: ScriptedSGLang | None = None, **changes: Any

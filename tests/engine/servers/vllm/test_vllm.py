@@ -28,11 +28,6 @@ from tests.engine.servers.vllm.kit import label, make_engine, model_folder, open
 from tests.virtual_time import run
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "v0")
-
-
 @asynccontextmanager
 async def serving(folder: Path, **changes: Any) -> AsyncIterator[tuple[ServerEngine, ScriptedVLLM]]:
     """An open engine and its server, which has been asked for nothing since."""
@@ -417,8 +412,7 @@ def update_calls(server: ScriptedVLLM) -> list[str]:
     return [path for _, path, _, _ in server.log if path in wanted]
 
 
-async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         await engine.pause()
         await engine.load(7, FolderWeights(7, new))
@@ -436,8 +430,7 @@ async def test_weights_are_replaced_without_a_stale_cache_or_label(folder: Path,
         ]
 
 
-async def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         server.held_resets = 4
         await engine.pause()
@@ -450,8 +443,7 @@ async def test_a_reset_of_the_prefix_cache_that_fails_is_repeated(folder: Path, 
         await engine.resume()
 
 
-async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         await collect(engine, request("a"))
         await engine.pause()
@@ -462,8 +454,7 @@ async def test_no_call_can_hit_the_cache_of_older_weights(folder: Path, tmp_path
     assert salts == [label(0), label(1)]
 
 
-async def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, _):
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG)))
         await asyncio.sleep(0.2)
@@ -475,8 +466,7 @@ async def test_calls_still_open_at_a_load_are_stopped_before_it(folder: Path, tm
         assert {c.policy_version for c in chunks} == {0}
 
 
-async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights(folder: Path, new: Path) -> None:
     async with serving(folder, kv_on_update="keep") as (engine, server):
         server.network_delay_s = 0.2
         call = asyncio.create_task(collect(engine, request("a", max_new_tokens=LONG, seed=3)))
@@ -497,8 +487,7 @@ async def test_with_a_kept_cache_tokens_that_come_late_belong_to_the_old_weights
         assert engine.capabilities.prefill_tokens_per_iteration == math.inf
 
 
-async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         await engine.pause()
         server.answer_once("/collective_rpc", Answer(500, {"error": {"message": "no such folder"}}))
@@ -509,8 +498,7 @@ async def test_weights_that_the_server_refuses_leave_the_old_ones_in_force(folde
         assert {c.policy_version for c in await collect(engine, request("a"))} == {0}
 
 
-async def test_a_server_left_without_known_weights_gets_no_call(folder: Path, tmp_path: Path) -> None:
-    new = model_folder(tmp_path / "v1")
+async def test_a_server_left_without_known_weights_gets_no_call(folder: Path, new: Path) -> None:
     async with serving(folder) as (engine, server):
         await engine.pause()
         server.reload_error = "out of memory"

@@ -26,7 +26,6 @@ from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import label, model_folder
 
 SHAPE = AdapterShape(rank=2, targets=("lm_head",))
-KITS = [pytest.param(vllm_kit, id="vllm"), pytest.param(sglang_kit, id="sglang")]
 
 
 def given(folder: Path, version: int, *, hidden: int = 4, base_version: int = 0) -> AdapterSource:
@@ -42,8 +41,8 @@ def base(tmp_path: Path) -> Path:
     return model_folder(tmp_path / "base")
 
 
-def lora_server(kit: ModuleType) -> ScriptedServer:
-    server: ScriptedServer = kit.Server()
+def lora_server(kind: ModuleType) -> ScriptedServer:
+    server: ScriptedServer = kind.Server()
     server.adapters = {}
     return server
 
@@ -60,12 +59,11 @@ def posts(server: ScriptedServer) -> list[str]:
     return [path for method, path, _, _ in server.log if method == "POST"]
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kit)
-    async with kit.opened(server, base, adapters=SHAPE) as engine:
+    server = lora_server(kind)
+    async with kind.opened(server, base, adapters=SHAPE) as engine:
         assert not engine.capabilities.in_flight_update
         before = len(server.log)
         names = []
@@ -87,12 +85,11 @@ async def test_each_version_is_an_adapter_beside_a_base_that_is_sent_once(
         assert "/update_weights_from_disk" not in [path for _, path, _, _ in server.log[before:]]
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kit)
-    async with kit.opened(server, base, adapters=SHAPE) as engine:
+    server = lora_server(kind)
+    async with kind.opened(server, base, adapters=SHAPE) as engine:
         await updated(engine, 3, source := given(tmp_path / "v3", 3))
         server.restart()
         with pytest.raises(EngineError, match="says it serves weights 'default'"):
@@ -102,31 +99,29 @@ async def test_a_server_that_was_restarted_is_given_its_base_before_the_adapter(
         await engine.probe(decode=True)
         loads = [p for p in posts(server) if p.startswith(("/collective", "/update_weights_from", "/v1/load", "/load"))]
         assert [path.rpartition("/")[2] for path in loads] == [
-            "collective_rpc" if kit is vllm_kit else "update_weights_from_disk",
+            "collective_rpc" if kind is vllm_kit else "update_weights_from_disk",
             "load_lora_adapter",
         ]
         assert server.weights == str(base)
         assert server.version == label(3)
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kit)
+    server = lora_server(kind)
     server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
-    async with kit.opened(server, base, adapters=SHAPE, ownership=Ownership(kit.RUN)) as engine:
+    async with kind.opened(server, base, adapters=SHAPE, ownership=Ownership(kind.RUN)) as engine:
         await updated(engine, 7, given(tmp_path / "v7", 7))
         assert server.adapters is not None
         assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kit)
-    async with kit.opened(server, base, adapters=SHAPE) as engine:
+    server = lora_server(kind)
+    async with kind.opened(server, base, adapters=SHAPE) as engine:
         await updated(engine, 1, given(tmp_path / "v1", 1))
         stream = engine.generate(request("long", max_new_tokens=200))
         first = await anext(stream)
@@ -136,16 +131,15 @@ async def test_a_new_adapter_ends_running_calls_so_none_is_sampled_by_two(
         assert rest[-1].finish_reason is not None and rest[-1].finish_reason.value == "abort"
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    server = lora_server(kit)
-    async with kit.opened(server, base, adapters=SHAPE) as engine:
+    server = lora_server(kind)
+    async with kind.opened(server, base, adapters=SHAPE) as engine:
         await updated(engine, 1, given(tmp_path / "v1", 1))
-        name = "/v1/load_lora_adapter" if kit is vllm_kit else "/load_lora_adapter"
+        name = "/v1/load_lora_adapter" if kind is vllm_kit else "/load_lora_adapter"
         said = "LoRA rank 16 is greater than max_lora_rank 8"
-        server.answer_once(name, refusal(kit, said))
+        server.answer_once(name, refusal(kind, said))
         with pytest.raises(EngineError, match=f"version 2: .*{said}.*--enable-lora --max-lora-rank"):
             await updated(engine, 2, given(tmp_path / "v2", 2))
         assert server.version == label(1)
@@ -153,27 +147,26 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_in_force(
         assert {chunk.policy_version for chunk in chunks} == {1}
 
 
-def refusal(kit: ModuleType, said: str) -> Any:
+def refusal(kind: ModuleType, said: str) -> Any:
     """Return the answer of a server that cannot load an adapter."""
-    if kit is vllm_kit:
+    if kind is vllm_kit:
         return Answer(500, {"error": {"message": said}})
     return Answer(200, {"success": False, "error_message": said, "loaded_adapters": None})
 
 
-@pytest.mark.parametrize("kit", KITS)
-async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kit: ModuleType, base: Path) -> None:
+async def test_a_server_that_takes_no_such_adapters_is_refused_with_the_flags(kind: ModuleType, base: Path) -> None:
     async def refused(server: ScriptedServer, shape: AdapterShape) -> str:
         with pytest.raises(EngineError) as caught:
-            async with kit.opened(server, base, adapters=shape):
+            async with kind.opened(server, base, adapters=shape):
                 pass
         return str(caught.value)
 
-    said = await refused(kit.Server(), SHAPE)
+    said = await refused(kind.Server(), SHAPE)
     assert "accepts no adapters" in said and "--enable-lora" in said and "trainer.lora.publish = 'merged'" in said
     wide = AdapterShape(rank=12, targets=("lm_head",))
-    said = await refused(lora_server(kit), wide)
+    said = await refused(lora_server(kind), wide)
     assert "accepts adapters up to rank 8" in said and "of rank 12" in said
-    assert f"--max-lora-rank {16 if kit is vllm_kit else 12}" in said
+    assert f"--max-lora-rank {16 if kind is vllm_kit else 12}" in said
 
 
 async def test_an_sglang_server_that_adapts_other_matrices_is_refused(base: Path) -> None:
@@ -192,14 +185,13 @@ async def test_a_vllm_server_with_fixed_adapters_is_named_with_the_variable(base
             await updated(engine, 1, given(tmp_path / "v1", 1))
 
 
-@pytest.mark.parametrize("kit", KITS)
 async def test_a_server_that_was_opened_for_full_weights_takes_no_adapters(
-    kit: ModuleType, base: Path, tmp_path: Path
+    kind: ModuleType, base: Path, tmp_path: Path
 ) -> None:
-    async with kit.opened(lora_server(kit), base) as engine:
+    async with kind.opened(lora_server(kind), base) as engine:
         with pytest.raises(EngineError, match="loads full weights only, but version 1 is given as adapter"):
             await updated(engine, 1, given(tmp_path / "v1", 1))
-    async with kit.opened(lora_server(kit), base, adapters=SHAPE) as engine:
+    async with kind.opened(lora_server(kind), base, adapters=SHAPE) as engine:
         with pytest.raises(EngineError, match="has weights version 0 to apply adapters to"):
             await updated(engine, 2, given(tmp_path / "v2", 2, base_version=1))
         await updated(engine, 2, FolderWeights(2, base))

@@ -25,18 +25,10 @@ from rollover.errors import EngineError
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import LONG, collect, request, tokens
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedVLLM, serve
-from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
-from tests.engine.servers.vllm.kit import label, model_folder, settings
+from tests.engine.servers.vllm.kit import label, settings
 from tests.speed import within
 from tests.virtual_time import run
-
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return model_folder(tmp_path / "v0")
 
 
 @asynccontextmanager
@@ -110,7 +102,6 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
 # -- servers ------------------------------------------------------------------------------------------------
 
 
-@KINDS
 async def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(kind: ModuleType, folder: Path) -> None:
     server = kind.Server()
     name(server, "rollover:theirs:4")
@@ -126,7 +117,6 @@ async def test_a_server_of_another_run_is_left_alone_and_freeing_is_explained(ki
         assert (server.paused, server.version) == (False, "rollover:ours:0")
 
 
-@KINDS
 async def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: ModuleType, folder: Path) -> None:
     server = kind.Server()
     for owner in ("first", "second"):
@@ -136,7 +126,6 @@ async def test_a_server_is_given_back_at_the_end_and_says_what_it_serves(kind: M
         assert server.version == f"rollover:{owner}:0:free"
 
 
-@KINDS
 @pytest.mark.parametrize("left", ["rollover:ours:4", "rollover:dead:4"], ids=["resumed", "dead on this machine"])
 async def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(
     kind: ModuleType, folder: Path, left: str
@@ -148,7 +137,6 @@ async def test_a_server_of_a_killed_run_is_taken_by_its_resume_or_machine(
         assert server.version == label(0)
 
 
-@KINDS
 async def test_a_server_that_another_run_took_gets_nothing_more(kind: ModuleType, folder: Path, tmp_path: Path) -> None:
     server = kind.Server()
     async with engine_of(kind, server, folder, Ownership("ours")) as engine:
@@ -221,7 +209,6 @@ def digest_of(folder: str) -> str:
     return sha256(load_file(Path(folder) / "model.safetensors")["lm_head.weight"].tobytes()).hexdigest()
 
 
-@KINDS
 @pytest.mark.parametrize("read_back", ["auto", "never"])
 def test_a_server_that_says_loaded_and_holds_the_old_weights_is_found_out(
     kind: ModuleType, folder: Path, tmp_path: Path, read_back: str

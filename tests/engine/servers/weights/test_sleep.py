@@ -31,7 +31,6 @@ from tests.engine.servers.vllm import kit as vllm_kit
 from tests.engine.servers.vllm.kit import RUN, model_folder
 from tests.weights.kit import FakeWeights
 
-KINDS = pytest.mark.parametrize("kind", [vllm_kit, sglang_kit], ids=["vllm", "sglang"])
 RELEASE = {vllm_kit: "/sleep", sglang_kit: "/release_memory_occupation"}
 WORDS = {
     "/pause": "stand still",
@@ -72,7 +71,6 @@ async def publish(engine: Any, source: FolderWeights) -> None:
     await Publisher(engine, timeout_s=10_000.0).publish(source)
 
 
-@KINDS
 async def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(
     kind: ModuleType, tmp_path: Path
 ) -> None:
@@ -98,7 +96,6 @@ async def test_weights_come_between_the_memory_for_them_and_that_for_the_cache(
     await engine.close()
 
 
-@KINDS
 async def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     engine = colocated(kind, server, model_folder(tmp_path / "v0"))
@@ -111,7 +108,6 @@ async def test_calls_that_run_are_stopped_before_their_cache_is_given_back(kind:
     await engine.close()
 
 
-@KINDS
 async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start(
     kind: ModuleType, tmp_path: Path
 ) -> None:
@@ -123,7 +119,6 @@ async def test_a_server_that_cannot_give_its_memory_back_is_refused_at_the_start
     await kind.make_engine(server, tmp_path / "v0").open()  # one that has its own devices need not
 
 
-@KINDS
 @pytest.mark.parametrize("stage", ["asleep", "in a load"])
 async def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
     kind: ModuleType, tmp_path: Path, stage: str
@@ -148,7 +143,6 @@ async def test_the_next_run_wakes_a_server_that_a_killed_run_has_left_asleep(
     await following.close()
 
 
-@KINDS
 async def test_a_load_that_fails_while_it_wakes_can_be_tried_again(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     engine = colocated(kind, server, model_folder(tmp_path / "v0"))
@@ -164,7 +158,6 @@ async def test_a_load_that_fails_while_it_wakes_can_be_tried_again(kind: ModuleT
     await engine.close()
 
 
-@KINDS
 async def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: ModuleType, tmp_path: Path) -> None:
     server, folder = kind.Server(), model_folder(tmp_path / "v0")
     engine = colocated(kind, server, folder)
@@ -179,7 +172,6 @@ async def test_a_run_that_ends_asleep_leaves_the_server_free_and_asleep(kind: Mo
     await other.close()
 
 
-@KINDS
 async def test_a_server_restarted_while_it_should_sleep_is_not_woken(kind: ModuleType, tmp_path: Path) -> None:
     server = kind.Server()
     engine = colocated(kind, server, model_folder(tmp_path / "v0"))
@@ -212,7 +204,6 @@ class Process:
         self.was_stopped = True
 
 
-@KINDS
 @pytest.mark.parametrize("fault", ["hangs", "refuses"])
 async def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
     kind: ModuleType, tmp_path: Path, fault: str
@@ -241,7 +232,6 @@ async def test_memory_that_may_still_be_held_ends_the_run_naming_the_server(
     await pool.close()
 
 
-@KINDS
 async def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: ModuleType, tmp_path: Path) -> None:
     servers = {"s0": kind.Server(), "s1": kind.Server()}
     folder = model_folder(tmp_path / "v0")
@@ -266,7 +256,6 @@ async def test_a_server_that_does_not_sleep_is_stopped_and_started_again(kind: M
     await pool.close()
 
 
-@KINDS
 async def test_servers_that_die_asleep_return_with_the_next_weights(kind: ModuleType, tmp_path: Path) -> None:
     servers = {"s0": kind.Server(), "s1": kind.Server()}
     folder = model_folder(tmp_path / "v0")

@@ -44,9 +44,8 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
 def test_a_step_takes_within_15_percent_of_the_estimated_memory(tmp_path: Path) -> None:
     """Beyond weights and optimizer."""
     script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
-    # Without AVX-512, bfloat16 is slow.
-    ways = ["layers recomputed", "two devices, shared rows", "two devices, adapters, bfloat16"]
-    chosen = ["--shapes", "narrow, large vocabulary", "--ways", *ways]
+    ways = ["shared rows, recomputed", "two devices, adapters, bfloat16"]
+    chosen = ["--shapes", "small", "--ways", *ways]
     subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=within(900))
     rows = json.loads(out.read_text())["rows"]
     assert [row["way"] for row in rows] == ways

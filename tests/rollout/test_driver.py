@@ -733,6 +733,7 @@ async def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> No
     journal.full = True
     with pytest.raises(ResourceError):
         await rig.train(2)
+    assert rig.ledger.next_step == 1, "the run stops at the first event that is lost, not at the next batch"
     with pytest.raises(ResourceError):
         await rig.driver.stop()
     assert [event for _, event in journal.read()] == rig.events[: journal.last_seq]

@@ -42,9 +42,10 @@ def test_a_strategy_is_asked_for_by_name(tmp_path: Path, asked: Any) -> None:
 
 
 def test_options_of_our_own_are_read(tmp_path: Path) -> None:
-    asked = {"weights_lag": 1, "reward_timeout_s": 5.0, "kept_checkpoints": 3}
+    asked = {"weights_lag": 1, "reward_timeout_s": 5.0, "kept_checkpoints": 3, "rollout": {}}
     options = slime_settings(arguments(tmp_path, 1, rollover=asked)).options
     assert (options.weights_lag, options.reward_timeout_s, options.kept_checkpoints) == (1, 5.0, 3)
+    assert asked.keys() == {"weights_lag", "reward_timeout_s", "kept_checkpoints", "rollout"} and asked["rollout"] == {}
 
 
 @pytest.mark.parametrize(

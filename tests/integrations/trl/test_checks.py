@@ -166,7 +166,7 @@ def test_several_processes_and_sharded_weights_are_refused(tmp_path: Path) -> No
     refuse(settings_in_the_way(args, num_processes=1, is_sharded=False))
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "1.15.2", "1.17.0", "2.0.0", "nightly"])
+@pytest.mark.parametrize("version", ["0.29.1", "1.15.2", "1.17.0", "1.160.0", "2.0.0", "nightly"])
 def test_a_version_of_trl_that_was_not_tested_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"TRL {version} is installed, .* for 1\.16: pip install"):
         check_version(version)

@@ -343,9 +343,8 @@ def _gain(gain: MarginalGain, plan: Plan) -> str:
 def _proved(plan: Plan) -> str:
     better = "faster" if plan.problem.target_steps_per_s is None else "cheaper"
     return (
-        f"Proved: among the listed shapes and batch caps, on the links that the first phase assumes, nothing is more"
-        f" than {plan.solution.gap:.1%} {better}. Other batch caps, which nodes are used and where the roles stand are"
-        " searched without a proof."
+        "Proved: no choice of listed shapes and batch caps, on the links that the first phase assumes, is more than"
+        f" {plan.solution.gap:.1%} {better}. Other batch caps, nodes and places are searched without a proof."
     )
 
 

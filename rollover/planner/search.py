@@ -171,7 +171,8 @@ def best_of_rounds(
     Raises:
         PlanError: nothing satisfies the limits; with ``explain``, the message says which limits rule out every plan.
     """
-    part, topology, model = _alone(fleet, nodes), Topology.of(fleet), spec.model
+    part, topology, model, target = _alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
+    refused = ""
     networks: dict[str, Link] = {}
     met: list[Problem] = []
     found: list[Plan] = []
@@ -179,19 +180,21 @@ def best_of_rounds(
     seen = set()
     while len(rounds) < MAX_ROUNDS:
         problem = _with_placed(fleet_problem(part, spec, networks, inside=inside), met)
-        solved = solve_finely(problem, with_networks(part.stock, networks), model, spec.routing)
+        devices = with_networks(part.stock, networks)
+        solved = solve_finely(problem, devices, model, spec.routing)
+        if solved is None and not rounds:
+            refused = why_infeasible(routed(problem, spec.routing)) if explain else "no plan satisfies all limits"
+            if target:  # the fastest plan may reach it on its links
+                solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model, spec.routing)
         if solved is None:
-            if found:
-                break
-            message = why_infeasible(routed(problem, spec.routing)) if explain else "no plan satisfies all limits"
-            raise PlanError(message)
+            break
         problem, solution = solved
         placement = _in_fleet(place(Topology.of(part), model, problem, solution), nodes)
-        whole = replace(problem, supplies=supplies(fleet.stock))  # nodes that are left out are idle
+        whole = replace(problem, supplies=supplies(fleet.stock), target_steps_per_s=target)  # other nodes are idle
         real = costed_on_links(topology, model, whole, solution, placement, spec.routing)
         reached = real.solution.steps_per_s if real.solution else 0.0
         rounds.append((solution.steps_per_s, reached))
-        if real.solution is not None:
+        if real.solution is not None and reached >= (target or 0.0) * (1 - _SHORT):
             bound = solution.bound_steps_per_s * reached / solution.steps_per_s
             proved = replace(real.solution, bound_steps_per_s=bound, gap=solution.gap, solve_s=solution.solve_s)
             found.append(
@@ -213,7 +216,8 @@ def best_of_rounds(
         networks = {**networks, **real.networks}
     if not found:
         raise PlanError(
-            f"no plan satisfies its limits on the links between these nodes ({len(rounds)} were tried):"
+            refused
+            or f"no plan satisfies its limits on the links between these nodes ({len(rounds)} were tried):"
             " allow more staleness, a larger budget, a lower target or faster links"
         )
     return replace(min(found, key=rank), rounds=tuple(rounds))
@@ -262,11 +266,8 @@ def _promising(load: RateLoad) -> Iterator[int]:
 
 def rank(plan: Plan) -> tuple[float, float]:
     """Return the sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
-    target, rate = plan.problem.target_steps_per_s, plan.solution.steps_per_s
-    if target is None:
-        return -rate, plan.cost_per_hour or 0.0
-    missing = max(0.0, target * (1 - _SHORT) - rate)
-    return missing, plan.cost_per_hour or 0.0
+    rate, cost = plan.solution.steps_per_s, plan.cost_per_hour or 0.0
+    return (-rate, cost) if plan.problem.target_steps_per_s is None else (cost, -rate)
 
 
 def _in_fleet(placement: Placement, nodes: Sequence[int]) -> Placement:

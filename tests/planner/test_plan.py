@@ -25,7 +25,7 @@ from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_page, report
-from rollover.planner.search import SETTLED, make_plan
+from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
 from rollover.run.loading import load
@@ -124,27 +124,6 @@ gbit_s = 4
     assert made.solution.steps_per_s == max(reached for _, reached in made.rounds) > 1.02 * reached
 
 
-def test_what_is_fed_back_is_what_the_next_round_finds() -> None:
-    """Both roles share the nodes, so that weights travel inside them: the network was the wrong assumption."""
-    small = """
-network = { gbit_s = 100 }
-[[nodes]]
-device = "h100-sxm"
-num_devices = 4
-[[nodes]]
-device = "l4"
-num_devices = 8
-"""
-    shape = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
-    light = workload.load("light-8k", num_groups=16, group_size=8)
-    made = make_plan(
-        fleet(small), PlanSpec(model=parse(QWEN_7B | shape, name="qwen-1.5b"), workload=light, max_staleness=4)
-    )
-    assumed, reached = made.rounds[-1]
-    assert reached == pytest.approx(assumed, rel=SETTLED)
-    assert made.solution.steps_per_s >= made.rounds[0][1]
-
-
 def test_training_keeps_to_the_nodes_with_wide_links(spec: workload.WorkloadSpec) -> None:
     nodes = """
 network = { gbit_s = 400 }
@@ -197,13 +176,14 @@ def test_a_node_that_trains_a_piece_of_the_weights_gets_the_rest() -> None:
     assert way(shards, (1,), (2,)) == way(stages, (1, 2)) == way(copies, (2,), (1, 2)) == between
 
 
-def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec) -> None:
-    target = 0.5 * plan.solution.steps_per_s
+@pytest.mark.parametrize("part", [0.5, 0.998])
+def test_the_cheapest_plan_reaches_its_target_for_less(plan: Plan, spec: workload.WorkloadSpec, part: float) -> None:
+    target = part * plan.solution.steps_per_s  # the listed batch caps reach 0.994
     cheap = make_plan(fleet(), PlanSpec(model=MODEL, workload=spec, max_staleness=4, target_steps_per_s=target))
     assert cheap.solution.steps_per_s >= target * (1 - 1e-6)
     assert cheap.solution.cost_per_hour is not None
     assert plan.solution.cost_per_hour is not None
-    assert cheap.solution.cost_per_hour < plan.solution.cost_per_hour
+    assert cheap.solution.cost_per_hour <= plan.solution.cost_per_hour * (1 if part > 0.9 else 0.6)
 
 
 @pytest.mark.parametrize("name", ["math-16k", "light-8k"])
@@ -269,7 +249,7 @@ def test_shares_and_words_add_up(plan: Plan) -> None:
     said = " ".join(found.sentences)
     assert "Not verified for NVIDIA H20 96GB" in said
     assert "Efficiencies: defaults" in said
-    assert "Proved: among the listed shapes and batch caps" in said
+    assert "Proved: no choice of listed shapes and batch caps" in said
     assert "training step" not in " ".join([said, *(number[0] for number in found.numbers)]).lower()
 
 

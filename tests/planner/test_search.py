@@ -93,9 +93,20 @@ def test_two_types_sum_gradients_over_the_link_between_their_nodes() -> None:
     assert [part.device for part in narrow.parts] == ["a"]  # 2 GB would take 200 s
 
 
-@pytest.mark.parametrize("seed", [0, 5, 23])
+def test_a_target_counts_on_the_links_of_the_placement() -> None:
+    """Phase 1 expects wide networks, but the link is narrow: what only phase 1 promises is refused."""
+    narrow = of_two_types(network=1e10, link=1e7)
+    spec = PlanSpec(model=MODEL, workload=workload(), max_staleness=4)
+    fastest = make_plan(narrow, spec).solution.steps_per_s
+    assert make_plan(narrow, replace(spec, target_steps_per_s=0.995 * fastest)).solution.steps_per_s > 0.99 * fastest
+    with pytest.raises(PlanError):
+        make_plan(narrow, replace(spec, target_steps_per_s=1.05 * fastest))
+
+
+@pytest.mark.parametrize("seed", [0, 5, 23, 29])
 def test_small_fleets_are_planned_as_well_as_by_enumeration(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each needs both roles in a node, beside a node with one role or alone, and a batch cap off the list."""
+    """They need both roles in a node, beside a node with one role or alone, a batch cap off the list, and a trainer over
+    three types."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     enumerated = importlib.import_module("plan_gap")
     fleet, spec = enumerated.drawn(seed)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.kept import MAX_KEPT, check_kept, decode_kept, encode_kept, join_kept, mean_kept, split_kept
+from rollover.kept import MAX_KEPT, join_kept, split_kept
+from rollover.kept_codec import check_kept, decode_kept, encode_kept, mean_kept
 from rollover.types import FinishReason, Segment
 
 ids = st.sampled_from([7, 200, 20_000, 3_000_000, 2**28 - 1]).flatmap(lambda top: st.integers(0, top))

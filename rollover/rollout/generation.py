@@ -15,7 +15,7 @@ from rollover.clock import Clock, wait_for_any
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
 from rollover.errors import EngineError
-from rollover.kept import check_kept
+from rollover.kept_codec import check_kept
 from rollover.rollout.actions import StartSample
 from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.kept import decode_kept
+from rollover.kept_codec import decode_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
-from rollover.kept import mean_kept
+from rollover.kept_codec import mean_kept
 from rollover.trainer.balancing import attention_share
 from rollover.trainer.checkpoint import read_manifest, write_manifest
 from rollover.trainer.checks import check_suits

@@ -16,7 +16,7 @@ import pytest
 
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.errors import EngineError
-from rollover.kept import check_kept, decode_kept
+from rollover.kept_codec import check_kept, decode_kept
 from rollover.types import FinishReason, SamplingParams
 from rollover.weights.base import WeightSource, WeightTarget
 from tests import virtual_time

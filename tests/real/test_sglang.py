@@ -33,7 +33,7 @@ from rollover.engine.servers.sglang.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
-from rollover.kept import mean_kept
+from rollover.kept_codec import mean_kept
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack

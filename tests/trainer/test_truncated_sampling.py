@@ -22,7 +22,7 @@ import rollover.trainer.logprobs as logprobs_module
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.losses import policy_loss
 from rollover.engine.embedded.sampler import sample
-from rollover.kept import decode_kept, encode_kept
+from rollover.kept_codec import decode_kept, encode_kept
 from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.logprobs import all_logprobs, head_logprobs, response_logprobs
 from rollover.trainer.models import load_policy

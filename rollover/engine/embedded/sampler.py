@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.kept import encode_kept
+from rollover.kept_codec import encode_kept
 from rollover.types import SamplingParams
 
 Draw = Callable[[Tensor, NDArray[np.float32], NDArray[np.float64]], tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollover.engine.embedded.sampler import sample, uniforms
-from rollover.kept import decode_kept
+from rollover.kept_codec import decode_kept
 from rollover.types import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -4.0, 0.25])

@@ -10,7 +10,7 @@ from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.servers.http.client import Patience
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError
-from rollover.kept import check_kept
+from rollover.kept_codec import check_kept
 from rollover.types import FinishReason
 
 _LOGPROB_TOLERANCE = 1e-3

@@ -20,7 +20,7 @@ from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta
 from rollover.engine.servers.sglang.answers import Generation, Meta, ReportedEnd, WeightSpan
 from rollover.errors import EngineError
-from rollover.kept import encode_kept
+from rollover.kept_codec import encode_kept
 from rollover.types import FinishReason
 
 _NO_TOKENS = "Abort before prefill"

@@ -12,7 +12,7 @@ from rollover.engine.servers.http.answer import Reader
 from rollover.engine.servers.sglang.answers import Generation
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError
-from rollover.kept import decode_kept
+from rollover.kept_codec import decode_kept
 from rollover.types import FinishReason
 from tests.engine.contract import request
 

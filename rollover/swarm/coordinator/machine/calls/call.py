@@ -9,7 +9,8 @@ from dataclasses import replace
 from rollover.engine.base import GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
-from rollover.kept import check_kept, split_kept
+from rollover.kept import split_kept
+from rollover.kept_codec import check_kept
 from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
     Adopt,

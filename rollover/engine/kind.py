@@ -95,8 +95,8 @@ class EngineFacts:
     """Reads the model's shape; called only if the shape matters."""
     longest_tokens: int
     """The longest prompt and response."""
-    judges_drift: bool = True
-    """Its log-probs are compared with the trainer's after every batch: the two are of the same distribution."""
+    cuts_distribution: bool = False
+    """Tokens are drawn from a part of the vocabulary."""
     sender: str | None = None
     """The GPU from which this process sends weights over NCCL; ``None`` if it sends none in this way."""
     places: Callable[[Any], Sequence[str]] | None = None

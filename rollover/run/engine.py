@@ -57,7 +57,7 @@ def check_engine(config: RunConfig) -> list[str]:
     facts = EngineFacts(
         read_model=lambda: _architecture(config),
         longest_tokens=longest_tokens(config),
-        judges_drift=not rollout.accept_truncation_bias,
+        cuts_distribution=rollout.is_cut,
         sender=sending_device(config),
         places=places,
     )

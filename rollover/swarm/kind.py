@@ -39,10 +39,10 @@ def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
 
     config.blob_sources(os.environ)  # refuses a query that is missing
     lines = [f"swarm: {line}" for line in check_listening(config)]
-    if not facts.judges_drift:
+    if facts.cuts_distribution:
         lines.append(
-            "swarm: warning: with rollout.accept_truncation_bias, workers are verified by the log-prob check alone, not"
-            " by drift: leave it out unless you trust whoever runs the workers"
+            "swarm: warning: with rollout.top_p, top_k or min_p, nothing verifies among which tokens a worker drew:"
+            " leave them out unless you trust whoever runs the workers"
         )
     return lines
 

@@ -259,9 +259,10 @@ def test_a_denominator_of_0_is_refused(empty: Denominators) -> None:
 
 def test_a_micro_batch_without_tokens_is_refused() -> None:
     batch, _ = take(worked_batch(), [0])
+    names = [f.name for f in fields(batch) if f.name.endswith("_T")]
     empty = replace(
         batch,
-        **{f.name: getattr(batch, f.name)[:0] for f in fields(batch) if f.name.endswith("_T")},
+        **{name: each[:0] for name in names if (each := getattr(batch, name)) is not None},
     )
     with pytest.raises(LossError, match="holds no token"):
         policy_loss(row("grpo"), empty, WORKED)

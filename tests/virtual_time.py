@@ -8,12 +8,10 @@ Work handed to threads or processes is invisible to it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import selectors
-from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -58,13 +56,3 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """``asyncio.run`` in virtual time. Tasks left over are cancelled, as there."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(coroutine)
-
-
-def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Make a test of an ``async`` function, which then runs in virtual time."""
-
-    @functools.wraps(test)
-    def in_time(*args: P.args, **kwargs: P.kwargs) -> None:
-        run(test(*args, **kwargs))
-
-    return in_time

@@ -42,7 +42,7 @@ from tests.rollout.kit import (
     with_stop,
     without_in_flight_update,
 )
-from tests.virtual_time import VirtualClock, in_virtual_time, run
+from tests.virtual_time import VirtualClock, run
 
 FIRST = SampleId(0, 0)
 
@@ -103,7 +103,6 @@ def test_a_failing_reward_fails_its_sample_and_siblings_go_on(how: Any) -> None:
     assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0
 
 
-@in_virtual_time
 async def test_a_mistake_of_every_sample_ends_the_run_and_can_be_rescored() -> None:
     async def mistaken() -> float:
         raise DataError("the function returns text")
@@ -142,7 +141,6 @@ def test_a_group_with_one_sample_left_is_dropped_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("since", [0, 9])
-@in_virtual_time
 async def test_the_run_stops_when_every_reward_fails(since: int) -> None:
     """From the start or from some moment on: two batches' worth of failures in a row, never for ever."""
     scorer = SelectiveScorer(lambda i: i.group >= since, raises)
@@ -167,7 +165,6 @@ def test_scoring_goes_on_while_the_engine_decodes() -> None:
     assert [e.time_s for e in slow.events if isinstance(e, BatchConsumed)] == [30 + 20]
 
 
-@in_virtual_time
 async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> None:
     rig = make_rig("sync", scorer=SelectiveScorer(lambda i: i == FIRST, never))
     with pytest.raises(TimeoutError):
@@ -181,7 +178,6 @@ async def test_stop_cancels_a_hung_reward_and_a_restart_scores_the_sample() -> N
     assert not [e for e in again.events if isinstance(e, SampleStarted)]
 
 
-@in_virtual_time
 async def test_a_hung_reward_stalls_the_run_by_name() -> None:
     scorer = SelectiveScorer(lambda i: i == FIRST, never)
     rig = make_rig("sync", scorer=scorer, limits=Limits(stall_timeout_s=50))
@@ -189,7 +185,6 @@ async def test_a_hung_reward_stalls_the_run_by_name() -> None:
         await with_stop(rig, rig.driver.next_batch())
 
 
-@in_virtual_time
 async def test_a_filter_that_rejects_everything_stops_the_run() -> None:
     rig = make_rig("april", keep_group=lambda rewards: False, limits=Limits(max_filtered_batches=3))
     with pytest.raises(RunError, match="the last 7 groups gave no signal"):
@@ -198,7 +193,6 @@ async def test_a_filter_that_rejects_everything_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("where", ["filter", "source", "source in a later turn"])
-@in_virtual_time
 async def test_a_bug_in_a_background_task_reaches_the_caller(where: str) -> None:
     class Broken(Prompts):
         def prompt(self, index: int) -> Prompt:
@@ -241,7 +235,6 @@ class FlakyEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("fault", [EngineError("connection lost"), "cut"])
-@in_virtual_time
 async def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: Any) -> None:
     engine = make_engine(FlakyEngine, length=of("g0.0", 99, 5), faults={("g0.0.", 7): fault})
     rig = make_rig("sync", engine=engine, max_new_tokens=20)
@@ -254,7 +247,6 @@ async def test_an_engine_error_keeps_the_prefix_and_the_remaining_budget(fault: 
     assert sample.num_tokens == 20 and sample.num_resumes == 1
 
 
-@in_virtual_time
 async def test_only_failures_without_a_token_in_between_count_together() -> None:
     faults = {("g0.0.", n): EngineError("a hiccup") for n in (1, 2, 3)}
     rig = make_rig(
@@ -267,7 +259,6 @@ async def test_only_failures_without_a_token_in_between_count_together() -> None
     assert batches[0].trajectories[0].num_resumes == 3
 
 
-@in_virtual_time
 async def test_being_displaced_is_no_failure() -> None:
     faults: dict[tuple[str, int], EngineError] = {("g0.0.", n): CallDisplaced("others do better") for n in range(1, 5)}
     rig = make_rig(
@@ -292,7 +283,6 @@ class DeadFor(FakeEngine):
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-@in_virtual_time
 async def test_one_poisoned_sample_fails_alone(name: str) -> None:
     """Alone in two senses: others go on, and it fails even when nobody else runs."""
     engine = make_engine(DeadFor)
@@ -304,7 +294,6 @@ async def test_one_poisoned_sample_fails_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-@in_virtual_time
 async def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(name: str) -> None:
     engine = make_engine(DeadFor)
     engine.dead = lambda key: key.startswith("g0.")
@@ -315,7 +304,6 @@ async def test_a_group_whose_samples_are_all_poisoned_is_given_up_and_counted(na
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-@in_virtual_time
 async def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
     rig = make_rig(name, engine=make_engine(DeadFor))
     with pytest.raises(EngineError, match="no answer for g"):
@@ -323,7 +311,6 @@ async def test_a_dead_engine_stops_the_run_and_loses_nothing(name: str) -> None:
     assert not rig.ledger.num_failed and rig.ledger.num_active > 0 and not rig.ledger.running
 
 
-@in_virtual_time
 async def test_an_engine_that_fails_everybody_once_costs_nothing() -> None:
     """Also while it is being stopped, when fewer and fewer calls are open."""
     engine = make_engine(length=of("g0", 9, 30))
@@ -364,7 +351,6 @@ def replaced(chunk: Chunk, **changes: Any) -> Chunk:
         (lambda c: [] if c.finish_reason else [c], "without a finish reason"),
     ],
 )
-@in_virtual_time
 async def test_an_engine_that_breaks_its_contract_is_told_so(twist: Any, message: str) -> None:
     engine = make_engine(Lying, length=of("g", 1))
     engine.twist = twist
@@ -375,7 +361,6 @@ async def test_an_engine_that_breaks_its_contract_is_told_so(twist: Any, message
 
 
 @pytest.mark.parametrize(("length", "stop"), [(60, ()), (9, (7,))])
-@in_virtual_time
 async def test_a_last_token_without_its_reason_is_still_the_last(length: int, stop: tuple[int, ...]) -> None:
     """The reason comes in a chunk of its own and is lost: nothing is decoded behind the end."""
 
@@ -410,7 +395,6 @@ class DeafEngine(FakeEngine):
         await super().abort(heard)
 
 
-@in_virtual_time
 async def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
     engine = make_engine(DeafEngine, length=of("g2", 9999, 3), tick_s=0.5)
     rig = make_rig(
@@ -430,7 +414,6 @@ async def test_an_abort_without_an_answer_names_whom_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize("then", ["stop", "new weights"])
-@in_virtual_time
 async def test_calls_started_in_the_same_turn_are_aborted_too(then: str) -> None:
     """New weights let samples start; they are stopped before the loop has turned once."""
     engine = without_in_flight_update(make_engine(length=of("g", 50)))
@@ -504,7 +487,6 @@ def test_a_cancelled_next_batch_can_be_stopped_and_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-@in_virtual_time
 async def test_stop_leaves_no_task_behind(name: str) -> None:
     rig = make_rig(name, scorer=ParityScorer(5.0))
     await rig.train(2)
@@ -530,8 +512,7 @@ async def test_stop_leaves_no_task_behind(name: str) -> None:
     in_flight=st.booleans(),
     stop=st.sampled_from([(), (7,)]),
 )
-@in_virtual_time
-async def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
+def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
     name: str,
     salt: int,
     max_running: int,
@@ -554,7 +535,7 @@ async def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
         stop_token_ids=stop,
         limits=Limits(save_every_tokens=save_every),
     )
-    batches = await with_stop(rig, rig.train(4, train_s=3.0))
+    batches = run(with_stop(rig, rig.train(4, train_s=3.0)))
     assert_trainable(batches, rig)
     assert all(len(r.response_ids) < budget for r in engine.requests)
     for trajectory in (t for b in batches.values() for t in b.trajectories):
@@ -566,7 +547,6 @@ async def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
 # -- weights ------------------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_new_weights_in_flight_split_segments_and_abort_nothing() -> None:
     rig = make_rig("bounded_async", length=of("g0", 20, 5), max_running=8)
     batches = await with_stop(rig, rig.train(12, train_s=2.0))
@@ -594,7 +574,6 @@ class StrictEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@in_virtual_time
 async def test_an_engine_without_in_flight_update_is_parked_around_the_load(name: str) -> None:
     engine = without_in_flight_update(make_engine(StrictEngine, length=of("g0", 40, 5)))
     rig = make_rig(name, engine=engine)
@@ -606,7 +585,6 @@ async def test_an_engine_without_in_flight_update_is_parked_around_the_load(name
         assert max(t.num_resumes for b in batches.values() for t in b.trajectories) > 0
 
 
-@in_virtual_time
 async def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
     rig = make_rig("bounded_async", engine=without_in_flight_update(make_engine()))
     await rig.driver.next_batch()
@@ -623,7 +601,6 @@ async def test_a_failed_load_leaves_the_driver_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("bounded_async", True), ("april", False), ("sync", False)])
-@in_virtual_time
 async def test_generation_goes_on_while_the_trainer_trains(name: str, goes_on: bool) -> None:
     rig = make_rig(name, length=of("g", 10), max_running=4)
     await rig.driver.next_batch()
@@ -655,7 +632,6 @@ class SilentEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("name", ON_FULL)
-@in_virtual_time
 async def test_a_stall_names_the_samples_it_waits_for(name: str) -> None:
     rig = make_rig(name, engine=make_engine(SilentEngine, max_running=3), limits=Limits(stall_timeout_s=7))
     with pytest.raises(EngineTimeout, match=r"for 7 s .*3 samples decoding: g0\.0, g0\.1, g1\.0; 0 being"):
@@ -671,7 +647,6 @@ def test_slow_is_not_stalled() -> None:
     assert rig.events[-1].time_s == 50
 
 
-@in_virtual_time
 async def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
     async def deaf() -> float:
         while True:
@@ -693,7 +668,6 @@ async def test_a_scorer_deaf_to_cancellation_does_not_hold_up_stop() -> None:
 # -- around it ----------------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None:
     alone = make_rig("april")
     expected = await with_stop(alone, alone.train(3))
@@ -707,7 +681,6 @@ async def test_two_drivers_in_one_process_share_nothing_but_the_engine() -> None
         assert rig.ledger.tokens.decoded < engine.decoded_tokens
 
 
-@in_virtual_time
 async def test_events_reach_the_observer_in_the_order_of_the_journal(tmp_path: Any) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     rig = make_rig("bounded_async", journal=journal)
@@ -725,7 +698,6 @@ class FullDisk(Journal):
         super().append(events)
 
 
-@in_virtual_time
 async def test_a_full_disk_stops_the_run_and_leaves_no_hole(tmp_path: Any) -> None:
     journal = FullDisk(tmp_path / "journal.sqlite")
     rig = make_rig("april", journal=journal)

@@ -19,7 +19,6 @@ from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import Prompts, make_rig, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, ended
-from tests.virtual_time import in_virtual_time
 
 
 class Places:
@@ -164,7 +163,6 @@ class Asked:
     def run_ended(self) -> None: ...
 
 
-@in_virtual_time
 async def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample() -> None:
     asked = Asked()
     rig = make_rig("bounded_async", placement=asked, max_staleness=3, num_running=8)
@@ -202,7 +200,6 @@ class Breaks(Asked):
         self.changed = listener
 
 
-@in_virtual_time
 async def test_an_engine_that_breaks_while_no_call_is_open_ends_the_run() -> None:
     engine = Breaks()
     training = asyncio.create_task(make_rig("bounded_async", placement=engine).train(1))

@@ -16,7 +16,7 @@ from rollover.rollout.records import FAILED
 from rollover.types import WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import NAMES, Rig, assert_trainable, lognormal, make_rig, with_stop
-from tests.virtual_time import VirtualClock, in_virtual_time
+from tests.virtual_time import VirtualClock
 
 
 class Two(FakeEngine):
@@ -42,7 +42,6 @@ def versions_of(engine: str, ledger: Ledger) -> set[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@in_virtual_time
 async def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(name: str) -> None:
     rig = make_two(name)
 
@@ -64,7 +63,6 @@ async def test_tokens_of_a_distrusted_engine_are_not_trained_but_sampled_anew(na
     assert returned.isdisjoint({p.prompt_id for p in rig.ledger.returned}), "they have gone out again"
 
 
-@in_virtual_time
 async def test_tokens_from_before_a_version_stay() -> None:
     rig = make_two("bounded_async")
     await rig.train(3, train_s=2.0)
@@ -74,7 +72,6 @@ async def test_tokens_from_before_a_version_stay() -> None:
     await with_stop(rig, asyncio.sleep(0))
 
 
-@in_virtual_time
 async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
     rig = make_two("april")
     await rig.train(2)
@@ -90,7 +87,6 @@ async def test_when_no_engine_is_left_the_ledger_is_clean_already() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("while_training", [True, False])
-@in_virtual_time
 async def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(
     name: str, while_training: bool
 ) -> None:
@@ -117,7 +113,6 @@ async def test_no_token_is_handed_out_of_a_member_that_is_found_out_at_any_time(
     assert bool(drops) == bool(rig.ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE])
 
 
-@in_virtual_time
 async def test_samples_of_a_member_found_out_at_the_end_are_dropped_at_once() -> None:
     rig = make_two("april")
     await rig.train(2, train_s=2.0)

@@ -19,7 +19,7 @@ from rollover.types import FinishReason, SamplingParams
 from tests.engine.servers.scripted_server import Answer, ScriptedServer, ScriptedTransport
 from tests.integrations.slime.farm import OldSGLang, Router
 from tests.integrations.slime.kit import write_model
-from tests.virtual_time import VirtualClock, in_virtual_time, run
+from tests.virtual_time import VirtualClock, run
 
 CONFIG = SGLangConfig(
     urls=("http://router",), max_running=8, abort_timeout_s=4.0, control_timeout_s=2.0, first_token_timeout_s=100.0
@@ -85,7 +85,6 @@ def drawn(worker: OldSGLang) -> set[tuple[int, float]]:
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_tokens_have_the_version_that_the_label_stands_for(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     async with lent.rollout(version=12) as engine:
@@ -97,7 +96,6 @@ async def test_tokens_have_the_version_that_the_label_stands_for(tmp_path: Path)
     assert pairs <= drawn(lent[0]) | drawn(lent[1])
 
 
-@in_virtual_time
 async def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     async with lent.rollout() as engine:
@@ -108,7 +106,6 @@ async def test_a_response_goes_on_behind_its_prefix_within_its_budget(tmp_path: 
     assert body["stream"] is False
 
 
-@in_virtual_time
 async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     async with lent.rollout() as engine:
@@ -122,7 +119,6 @@ async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
     assert len(ids(one)) >= 5 and len(ids(one)) + len(ids(other)) == lent[0].decoded_tokens
 
 
-@in_virtual_time
 async def test_one_of_several_calls_is_aborted_alone(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     async with lent.rollout() as engine:
@@ -135,7 +131,6 @@ async def test_one_of_several_calls_is_aborted_alone(tmp_path: Path) -> None:
     assert found == [FinishReason.ABORT, FinishReason.LENGTH]
 
 
-@in_virtual_time
 async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1, slots=1)
     async with lent.rollout() as engine:
@@ -151,7 +146,6 @@ async def test_a_call_that_was_aborted_in_the_servers_queue_has_no_tokens(tmp_pa
     assert chunk.finish_reason is FinishReason.ABORT and not chunk.token_ids
 
 
-@in_virtual_time
 async def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1, incremental=True)
     async with lent.rollout(version=3) as engine:
@@ -159,7 +153,6 @@ async def test_servers_that_stream_increments_are_read_as_they_come(tmp_path: Pa
     assert len(chunks) > 1 and len(ids(chunks)) == 20 and {c.policy_version for c in chunks} == {3}
 
 
-@in_virtual_time
 async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: Path) -> None:
     """Without one, they would give all siblings the same response."""
     lent = Lent(tmp_path, num_workers=1)
@@ -171,7 +164,6 @@ async def test_servers_that_draw_by_seed_are_told_that_of_each_sample(tmp_path: 
     assert first == again and first != sibling
 
 
-@in_virtual_time
 async def test_older_paths_of_control_calls_do(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     for worker in lent.workers.values():
@@ -193,7 +185,6 @@ def test_workers_that_disagree_are_refused_before_a_token_is_decoded(tmp_path: P
     assert not lent[0].decoded_tokens and not lent[1].decoded_tokens
 
 
-@in_virtual_time
 async def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     with pytest.raises(EngineError, match="weights '2' sampled its tokens, and the rollout began with '1'"):
@@ -205,7 +196,6 @@ async def test_an_answer_of_other_weights_than_the_rollouts_is_refused(tmp_path:
             await call
 
 
-@in_virtual_time
 async def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
 
@@ -219,7 +209,6 @@ async def test_an_answer_that_names_no_weights_is_refused(tmp_path: Path) -> Non
             await everything(engine, request("g0.0"))
 
 
-@in_virtual_time
 async def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     lent[0].reports_spans = True
@@ -231,7 +220,6 @@ async def test_a_newer_server_may_give_spans(tmp_path: Path) -> None:
 # -- between rollouts -------------------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     async with lent.rollout(health_interval_s=0.5) as engine:
@@ -244,7 +232,6 @@ async def test_nobody_asks_a_server_anything_between_rollouts(tmp_path: Path) ->
     assert min(before) > 3
 
 
-@in_virtual_time
 async def test_a_call_between_rollouts_is_refused(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     with pytest.raises(EngineError, match="lent for rollouts only"):
@@ -253,7 +240,6 @@ async def test_a_call_between_rollouts_is_refused(tmp_path: Path) -> None:
             await everything(engine, request("g0.0"))
 
 
-@in_virtual_time
 async def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     engine = lent.engine()
@@ -273,7 +259,6 @@ async def test_the_next_rollout_has_the_next_label_and_new_workers(tmp_path: Pat
     assert lent.workers["w2"].decoded_tokens == 20
 
 
-@in_virtual_time
 async def test_a_server_is_given_back_only_when_it_is_idle(tmp_path: Path) -> None:
     """A request that nobody waits for any more is still decoded."""
     lent = Lent(tmp_path, num_workers=1)
@@ -286,7 +271,6 @@ async def test_a_server_is_given_back_only_when_it_is_idle(tmp_path: Path) -> No
         assert not lent[0].requests
 
 
-@in_virtual_time
 async def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> None:
     lent = Lent(tmp_path, num_workers=1)
     busy = Answer(body={"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 2}]})
@@ -305,7 +289,6 @@ async def test_a_server_that_does_not_become_idle_is_named(tmp_path: Path) -> No
         {"something": "else"},
     ],
 )
-@in_virtual_time
 async def test_forms_of_the_count_of_calls(tmp_path: Path, load: Any) -> None:
     lent = Lent(tmp_path, num_workers=1)
     async with lent.rollout() as engine:
@@ -316,7 +299,6 @@ async def test_forms_of_the_count_of_calls(tmp_path: Path, load: Any) -> None:
 # -- workers that fail ------------------------------------------------------------------------------------------------
 
 
-@in_virtual_time
 async def test_a_rollout_goes_on_without_a_worker_that_is_dead(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     lent[1].kill()
@@ -334,7 +316,6 @@ def test_without_any_worker_that_answers_a_rollout_is_refused(tmp_path: Path) ->
         run(lent.engine().begin())
 
 
-@in_virtual_time
 async def test_a_call_whose_worker_dies_fails_and_the_others_take_the_next(tmp_path: Path) -> None:
     lent = Lent(tmp_path)
     async with lent.rollout() as engine:

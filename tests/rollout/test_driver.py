@@ -26,7 +26,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
-from rollover.types import FinishReason, Prompt, SampleId, Trajectory, WasteCause
+from rollover.types import Batch, FinishReason, Prompt, SampleId, Trajectory, WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,
@@ -528,15 +528,20 @@ def test_trained_tokens_are_the_sampled_ones_across_any_number_of_aborts(
         max_running=max_running,
         stream_interval_tokens=stream_interval,
     )
-    rig = make_rig(
-        name,
-        engine=engine if in_flight else without_in_flight_update(engine),
-        max_new_tokens=budget,
-        stop_token_ids=stop,
-        limits=Limits(save_every_tokens=save_every),
-    )
-    batches = run(with_stop(rig, rig.train(4, train_s=3.0)))
-    assert_trainable(batches, rig)
+
+    async def main() -> dict[int, Batch]:
+        rig = make_rig(
+            name,
+            engine=engine if in_flight else without_in_flight_update(engine),
+            max_new_tokens=budget,
+            stop_token_ids=stop,
+            limits=Limits(save_every_tokens=save_every),
+        )
+        batches = await with_stop(rig, rig.train(4, train_s=3.0))
+        assert_trainable(batches, rig)
+        return batches
+
+    batches = run(main())
     assert all(len(r.response_ids) < budget for r in engine.requests)
     for trajectory in (t for b in batches.values() for t in b.trajectories):
         calls = [r for r in engine.requests if r.sample_key == f"{trajectory.sample_id}."]

@@ -40,12 +40,12 @@ path = "model"
 kind = "jsonl"
 name = "letters"
 path = "letters.jsonl"
-reward = {{kind = "function", function = "letter_reward:share"}}
+reward = {{kind = "function", function = "letter_reward:share_in_a_loop"}}
 [[tasks.eval]]
 kind = "jsonl"
 name = "unseen"
 path = "unseen.jsonl"
-reward = {{kind = "function", function = "letter_reward:share", pass_score = 0.05}}
+reward = {{kind = "function", function = "letter_reward:share_in_a_loop", pass_score = 0.05}}
 [tasks]
 max_prompt_tokens = 16
 [rollout]

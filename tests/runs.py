@@ -38,12 +38,17 @@ _DEADLINE_S = within(120)
 _ROOT = Path(__file__).parent.parent
 
 REWARD = """\
+import asyncio
+
 def share(prompts, completions, answer, **columns):
     "The share of the response that is the letter asked for."
     return [text.count(letter) / max(1, len(text)) for text, letter in zip(completions, answer)]
 
 async def share_now(prompts, completions, answer, **columns):
     return share(prompts, completions, answer)
+
+def share_in_a_loop(prompts, completions, answer, **columns):
+    return asyncio.run(share_now(prompts, completions, answer))
 """
 
 CONFIG = """\

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ldexp
 from statistics import fmean
 
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
@@ -63,6 +64,14 @@ def lengths(values: Sequence[int]) -> LengthSummary | None:
     )
 
 
+def mean_reward(rewards: Sequence[float]) -> float:
+    """Return the mean of rewards whose sum may overflow: journals of earlier versions hold any finite ones.
+
+    Example: ``mean_reward([1e308, 1e308])`` is 1e308.
+    """
+    return ldexp(fmean(ldexp(reward, -64) for reward in rewards), 64)
+
+
 def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple[float, float]]]:
     """Return (step, (mean length of the responses above the mean reward of the step's batch, and of those below)), for
     the steps that have both.
@@ -75,7 +84,7 @@ def lengths_by_reward(samples: Iterable[SampleTrace]) -> list[tuple[float, tuple
             by_step.setdefault(sample.trained_step, []).append(sample)
     found = []
     for step, batch in sorted(by_step.items()):
-        mean = fmean(s.reward or 0.0 for s in batch)
+        mean = mean_reward([s.reward or 0.0 for s in batch])
         above = [s.num_tokens for s in batch if (s.reward or 0.0) > mean]
         below = [s.num_tokens for s in batch if (s.reward or 0.0) < mean]
         if above and below:

@@ -6,7 +6,6 @@ What a model writes is never trusted: control characters and marks that change t
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
@@ -19,6 +18,7 @@ from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
 from rollover.hf.tokenizer import load_tokenizer
 from rollover.privacy import HIDDEN
+from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
@@ -177,7 +177,7 @@ def compared(samples: Iterable[TrainedSample]) -> tuple[TrainedSample, ...]:
     found = []
     for _, siblings in groupby(samples, key=lambda sample: sample.sample_id.group):
         group = list(siblings)
-        mean = statistics.fmean(s.reward + s.shaping for s in group)
+        mean = mean_reward([s.reward + s.shaping for s in group])
         found += [replace(s, relative=s.reward + s.shaping - mean) for s in group]
     return tuple(found)
 

@@ -252,9 +252,10 @@ def test_health_draws_what_is_measured_and_not_0_throughout() -> None:
     }
 
 
-def test_lengths_by_reward_compare_with_the_mean_of_the_batch() -> None:
+@pytest.mark.parametrize("right", [1.0, 1.7e308])  # journals of earlier versions hold any finite rewards
+def test_lengths_by_reward_compare_with_the_mean_of_the_batch(right: float) -> None:
     events: list[Event] = [opened(0, 3)]
-    for i, (tokens, reward) in enumerate([(10, 1.0), (30, 1.0), (50, 0.0)]):
+    for i, (tokens, reward) in enumerate([(10, right), (30, right), (50, 0.0)]):
         events += [
             started(0, i, 0.0, 0),
             ended(0, i, 0.0, 1.0, 0, tokens, FinishReason.STOP),

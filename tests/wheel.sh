@@ -40,7 +40,7 @@ import rollover
 "$work/core/bin/rollover" --help >/dev/null
 "$work/core/bin/rollover" simulate light-8k --strategies april --steps 12 --seeds 1 --out page.html >simulated.txt
 grep -q recommended simulated.txt
-grep -q "plotly.js (basic" page.html
+grep -q 'id="plotly">H4sI' page.html # packed by gzip
 sed -n '/^```python$/,/^```$/{//!p}' "$root/docs/embedding.md" >embedding.py
 "$work/core/bin/python" embedding.py >printed.txt
 [ "$(grep "^decoded" printed.txt)" = "$(grep "^decoded" "$root/docs/embedding.md")" ]

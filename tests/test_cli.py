@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -396,17 +397,36 @@ def test_a_command_without_its_packages_says_how_to_install_them(
     assert [path.name for path in Path().iterdir()] == ["run.toml"]
 
 
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
 @pytest.mark.parametrize("argv", [["train", "run.toml"], ["train", "run.toml", "--dry-run"], ["--help"]])
 def test_a_reader_that_goes_away_does_not_end_the_work(
-    work: Jobs, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Jobs,
+    argv: list[str],
+    opened: Callable[[], tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    reader, writer = os.pipe()
+    reader, writer = opened()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main(argv) == 0
     assert len(work.done) == (argv == ["train", "run.toml"])
     assert capsys.readouterr().err.count("the reader of the output has gone: continuing without it") == 1
+
+
+def test_a_command_started_without_stdout_does_its_work(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["train", "run.toml"]) == 0 and len(work.done) == 1
+
+
+def test_a_full_disk_behind_stdout_is_named(
+    work: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as stdout, suppress(OSError):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["train", "run.toml", "--dry-run"]) == 2
+    assert "stdout" in capsys.readouterr().err
 
 
 def test_characters_that_an_encoding_lacks_are_escaped(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

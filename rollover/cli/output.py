@@ -1,4 +1,4 @@
-"""Output that outlasts its reader: a pager, ``head`` or a connection that goes away does not end the work."""
+"""Output that outlasts its reader: a pager, ``head`` or a terminal that goes away does not end the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EPIPE:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # the latter is a terminal's
+                error.filename = self._name
                 raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
@@ -38,6 +39,8 @@ def lasting_output() -> Iterator[None]:
     escapes."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     for name, stream in before.items():
+        if stream is None:  # the program was started without it: otherwise some other file would get its number
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if isinstance(stream, io.TextIOWrapper) and isinstance(_file_of(stream), io.FileIO):
             stream.flush()
             file = _Output(stream, name)
@@ -54,6 +57,8 @@ def lasting_output() -> Iterator[None]:
     finally:
         for name, stream in before.items():
             getattr(sys, name).flush()
+            if stream is None:
+                getattr(sys, name).close()
             setattr(sys, name, stream)
 
 

@@ -128,7 +128,8 @@ class RewardScorer:
                 else:
                     values[i][rater.spec.component] = rating.values[place]
 
-        for rater in self._raters[prompt.source]:
+        # Rewards that compare siblings come last: a response that another reward fails is not among them.
+        for rater in sorted(self._raters[prompt.source], key=lambda rater: rater.spec.config.compares_siblings):
             members = [i for i, failure in enumerate(failures) if failure is None]
             if len(members) == 1 or (members and rater.spec.config.compares_siblings):
                 await rate(rater, members)

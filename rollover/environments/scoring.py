@@ -116,5 +116,6 @@ def _reason(error: BaseException) -> str:
         text = str(error)
     except Exception:  # a user's type may fail at this too
         text = ""
-    text = " ".join(text[:_LONGEST_REASON].split()) + ("..." if len(text) > _LONGEST_REASON else "")
+    shown = "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
+    text = " ".join(shown.split()) + ("..." if len(text) > _LONGEST_REASON else "")
     return f"{type(error).__name__}{text and f': {text}'}{place}"

@@ -252,7 +252,7 @@ def _about_evaluation(config: RunConfig) -> Iterator[str]:
     names = [source.name for source in config.tasks.eval]
     for name in sorted(config.eval.sets.keys() - set(names)):
         yield f"eval.sets.{name} is about no source of tasks.eval, which names {', '.join(names) or 'none'}"
-    if config.eval.keep_best or config.eval.patience:
+    if config.eval.keep_best or config.eval.patience or config.eval.metric != "accuracy":
         measured = _measured(config.eval_sets) if names else []
         if config.eval.metric not in measured:
             remedy = f"use one of {', '.join(measured)}" if names else "add a source to tasks.eval"

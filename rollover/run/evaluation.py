@@ -150,6 +150,10 @@ class Evaluator:
         due = version in (0, self._num_steps) or bool(every and version % every == 0)
         return bool(self._prompts) and due and version != self._done_version
 
+    def ends_at(self, version: int) -> None:
+        """Make ``version`` the last one, which is evaluated in any case."""
+        self._num_steps = version
+
     @property
     def pending(self) -> int | None:
         """Return the version whose evaluation goes on beside training, if one does."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from rollover.errors import ConfigError, RolloverError
+from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.rollout.events import BatchTrained
 from rollover.run.interrupt import Interrupt
 from rollover.run.observers import Evaluated, Notice
@@ -32,7 +32,11 @@ async def train(session: Session, interrupt: Interrupt) -> None:
         await interrupt.unless(_evaluate_when_due(session))
         while session.version < session.config.steps and not interrupt.requested and not _is_settled(session):
             with meter.timed("time/rollout_s"):
-                batch = await interrupt.unless(session.driver.next_batch())
+                try:
+                    batch = await interrupt.unless(session.driver.next_batch())
+                except RunError:  # no prompt is left that could be trained
+                    session.checkpoints.save()
+                    raise
             if batch is None:
                 break
             if session.weights.sleeper is not None:
@@ -49,17 +53,22 @@ async def train(session: Session, interrupt: Interrupt) -> None:
             session.observe(meter.step_ended(batch, trained))
             session.checkpoints.save_when_due()
             await interrupt.unless(_evaluate_when_due(session))
+        is_settled = _is_settled(session)
+        if is_settled and not interrupt.requested:
+            session.evaluator.ends_at(session.version)
+            await interrupt.unless(_evaluate_when_due(session))
         await session.driver.stop()
         session.checkpoints.save()
-        if _is_settled(session):
+        if is_settled:
             scores, resume = session.scores, session.resume_command
             session.observe(
                 Notice(
-                    f"the run has ended: {scores.num_since_best} evaluations have found no better {scores.metric} than"
-                    f" at step {scores.best} (eval.patience); to continue: {resume} --eval.patience 0"
+                    f"the run has ended: {session.config.eval.patience} evaluations in a row have found no better"
+                    f" {scores.metric} (eval.patience), the best is that of step {scores.best}; to continue:"
+                    f" {resume} --eval.patience 0"
                 )
             )
-        if session.version >= session.config.steps or _is_settled(session):
+        if session.version >= session.config.steps or is_settled:
             session.driver.run_ended()
 
 

@@ -233,6 +233,10 @@ def test_the_key_reaches_the_server_and_nobody_else(
         with_judge(lambda body: Answer(401, b"bad key secret-4711"), use, tmp_path, api_key_env="JUDGE_KEY")
     assert "4711" not in caplog.text
     assert b"4711" not in (tmp_path / "judge.sqlite").read_bytes()
+    monkeypatch.setenv("JUDGE_KEY", "secret-4711\n")
+    with pytest.raises(DataError, match=r"the environment variable JUDGE_KEY holds no key") as caught:
+        score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
+    assert "4711" not in str(caught.value)
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(DataError, match=r"reward.api_key_env: the environment variable JUDGE_KEY is not set"):
         score_of(lambda body: "Score: 1", api_key_env="JUDGE_KEY")
@@ -252,6 +256,7 @@ def test_the_key_reaches_the_server_and_nobody_else(
         ({"pattern": "("}, "is not a regular expression"),
         ({"parser": "mine"}, "must read 'module:function'"),
         ({"api_key_env": "sk-4711"}, "never the key itself"),
+        ({"params": {"temperature": 1.5, "top_p": 0.9}}, "must not hold temperature, which other settings"),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused_with_the_key(settings: dict[str, Any], message: str) -> None:
@@ -262,5 +267,5 @@ def test_a_judge_that_cannot_work_is_refused_with_the_key(settings: dict[str, An
 
 def test_a_template_that_asks_for_an_answer_needs_the_column() -> None:
     config = JudgeConfig(url="http://h/v1", model="m", template="{response} {answer}")
-    with pytest.raises(DataError, match=r"source 's' has no answer column"):
-        RewardScorer([RewardSpec(source="s", config=config)], char_tokenizer())
+    assert config.needs_answer
+    assert not JudgeConfig(url="http://h/v1", model="m").needs_answer

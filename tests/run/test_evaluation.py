@@ -138,6 +138,7 @@ def test_each_source_is_sampled_as_its_own_table_says() -> None:
     [
         ({"sets": {"q": EvalSetConfig()}}, "eval.sets.q is about no source of tasks.eval, which names p"),
         ({"keep_best": True, "metric": "pass@8"}, "eval.metric is 'pass@8', which no evaluation measures: use one of"),
+        ({"metric": "accuracy/q"}, "eval.metric is 'accuracy/q', which no evaluation measures: use one of accuracy"),
         ({"patience": 2}, "set eval.every_steps too"),
         ({"sets": {"p": EvalSetConfig(k=(4,))}}, "eval.sets.p: with this table, eval.k must list numbers from 1 to"),
     ],

@@ -39,6 +39,7 @@ def loaded(text: str) -> TasksConfig:
             {**GYM, "rewards": (VerifierConfig(), VerifierConfig())},
             "two rewards are called 'verifier'; give each its own name",
         ),
+        ({**GYM, "rewards": (VerifierConfig(weight=0.0),)}, "all weights of its rewards are 0"),
         (
             {**FILE, "reward": ExactConfig(weight=2.0)},
             "a name and a weight are for one of several rewards; use rewards",

@@ -21,8 +21,8 @@ class RewardSettings(ABC):
     Example: ``ExactConfig(timeout_s=2.0, retries=0)`` scores a response in one attempt of at most 2 seconds.
     """
 
-    needs_answer: ClassVar[bool] = False
-    """True if each row must contain a reference answer."""
+    compares_answer: ClassVar[bool] = False
+    """True if each response is compared with a reference answer."""
     needs_verifier: ClassVar[bool] = False
     """True if the source must have its own verifier, as reasoning-gym's datasets do."""
     late_scores_zero: ClassVar[bool] = True
@@ -62,6 +62,11 @@ class RewardSettings(ABC):
             raise ValueError(f"reward.workers must be at least 0 (0: on the event loop), got {self.workers}")
         if self.retries < 0:
             raise ValueError(f"reward.retries must be at least 0, got {self.retries}")
+
+    @property
+    def needs_answer(self) -> bool:
+        """Return whether each row must contain a reference answer."""
+        return self.compares_answer
 
     @property
     def label(self) -> str:

@@ -17,7 +17,7 @@ class ExactConfig(ExtractionSettings):
     ``<answer>paris, France</answer>`` 0.
     """
 
-    needs_answer: ClassVar[bool] = True
+    compares_answer: ClassVar[bool] = True
 
     kind: Literal["exact"] = "exact"
     """``"exact"`` chooses this reward."""

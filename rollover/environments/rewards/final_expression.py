@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
-_CUT = re.compile(r"\\f?b(?:o(?:x(?:ed?)?)?)?\s*$")
+_CUT = re.compile(r"\\(?:f?b(?:o(?:x(?:ed?)?)?)?|f)?\s*$")
 """Matches the beginning of a box at the end of a text."""
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[^\s{}]")
 _JOINS = re.compile(r"(?:\s|[$,;]|\\q?quad|\\text\s*\{\s*(?:and|or|,)\s*\}|\b(?:and|or)\b|(?:\b[a-zA-Z]\w?\s*=))*")

@@ -47,6 +47,8 @@ _FILE = "judge.sqlite"
 _MOST_BYTES = 1 << 22
 _MOST_WAIT_S = 30.0
 _FIRST_BACK_OFF_S = 0.5
+_OWN_ENTRIES = frozenset({"model", "messages", "temperature", "seed", "max_tokens", "n", "stream"})
+"""Entries of a request that the judge's settings decide."""
 _TRANSIENT = (408, 409, 425, 429)
 """Refusals of a server that may be over at the next attempt, as all from 500 on."""
 
@@ -107,6 +109,8 @@ class JudgeConfig(RewardSettings):
             raise ValueError("reward.url must be http(s)://host:port/v1; a key belongs in reward.api_key_env")
         if self.workers:
             raise ValueError("reward.workers must be 0 for 'judge', which needs no process; use reward.concurrency")
+        if taken := sorted(_OWN_ENTRIES & self.params.keys()):
+            raise ValueError(f"reward.params must not hold {', '.join(taken)}, which other settings of a judge decide")
         if self.concurrency < 1 or self.max_tokens < 1:
             raise ValueError("reward.concurrency and reward.max_tokens must be at least 1")
         if not (math.isfinite(self.range[1] - self.range[0]) and self.range[0] < self.range[1]):
@@ -127,6 +131,11 @@ class JudgeConfig(RewardSettings):
             raise ValueError(f"reward.pattern {self.pattern!r} is not a regular expression: {error}") from None
 
     @property
+    def needs_answer(self) -> bool:
+        """Return whether the message contains the reference answer."""
+        return "{answer}" in self.template
+
+    @property
     def label(self) -> str:
         return f"judge {self.model}"
 
@@ -142,8 +151,11 @@ class JudgeConfig(RewardSettings):
             check_import(self.parser)
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise DataError(f"reward.api_key_env: the environment variable {self.api_key_env} is not set")
-        if "{answer}" in self.template and spec.answer_column is None:
-            raise DataError(f"reward.template asks for {{answer}}, and source {spec.source!r} has no answer column")
+        if self.api_key_env is not None and not re.fullmatch(r"[!-~]+", os.environ[self.api_key_env]):
+            raise DataError(
+                f"reward.api_key_env: the environment variable {self.api_key_env} holds no key: it has a blank, a line"
+                " break or another character that no header can carry"
+            )
 
     def build(self, spec: RewardSpec) -> JudgeReward:
         return JudgeReward(self, spec)
@@ -186,7 +198,7 @@ class JudgeReward:
             "low": f"{config.range[0]:g}",
             "high": f"{config.range[1]:g}",
         }
-        if "{answer}" in config.template:
+        if config.needs_answer:
             values["answer"] = str(reference_answer(spec, sample))
         text = _PLACES.sub(lambda place: values[place[1]], config.template)  # in one pass: no value is filled in itself
         return {

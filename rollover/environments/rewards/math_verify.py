@@ -26,7 +26,7 @@ class MathVerifyConfig(AnswerSettings):
     Example: with the reference ``"0.5"``, a response that ends in ``$\\boxed{\\frac{1}{2}}$`` scores 1.
     """
 
-    needs_answer: ClassVar[bool] = True
+    compares_answer: ClassVar[bool] = True
 
     kind: Literal["math_verify"] = "math_verify"
     """``"math_verify"`` chooses this reward, which finds the answer in the response itself."""

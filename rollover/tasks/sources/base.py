@@ -51,6 +51,8 @@ class SourceSettings(ABC):
             raise ValueError(f"source {self.name!r}: weight must be above 0 and finite, got {self.weight}")
         if self.rewards and self.reward != VerifierConfig():
             raise ValueError(f"source {self.name!r}: set reward or rewards, not both")
+        if self.rewards and not any(reward.weight for reward in self.rewards):
+            raise ValueError(f"source {self.name!r}: all weights of its rewards are 0: every response would score 0")
         if self.reward.name or self.reward.weight != 1:
             raise ValueError(f"source {self.name!r}: a name and a weight are for one of several rewards; use rewards")
         names = [reward.component for reward in self.rewards]

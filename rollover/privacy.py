@@ -29,7 +29,8 @@ _TOKEN = (
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|rw1\.[\w-]{1,64}\.[\w-]{16,}(?:\.[0-9a-f]{64})?"
     r"|xox[abeprs]-[\w-]{10,}|[sr]k[-_][\w-]{16,}|A[KS]IA[A-Z0-9]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"
-    r"|AIza[\w-]{30,}|nvapi-[\w-]{16,}|npm_\w{20,}|pypi-[\w-]{20,}"
+    r"|AIza[\w-]{30,}|nvapi-[\w-]{16,}|npm_\w{20,}|pypi-[\w-]{20,}|gsk_\w{16,}|xai-[\w-]{16,}|r8_\w{16,}"
+    r"|ya29\.[\w-]{16,}|dckr_pat_[\w-]{16,}|dapi[0-9a-f]{32}|AGE-SECRET-KEY-\w{16,}"
 )
 """The forms of well-known tokens."""
 _ENVIRONMENT = "launch_env"
@@ -40,7 +41,7 @@ _MIN_KNOWN_CHARACTERS = 8
 
 _ALWAYS = re.compile(
     r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwds?|auth|oauth|authentication|authorization"
-    r"|(?:pw|jwt|sas|otp|totp|dsn|webhook)s?|connstr(?:ing)?s?"
+    r"|(?:pw|jwt|sas|otp|totp|dsn|webhook|cred|psk|hmac|mnemonic)s?|connstr(?:ing)?s?|(?:pass|app|shared)keys?"
     r"|bearer|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
 )
 """Words that make a name a secret's wherever they stand in it."""
@@ -72,6 +73,7 @@ _BARE = (
     re.compile(r"://(?P<value>[^/?#\s\"'@:]{1,99}:[^\s\"'@]{1,99})@"),
     re.compile(r"://[^\s?#\"'<>]{0,499}\?(?P<value>[^\s\"'<>]+)"),
     re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
+    re.compile(r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/(?P<value>[\w/-]{16,})"),
     re.compile(rf"\b(?P<value>{_TOKEN})"),
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?P<value>(?s:.*?))(?:-----END|\Z)"),
 )  # fmt: skip

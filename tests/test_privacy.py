@@ -21,6 +21,7 @@ SECRETS = (
     "params.login.password", "launch_env", "engine.launch_env.ANYTHING", "my_passphrase", "hftoken",
     "tokens", "keys", "signing_keys", "pw", "db_pw", "jwt", "jwts", "sas", "sas_url", "sig", "signature", "otp", "session",
     "session_id_token", "dsn", "SENTRY_DSN", "connection_string", "conn_str", "webhook", "slack_webhook_url", "github_pat",
+    "creds", "db_cred", "psk", "hmac", "passkey", "app_key", "shared_key", "mnemonic",
 )  # fmt: skip
 HARMLESS = (
     "max_new_tokens", "tokenizer", "stop_token_ids", "kv_cache_bytes", "monkey", "eos_token", "token_budget",
@@ -73,6 +74,8 @@ def test_a_whole_config_stays_readable() -> None:
         ("bearer s3cret-s3cret is refused", f"bearer {HIDDEN} is refused"),
         ("key hf_abcdefghijklmnopqrstuvwx", f"key {HIDDEN}"),
         ("key sk_live_abcdefghijklmnop", f"key {HIDDEN}"),
+        ("key gsk_abcdefghijklmnopqrst", f"key {HIDDEN}"),
+        ("to https://hooks.slack.com/services/T00000000/B0000/XXXX1234", f"to https://hooks.slack.com/services/{HIDDEN}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMII=\n-----END RSA PRIVATE KEY-----", f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END RSA PRIVATE KEY-----"),
         ("postgres://me:pw@host/db", f"postgres://{HIDDEN}@host/db"),
         ('engine.launch_args = ["--api-key", "s3cret", "--tp", "2"]', f'engine.launch_args = ["--api-key", "{HIDDEN}", "--tp", "2"]'),

@@ -163,13 +163,14 @@ class Evaluator:
         """Evaluate the weights of ``version``, which the engine has, if they are due, or begin to. Returns the
         evaluations that have ended, with their versions."""
         ended = []
-        if self._beside is not None and (self._beside.done() or self.is_due(version)):
+        is_last = version == self._num_steps
+        if self._beside is not None and (self._beside.done() or self.is_due(version) or is_last):
             assert self._done_version is not None
             ended.append((self._done_version, await self._beside))
             self._beside = None
         if self.is_due(version):
             self._done_version = version
-            if self._idle is not None and 0 < version < self._num_steps:
+            if self._idle is not None and version > 0 and not is_last:
                 self._beside = asyncio.create_task(self.run(self._idle))
             else:
                 ended.append((version, await self.run()))

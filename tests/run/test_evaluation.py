@@ -170,6 +170,19 @@ def test_an_evaluation_beside_training_takes_idle_slots_only() -> None:
     assert run(main()) == [0, 2, 2, 3, 4]
 
 
+def test_an_evaluation_that_goes_on_when_the_run_ends_early_is_waited_for() -> None:
+    engine = FakeEngine(lambda request: 50, auto=True)
+
+    async def main() -> list[tuple[int, Evaluation]]:
+        beside = evaluator(engine, idle=IdleSlots(4, lambda: 0), settings=config("p", every_steps=1))
+        assert await beside.run_when_due(1) == []
+        beside.ends_at(1)
+        return await beside.run_when_due(1)
+
+    [(version, result)] = run(main())
+    assert (version, len(result.lengths)) == (1, 10)
+
+
 def test_best_and_patience_count_evaluations() -> None:
     rows = [MetricRow(kind="eval", step=s, time_s=0.0, values={"accuracy": v}) for s, v in ((0, 0.3), (20, 0.5))]
     scores = Scores("accuracy", [*rows, MetricRow(kind="step", step=30, time_s=0.0, values={"accuracy": 0.9})])

@@ -171,6 +171,11 @@ def _values(inner: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return inner.values() if isinstance(inner, dict) else inner
 
 
+def printable(text: str) -> str:
+    """Write out control characters and marks of direction, which a model or a user's code may send to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'april'?"`` when some known name is close, else ``"; known: ..."``."""
     names = sorted(known)

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
+from rollover.errors import printable
 from rollover.report.samples import (
     ORDERS,
     Order,
     TrainedSample,
     in_order,
-    printable,
     read_batch,
     response_pieces,
     tokenizer_of,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, RewardValue
 from rollover.environments.rewards.base import GroupReward, Reward, RewardSample
-from rollover.errors import DataError, RewardError
+from rollover.errors import DataError, RewardError, printable
 
 _LONGEST_REASON = 400
 """Maximum number of characters that are passed on from a message of the user's code."""
@@ -116,6 +116,5 @@ def _reason(error: BaseException) -> str:
         text = str(error)
     except Exception:  # a user's type may fail at this too
         text = ""
-    shown = "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
-    text = " ".join(shown.split()) + ("..." if len(text) > _LONGEST_REASON else "")
+    text = " ".join(printable(text[:_LONGEST_REASON]).split()) + ("..." if len(text) > _LONGEST_REASON else "")
     return f"{type(error).__name__}{text and f': {text}'}{place}"

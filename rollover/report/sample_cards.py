@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollover.algorithms import Algorithm
-from rollover.errors import RolloverError
+from rollover.errors import RolloverError, printable
 from rollover.privacy import Redactor
 from rollover.report.colours import version_colours
 from rollover.report.record import read_config
@@ -21,7 +21,6 @@ from rollover.report.samples import (
     TrainedSample,
     algorithm_of,
     chosen,
-    printable,
     read_batch,
     response_pieces,
     tokenizer_of,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
-from rollover.errors import RunError, require
+from rollover.errors import RunError, printable, require
 from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
 from rollover.hf.tokenizer import load_tokenizer
@@ -203,11 +203,6 @@ def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
     if not own.is_dir() and not named:
         raise RunError(f"the config of {run_dir} names no model, whose tokenizer is needed to read responses")
     return load_tokenizer(own if own.is_dir() else resolve_model(named, weights=False))
-
-
-def printable(text: str) -> str:
-    """Write out control characters and marks of direction, which a model may send to the reader's screen."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def response_pieces(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rollover.environments.reward_value import MisshapenReward, RefusedReward, read_rewards, usable_reward
+from rollover.environments.scoring import failed
 from rollover.errors import RewardError
 
 
@@ -113,3 +114,7 @@ def test_reading_a_return_imports_neither_numpy_nor_torch() -> None:
         "print([m for m in ('numpy', 'torch') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_message_of_the_users_code_moves_no_cursor() -> None:
+    assert failed(RuntimeError("BT \x1b]0;pwn\x07 \u202ex")).reason == r"RuntimeError: BT \x1b]0;pwn\x07 \u202ex"

@@ -173,7 +173,7 @@ class JudgeReward:
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None))
         self._replies = _Replies(None if spec.folder is None else Path(spec.folder) / _FILE)
         self.used: Counter[str] = Counter(dict.fromkeys(("requests", "recalled", "prompt_tokens", "reply_tokens"), 0))
-        """Number of requests, of replies that were on record, and of tokens."""
+        """Number of ended requests, of replies that were on record, and of tokens."""
 
     async def score(self, sample: RewardSample) -> RewardValue:
         body = self._body(sample)
@@ -213,7 +213,6 @@ class JudgeReward:
     async def _ask(self, body: dict[str, Any]) -> str:
         """Send the request. Raises ``RewardError`` for a failure that may pass, ``RefusedReward`` for a reply that was
         cut, and ``MisshapenReward`` when the server refuses the request itself."""
-        self.used["requests"] += 1
         url, content = f"{self._config.url.rstrip('/')}/chat/completions", bytearray()
         try:
             async with self._http.stream("POST", url, json=body) as answer:
@@ -223,6 +222,8 @@ class JudgeReward:
                         raise RewardError(f"{url} answered with more than {_MOST_BYTES >> 20} MiB")
         except httpx.HTTPError as error:
             raise RewardError(f"{url}: {self._shown(f'{type(error).__name__} {error}')}") from None
+        finally:
+            self.used["requests"] += 1  # with its tokens below, so that no row of metrics has one without the other
         if answer.status_code != 200:
             problem = f"{url} answered {answer.status_code}: {self._shown(content.decode(errors='replace'))}"
             if answer.status_code < 500 and answer.status_code not in _TRANSIENT:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from rollover.kept import MAX_KEPT, join_kept, split_kept
+from rollover.kept import MAX_KEPT
+from rollover.token_bytes import in_order, join_bytes, split_bytes
 
 UNBOUNDED = "unbounded"
 """``Annotated[float, UNBOUNDED]`` declares a setting that may be ``inf``; all other numbers of a config are finite."""
@@ -78,6 +79,8 @@ class SamplingParams:
     """Leaves out tokens that are less probable than this share of the most probable one."""
     returns_kept: bool = False
     """Each token comes with its kept set (``rollover.kept``): the tokens among which it was drawn."""
+    returns_routes: bool = False
+    """Each token comes with its route (``rollover.routes``): the experts of the row that it was drawn from."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
@@ -158,10 +161,8 @@ class Segment(NamedTuple):
     kept: Sequence[bytes] = ()
     """Kept set of each token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
 
-    @property
-    def kept_sets(self) -> Sequence[bytes]:
-        """Return the kept set of each token, even if there are none."""
-        return self.kept or (b"",) * len(self.token_ids)
+    routes: Sequence[bytes] = ()
+    """Route of each token (``rollover.routes``); empty if none was recorded."""
 
     def continues_into(self, later: Segment) -> bool:
         """Return whether ``later`` continued without an interruption and under the same weights and cache."""
@@ -178,19 +179,21 @@ class Segment(NamedTuple):
             rollout_logprobs=_joined(self.rollout_logprobs, later.rollout_logprobs),
             start_s=self.start_s,
             num_prefilled_tokens=self.num_prefilled_tokens + later.num_prefilled_tokens,
-            kept=(*self.kept_sets, *later.kept_sets) if self.kept or later.kept else (),
+            kept=in_order((s.kept, len(s.token_ids)) for s in (self, later)),
+            routes=in_order((s.routes, len(s.token_ids)) for s in (self, later)),
         )
 
     def packed(self) -> Segment:
         """Return the same segment with 8 bytes a token instead of about 70; ``unpacked`` undoes it exactly, since
-        log-probs are float32 values. Kept sets are then in one piece. Tokens that are not in a tuple stay as they
-        are."""
+        log-probs are float32 values. Kept sets are then in one piece, and so are routes. Tokens that are not in a
+        tuple stay as they are."""
         if not isinstance(self.token_ids, tuple):
             return self
         return self._replace(
             token_ids=array("i", self.token_ids),
             rollout_logprobs=array("f", self.rollout_logprobs),
-            kept=(join_kept(self.kept),) if self.kept else (),
+            kept=(join_bytes(self.kept),) if self.kept else (),
+            routes=(join_bytes(self.routes),) if self.routes else (),
         )
 
     def unpacked(self) -> Segment:
@@ -200,7 +203,8 @@ class Segment(NamedTuple):
         return self._replace(
             token_ids=tuple(self.token_ids),
             rollout_logprobs=tuple(self.rollout_logprobs),
-            kept=split_kept(self.kept[0], len(self.token_ids)) if self.kept else (),
+            kept=split_bytes(self.kept[0], len(self.token_ids)) if self.kept else (),
+            routes=split_bytes(self.routes[0], len(self.token_ids)) if self.routes else (),
         )
 
 
@@ -284,9 +288,12 @@ class Trajectory:
     @property
     def kept(self) -> tuple[bytes, ...]:
         """Return the kept set of each response token; nothing if all were drawn from the whole vocabulary."""
-        if not any(s.kept for s in self.segments):
-            return ()
-        return tuple(k for s in self.segments for k in s.kept_sets)
+        return in_order((s.kept, len(s.token_ids)) for s in self.segments)
+
+    @property
+    def routes(self) -> tuple[bytes, ...]:
+        """Return the route of each response token; nothing if none was recorded."""
+        return in_order((s.routes, len(s.token_ids)) for s in self.segments)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:

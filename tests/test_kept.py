@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.kept import MAX_KEPT, join_kept, split_kept
+from rollover.kept import MAX_KEPT
 from rollover.kept_codec import check_kept, decode_kept, encode_kept, mean_kept
+from rollover.routes import check_routes
+from rollover.token_bytes import join_bytes, split_bytes
 from rollover.types import FinishReason, Segment
 
 ids = st.sampled_from([7, 200, 20_000, 3_000_000, 2**28 - 1]).flatmap(lambda top: st.integers(0, top))
@@ -26,7 +28,7 @@ def test_sets_come_back_from_bytes_and_from_one_piece(found: list[list[int]]) ->
     kept = encoded(*found)
     counts, all_ids = decode_kept(kept)
     assert counts.tolist() == [len(one) for one in found] and all_ids.tolist() == [i for one in found for i in one]
-    assert split_kept(join_kept(kept), len(kept)) == kept
+    assert split_bytes(join_bytes(kept), len(kept)) == kept
     assert [one == b"" for one in kept] == [not one for one in found]
 
 
@@ -65,13 +67,33 @@ def test_a_set_is_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("blob", [b"\x01", b"\x02\x00\x07", b"\x01\x00\x07\x07"])
 def test_bytes_of_other_sizes_are_no_sets(blob: bytes) -> None:
-    with pytest.raises(ValueError, match="are not the kept sets of 1 tokens"):
-        split_kept(blob, 1)
+    with pytest.raises(ValueError, match="are not those of 1 tokens"):
+        split_bytes(blob, 1)
 
 
-def test_segments_join_and_pack_kept_sets_like_log_probs() -> None:
-    with_sets = Segment(3, (9, 4), (-0.5, 0.0), None, 3, 0.0, 1.0, kept=encoded([3, 9], [4]))
-    without = Segment(3, (8,), (-1.0,), FinishReason.STOP, 3, 1.0, 2.0)
-    assert with_sets.packed().unpacked() == with_sets and without.packed().unpacked() == without
-    assert with_sets.joined(without).kept == (*with_sets.kept, b"")
-    assert without.joined(without).kept == ()
+@pytest.mark.parametrize("field", ["kept", "routes"])
+def test_segments_join_and_pack_bytes_like_log_probs(field: str) -> None:
+    pieces = encoded([3, 9], [4])
+    plain = Segment(3, (9, 4), (-0.5, 0.0), None, 3, 0.0, 1.0)
+    found, without = plain._replace(**{field: pieces}), Segment(3, (8,), (-1.0,), FinishReason.STOP, 3, 1.0, 2.0)
+    assert found.packed().unpacked() == found and without.packed().unpacked() == without
+    assert getattr(found.joined(without), field) == (*pieces, b"")
+    assert getattr(without.joined(found), field) == (b"", *pieces)
+    assert getattr(without.joined(without), field) == ()
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        ((b"\x07\x01", b"\x00\x02"), None),
+        ((b"\x07\x01",), "2 tokens came with 1 routes"),
+        ((b"\x07\x01", b"\x00"), "unlike sizes"),
+        ((b"", b""), "empty ones"),
+    ],
+)
+def test_routes_are_checked(routes: tuple[bytes, ...], reason: str | None) -> None:
+    if reason is None:
+        check_routes(routes, 2)
+        return
+    with pytest.raises(ValueError, match=reason):
+        check_routes(routes, 2)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from rollover.errors import ResourceError, RunError, parse_json
-from rollover.kept import join_kept, split_kept
 from rollover.privacy import make_private
 from rollover.rollout.events import (
     BatchConsumed,
@@ -32,6 +31,7 @@ from rollover.rollout.events import (
     SegmentEnded,
 )
 from rollover.rollout.state import RolloutState
+from rollover.token_bytes import join_bytes, split_bytes
 from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
 
 FORMAT_VERSION = 2
@@ -42,6 +42,8 @@ _IN_MEMORY = Path(":memory:")
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
 _TOKEN_BYTES = 8
 """Bytes of a token and its log-prob in a blob."""
+_BESIDE = ("kept", "routes")
+"""Fields of a segment that are bytes beside its tokens, in the order of a blob."""
 _ALL = "TRUE"
 """The condition in SQL that every event meets."""
 _LATER: dict[type, tuple[str, ...]] = {SampleScored: ("components", "solved"), SampleFailed: ("cause",)}
@@ -50,17 +52,18 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
-    """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32), log-probs (float32) and
-    kept sets (``join_kept``), and the body the size of these."""
+    """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32), log-probs (float32),
+    kept sets and routes (``join_bytes``), and the body the sizes of the last two."""
     body, blob = event._asdict(), b""
     if isinstance(event, GroupOpened):
         body["prompt"] = {name: getattr(event.prompt, name) for name in event.prompt.__slots__}  # asdict copies tokens
     if isinstance(event, SegmentEnded):
         segment = body["segment"] = event.segment._asdict()
         blob = array("i", segment.pop("token_ids")).tobytes() + array("f", segment.pop("rollout_logprobs")).tobytes()
-        if kept := join_kept(segment.pop("kept")):
-            blob += kept
-            segment["kept_bytes"] = len(kept)
+        for name in _BESIDE:
+            if joined := join_bytes(segment.pop(name)):
+                blob += joined
+                segment[f"{name}_bytes"] = len(joined)
     for name in _LATER.get(type(event), ()):
         if body[name] == event._field_defaults[name]:
             del body[name]
@@ -91,16 +94,19 @@ def _decode(kind: str, body: str, blob: bytes | int) -> Event:
 def _decode_segment(fields: dict[str, Any], blob: bytes | int) -> Segment:
     reason = fields.pop("finish_reason")
     finish_reason = None if reason is None else FinishReason(reason)
-    kept_bytes = fields.pop("kept_bytes", 0)
+    sizes = {name: fields.pop(f"{name}_bytes", 0) for name in _BESIDE}
     size = blob if isinstance(blob, int) else len(blob)
-    left_out = range((size - kept_bytes) // _TOKEN_BYTES)
+    left_out = range((size - sum(sizes.values())) // _TOKEN_BYTES)
     if isinstance(blob, int):
         return Segment(token_ids=left_out, rollout_logprobs=left_out, finish_reason=finish_reason, **fields)
     middle, end = 4 * len(left_out), _TOKEN_BYTES * len(left_out)
+    start = end
+    for name, num_bytes in sizes.items():
+        fields[name] = split_bytes(blob[start : start + num_bytes], len(left_out))
+        start += num_bytes
     return Segment(
         token_ids=tuple(array("i", blob[:middle])),
         rollout_logprobs=tuple(array("f", blob[middle:end])),
-        kept=split_kept(blob[end:], len(left_out)),
         finish_reason=finish_reason,
         **fields,
     )

@@ -233,7 +233,8 @@ class Ledger:
         assert num_tokens == len(segment.rollout_logprobs), (
             f"{sample_id} has {num_tokens} tokens, not as many log-probs"
         )
-        assert len(segment.kept) in (0, num_tokens), f"{sample_id} has {num_tokens} tokens, not as many kept sets"
+        for beside in (segment.kept, segment.routes):
+            assert len(beside) in (0, num_tokens), f"{sample_id} has {num_tokens} tokens, not as many pieces beside"
         append_segment(sample.segments, segment)
         sample.num_tokens += num_tokens
         self.tokens.decoded += num_tokens

@@ -82,6 +82,7 @@ prompts = st.builds(
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     ids = draw(token_ids)
+    beside = [tuple(draw(st.lists(st.binary(max_size=300), min_size=n, max_size=n))) for n in (len(ids),) * 2]
     floats = st.floats(width=32, allow_nan=False, max_value=0.0)
     return Segment(
         policy_version=draw(sizes),
@@ -92,7 +93,8 @@ def segments(draw: st.DrawFn) -> Segment:
         start_s=draw(times),
         end_s=draw(times),
         num_prefilled_tokens=draw(sizes),
-        kept=tuple(draw(st.lists(st.binary(max_size=300), min_size=len(ids), max_size=len(ids)))) if ids else (),
+        kept=beside[0],
+        routes=beside[1],
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec import structs
 
-from rollover.kept import join_kept
+from rollover.token_bytes import join_bytes
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall, checked_piece
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -591,11 +591,11 @@ def test_a_worker_without_kept_sets_is_refused_by_a_run_that_wants_them() -> Non
 @pytest.mark.parametrize(
     ("kept", "reason"),
     [
-        (join_kept((b"\x05\x02", b"\x07")), None),
+        (join_bytes((b"\x05\x02", b"\x07")), None),
         (b"", "2 tokens came with 0 kept sets"),
-        (join_kept((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
-        (join_kept((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
-        (join_kept((b"\x05\x02", b"\x07"))[:-1], "are not the kept sets of 2 tokens"),
+        (join_bytes((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
+        (join_bytes((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
+        (join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not the kept sets of 2 tokens"),
     ],
 )
 def test_kept_sets_of_a_worker_are_checked(kept: bytes, reason: str | None) -> None:

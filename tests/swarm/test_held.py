@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollover.engine.base import Chunk
-from rollover.kept import split_kept
+from rollover.token_bytes import split_bytes
 from rollover.swarm.wire.messages import (
     MAX_HELD_CALLS,
     Adopt,
@@ -140,7 +140,7 @@ class HeldMachine(RuleBasedStateMachine):
             return
         ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
         assert logprobs == tuple(-i / 8 for i in ids)
-        assert split_kept(message.kept, len(ids)) == tuple(bytes([i % 128]) for i in ids)
+        assert split_bytes(message.kept, len(ids)) == tuple(bytes([i % 128]) for i in ids)
         assert message.offset <= len(call.received), "a gap"
         skipped = len(call.received) - message.offset
         assert list(ids[:skipped]) == call.received[message.offset : message.offset + len(ids)]

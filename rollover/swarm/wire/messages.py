@@ -176,7 +176,7 @@ class Decoded(_Message, frozen=True, kw_only=True):
     num_prefilled_tokens: Count = 0
     """The number of prefilled tokens as in ``Chunk``; only in the first message of a call."""
     kept: bytes = b""
-    """Kept sets of the tokens (``rollover.kept.join_kept``), if the call wants them."""
+    """Kept sets of the tokens (``rollover.token_bytes.join_bytes``), if the call wants them."""
 
 
 class CallFailed(_Message, frozen=True, kw_only=True):

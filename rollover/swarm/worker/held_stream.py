@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rollover.engine.base import Chunk
-from rollover.kept import join_kept
+from rollover.token_bytes import join_bytes
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     Assign,
@@ -221,7 +221,7 @@ class HeldStream:
             kv_version=piece.kv_version,
             finish_reason=None if reason is None else reason.value,
             num_prefilled_tokens=self._num_prefilled if first == self.origin else 0,
-            kept=join_kept(piece.kept),
+            kept=join_bytes(piece.kept),
         )
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:

@@ -27,7 +27,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError
-from rollover.kept import split_kept
+from rollover.token_bytes import split_bytes
 from rollover.types import SamplingParams
 
 _DRAIN_S = 0.02
@@ -118,7 +118,7 @@ class EmbeddedServerDialect:
 
     def _kept(self, event: TokensEvent) -> tuple[bytes, ...]:
         try:
-            return split_kept(b64decode(event.kept, validate=True), len(event.token_ids))
+            return split_bytes(b64decode(event.kept, validate=True), len(event.token_ids))
         except ValueError as e:
             raise EngineError(f"{self._client} sent kept sets that cannot be read: {e}") from None
 

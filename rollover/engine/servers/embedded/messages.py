@@ -78,7 +78,7 @@ class TokensEvent(Event):
     num_prefilled_tokens: Count = 0
     """Response tokens prefilled to start the call; in its first event only."""
     kept: str = ""
-    """Kept sets of the tokens, if the request wants them: ``join_kept`` in base64."""
+    """Kept sets of the tokens, if the request wants them: ``join_bytes`` in base64."""
 
 
 class TensorDigests(Answer):

@@ -29,7 +29,7 @@ from rollover.engine.servers.embedded.messages import (
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
 from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
-from rollover.kept import join_kept
+from rollover.token_bytes import join_bytes
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import in_thread
@@ -194,7 +194,7 @@ class ServedEngine:
             kv_label=self._labels[chunk.kv_version],
             finish_reason=chunk.finish_reason,
             num_prefilled_tokens=chunk.num_prefilled_tokens,
-            kept=b64encode(join_kept(chunk.kept)).decode(),
+            kept=b64encode(join_bytes(chunk.kept)).decode(),
         )
 
     async def _change(self, label: str, take: Callable[[int], Awaitable[None]]) -> None:

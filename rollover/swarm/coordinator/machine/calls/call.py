@@ -9,7 +9,7 @@ from dataclasses import replace
 from rollover.engine.base import GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
-from rollover.kept import split_kept
+from rollover.token_bytes import split_bytes
 from rollover.kept_codec import check_kept
 from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
@@ -178,7 +178,7 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
     kept: tuple[bytes, ...] = ()
     if call.request.params.returns_kept:
         try:
-            kept = split_kept(message.kept, len(ids))
+            kept = split_bytes(message.kept, len(ids))
             check_kept(kept, ids, vocab_size)
         except ValueError as e:
             raise ProtocolError(f"it sent kept sets that cannot be: {e}") from None

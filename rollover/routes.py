@@ -1,8 +1,8 @@
 """Routes: the experts that a mixture-of-experts model chose for each token.
 
-The route of a token is a ``bytes``: the expert ids of the row whose logits the token was drawn from, which is the row of
-the token before it. They are layer by layer, in each layer the ``k`` chosen ones by falling score: uint8 if the model has
-at most 256 experts, else little-endian uint16. ``b""`` means that no route was recorded.
+The route of a token is a ``bytes``: the expert ids of the row whose logits the token was drawn from, which is the row
+of the token before it. They are layer by layer, in each layer the ``k`` chosen ones by falling score: uint8 if the
+model has at most 256 experts, else little-endian uint16. ``b""`` means that no route was recorded.
 """
 
 from __future__ import annotations

@@ -85,6 +85,8 @@ class Chunk:
     """Name of the engine that sampled the tokens; a pool of several fills it in."""
     kept: tuple[bytes, ...] = ()
     """Kept set of each token (``rollover.kept``) if the request wants them, otherwise empty."""
+    routes: tuple[bytes, ...] = ()
+    """Route of each token (``rollover.routes``) if the request wants them, otherwise empty."""
 
 
 GPU_PREFILL_TOKENS = 150.0

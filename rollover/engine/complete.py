@@ -37,7 +37,9 @@ async def complete(engine: Engine, request: GenerateRequest, *, stall_s: float =
         if (
             last is not None and (reason := reached_end(request.params, ids)) is not None
         ):  # the engine died before it said so
-            yield replace(last, token_ids=(), logprobs=(), kept=(), finish_reason=reason, num_prefilled_tokens=0)
+            yield replace(
+                last, token_ids=(), logprobs=(), kept=(), routes=(), finish_reason=reason, num_prefilled_tokens=0
+            )
             return
         call = replace(request, request_id=f"{name}#{number}.", response_ids=tuple(ids))
         try:

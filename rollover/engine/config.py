@@ -26,6 +26,8 @@ class DeclaredCapabilities:
     """Same as in ``Capabilities``."""
     gives_kept: bool = False
     """Tokens come with the kept sets (``rollover.kept``) that a request wants."""
+    gives_routes: bool = False
+    """Tokens come with the routes (``rollover.routes``) that a request wants."""
     keeps_kv: bool = False
     """Tokens may attend to caches that older weights computed."""
     deterministic: bool = False

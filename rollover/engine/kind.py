@@ -56,6 +56,8 @@ class EngineSetup:
     """The largest number of versions by which a trained token may be older than the weights."""
     returns_kept: bool = False
     """Calls want the kept sets of their tokens (``rollover.kept``)."""
+    returns_routes: bool = False
+    """Calls want the routes of their tokens (``rollover.routes``)."""
     device: str | None = None
     """The GPU from which this process sends the weights of a folder to servers over NCCL; the first when left out."""
     notify: Callable[[str], None] = _ignore

@@ -18,6 +18,7 @@ from rollover.errors import EngineError
 from rollover.kept_codec import check_kept
 from rollover.rollout.actions import StartSample
 from rollover.rollout.ledger import Ledger
+from rollover.routes import check_routes
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
 
 
@@ -146,6 +147,7 @@ class SampleCall:
             num_prefilled_tokens=sum(c.num_prefilled_tokens for c in chunks),
             engine=last.engine if last else "",
             kept=tuple(k for c in chunks for k in c.kept),
+            routes=tuple(r for c in chunks for r in c.routes),
         )
         self._chunks, self._num_open_tokens, self._start_s = [], 0, segment.end_s
         self.is_over = reason is not None
@@ -200,7 +202,7 @@ def check_chunk(
 
     Raises:
         EngineError: it goes beyond the request, says that the response has ended where it cannot have, is older than
-            the weights in force when its group started, or lacks the kept sets that were asked for.
+            the weights in force when its group started, or lacks the kept sets or routes that were asked for.
     """
     limit = request.params.max_new_tokens
     if num_tokens > limit:
@@ -211,11 +213,13 @@ def check_chunk(
             f"the engine labels tokens of {sample_id} with version {chunk.policy_version}, though"
             f" {start_version} was published before they were asked for"
         )
-    if request.params.returns_kept:
-        try:
+    try:
+        if request.params.returns_kept:
             check_kept(chunk.kept, chunk.token_ids)
-        except ValueError as e:
-            raise EngineError(f"the engine sent kept sets of {sample_id} that cannot be: {e}") from e
+        if request.params.returns_routes:
+            check_routes(chunk.routes, len(chunk.token_ids))
+    except ValueError as e:
+        raise EngineError(f"the engine sent tokens of {sample_id} without what was asked for: {e}") from e
 
 
 def sample_key(sample_id: SampleId) -> str:

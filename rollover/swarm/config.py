@@ -125,7 +125,11 @@ class SwarmConfig(EngineConfig):
     def declared(self) -> DeclaredCapabilities:
         """See ``DeclaredCapabilities``."""
         return DeclaredCapabilities(
-            max_running=self.max_running, gives_kept=True, opens_many_calls=True, serves_training_only=True
+            max_running=self.max_running,
+            gives_kept=True,
+            gives_routes=True,
+            opens_many_calls=True,
+            serves_training_only=True,
         )
 
     def mismatch_remedy(self, number_format: str) -> str:

@@ -22,6 +22,7 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
         keep_versions=setup.max_staleness + 2,
         clock=setup.clock,
         returns_kept=setup.returns_kept,
+        returns_routes=setup.returns_routes,
     )
     setup.notify(
         f"the swarm listens on {swarm.url}; create a token for each worker with rollover workers {setup.root} --add"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec import structs
 
-from rollover.token_bytes import join_bytes
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall, checked_piece
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -51,6 +50,7 @@ from rollover.swarm.wire.messages import (
     pack_ids,
     pack_logprobs,
 )
+from rollover.token_bytes import join_bytes
 from rollover.types import FinishReason
 from tests.swarm.kit import (
     KEYS,
@@ -572,20 +572,38 @@ def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
     assert bye.is_final and "63" in bye.reason and "64" in bye.reason
 
 
-def replaying() -> tuple[Coordinator, ModelWorker]:
-    """A run that wants kept sets, and a worker that has been welcomed."""
-    hub, worker = coordinator(), ModelWorker("a")
-    hub.run = replace(hub.run, returns_kept=True)
-    worker.got(sent(hub.connected("a", worker.hello(), 0.0), Welcome)[0])
-    return hub, worker
-
-
-def test_a_worker_without_kept_sets_is_refused_by_a_run_that_wants_them() -> None:
+@pytest.mark.parametrize(("what", "setting"), [("kept", "rollout.top_p"), ("routes", "trainer.replay_routes")])
+def test_a_worker_without_what_a_run_wants_beside_tokens_is_refused(what: str, setting: str) -> None:
     for gives, expected in ((False, True), (True, False)):
-        hub, worker = replaying()
-        ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32", gives_kept=gives)
+        hub, worker = coordinator(), ModelWorker("a")
+        hub.run = replace(hub.run, **{f"returns_{what}": True})
+        worker.got(sent(hub.connected("a", worker.hello(), 0.0), Welcome)[0])
+        able = {f"gives_{what}": gives}
+        ready = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32", **able)
         byes = sent(hub.received(worker.lease, ready, 0.0), Goodbye)
-        assert bool(byes) is expected and all(bye.is_final and "rollout.top_p" in bye.reason for bye in byes)
+        assert bool(byes) is expected and all(bye.is_final and setting in bye.reason for bye in byes)
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        (join_bytes((b"\x05\x02", b"\x07\x01")), None),
+        (b"", "2 tokens came with 0 routes"),
+        (join_bytes((b"\x05\x02", b"\x07")), "unlike sizes"),
+    ],
+)
+def test_routes_of_a_worker_are_checked(routes: bytes, reason: str | None) -> None:
+    asked = request("g0.0")
+    call = SwarmCall(replace(asked, params=replace(asked.params, returns_routes=True)), 0)
+    assert call.assignment("c", "k").returns_routes
+    packed = {"token_ids": pack_ids((7, 7)), "logprobs": pack_logprobs((-0.5, 0.0)), "routes": routes}
+    said = Decoded(call_id="c", offset=0, version=0, kv_version=0, **packed)
+    if reason is None:
+        piece = checked_piece(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
+        assert piece.routes == (b"\x05\x02", b"\x07\x01")
+        return
+    with pytest.raises(ProtocolError, match=reason):
+        checked_piece(said, call, newest=0, vocab_size=VOCAB, keeps_kv=False)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +613,7 @@ def test_a_worker_without_kept_sets_is_refused_by_a_run_that_wants_them() -> Non
         (b"", "2 tokens came with 0 kept sets"),
         (join_bytes((b"\x05\x02", b"\x08")), "token 7 is not in its kept set"),
         (join_bytes((b"\x05\x02", b"\x07\xe2\x07")), "has token 1001"),
-        (join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not the kept sets of 2 tokens"),
+        (join_bytes((b"\x05\x02", b"\x07"))[:-1], "are not those of 2 tokens"),
     ],
 )
 def test_kept_sets_of_a_worker_are_checked(kept: bytes, reason: str | None) -> None:

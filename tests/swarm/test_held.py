@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollover.engine.base import Chunk
-from rollover.token_bytes import split_bytes
 from rollover.swarm.wire.messages import (
     MAX_HELD_CALLS,
     Adopt,
@@ -24,6 +23,7 @@ from rollover.swarm.wire.messages import (
 from rollover.swarm.worker import held_stream
 from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.held_stream import StreamEnding
+from rollover.token_bytes import split_bytes
 from rollover.types import FinishReason
 from tests.swarm.worker_kit import assign, head
 
@@ -37,6 +37,7 @@ def chunk(ids: tuple[int, ...], version: int = 0) -> Chunk:
         policy_version=version,
         kv_version=version,
         kept=tuple(bytes([i % 128]) for i in ids),
+        routes=tuple(bytes([i % 7, 1]) for i in ids),
     )
 
 
@@ -141,6 +142,7 @@ class HeldMachine(RuleBasedStateMachine):
         ids, logprobs = unpack_ids(message.token_ids), unpack_logprobs(message.logprobs)
         assert logprobs == tuple(-i / 8 for i in ids)
         assert split_bytes(message.kept, len(ids)) == tuple(bytes([i % 128]) for i in ids)
+        assert split_bytes(message.routes, len(ids)) == tuple(bytes([i % 7, 1]) for i in ids)
         assert message.offset <= len(call.received), "a gap"
         skipped = len(call.received) - message.offset
         assert list(ids[:skipped]) == call.received[message.offset : message.offset + len(ids)]
@@ -261,7 +263,7 @@ def test_tokens_of_one_version_go_out_together_each_call_in_its_turn() -> None:
 
 
 def test_kept_sets_go_out_as_a_frame_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_stream, "_MAX_KEPT_BYTES", 3)
+    monkeypatch.setattr(held_stream, "_MAX_BESIDE_BYTES", 9)
     held = HeldCalls(100)
     stream = held.open(assign("a"))
     held.decoded(stream, chunk((1, 2)))

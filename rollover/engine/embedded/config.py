@@ -69,6 +69,7 @@ class EmbeddedConfig(EngineConfig):
         return DeclaredCapabilities(
             keeps_kv=self.kv_on_update == "keep",
             gives_kept=True,
+            gives_routes=True,
             deterministic=True,
             max_running=self.max_running,
             max_context_tokens=self.max_context_tokens,

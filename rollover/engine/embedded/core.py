@@ -271,10 +271,13 @@ class EngineCore:
             self._copy(self.scheduler.admit())  # siblings of the prompts just prefilled
         outputs: list[Output] = []
         if sequences := self.scheduler.next_decode():
-            token_ids, logprobs, kept = self._decode(sequences)
+            token_ids, logprobs, kept, routes = self._decode(sequences)
             for sequence, kept_set in zip(sequences, kept, strict=False):  # there are none unless some are wanted
                 if sequence.request.params.returns_kept:
                     sequence.keep(kept_set)
+            for sequence, route in zip(sequences, routes, strict=False):
+                if sequence.request.params.returns_routes:
+                    sequence.keep_route(route)
             for sequence, token, logprob in zip(sequences, token_ids, logprobs, strict=True):
                 self._take(sequence, token, logprob, outputs)
             self._decode_iterations += 1

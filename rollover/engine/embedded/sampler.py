@@ -37,6 +37,8 @@ class Drawn(NamedTuple):
     logprobs: list[float]
     kept: Sequence[bytes] = ()
     """Kept sets, ``b""`` for a sequence that wants none; empty if none does."""
+    routes: Sequence[bytes] = ()
+    """Routes of all sequences; empty if none wants one."""
 
 
 _CHUNK = 64

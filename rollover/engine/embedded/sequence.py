@@ -58,6 +58,7 @@ class Sequence:
         self._pending_ids: list[int] = []
         self._pending_logprobs: list[float] = []
         self._pending_kept: list[bytes] = []
+        self._pending_routes: list[bytes] = []
 
     @property
     def block_table_array(self) -> NDArray[np.int64]:
@@ -107,6 +108,10 @@ class Sequence:
         """Append the kept set of the token that is appended next."""
         self._pending_kept.append(kept_set)
 
+    def keep_route(self, route: bytes) -> None:
+        """Append the route of the token that is appended next."""
+        self._pending_routes.append(route)
+
     def forget_cache(self) -> None:
         self.block_table, self._table, self.num_cached_tokens, self.num_cached_blocks = [], self._table[:0], 0, 0
 
@@ -120,7 +125,8 @@ class Sequence:
             finish_reason=reason,
             num_prefilled_tokens=self.num_prefilled_response,
             kept=tuple(self._pending_kept),
+            routes=tuple(self._pending_routes),
         )
-        self._pending_ids, self._pending_logprobs, self._pending_kept = [], [], []
+        self._pending_ids, self._pending_logprobs, self._pending_kept, self._pending_routes = [], [], [], []
         self.num_prefilled_response = 0
         return chunk

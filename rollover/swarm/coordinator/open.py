@@ -51,6 +51,7 @@ async def open_swarm(
     clock: Clock,
     checks: bool = True,
     returns_kept: bool = False,
+    returns_routes: bool = False,
 ) -> SwarmEngine:
     """Return an engine whose workers dial in once the first weights are published.
 
@@ -62,6 +63,7 @@ async def open_swarm(
         keep_versions: publications that can be fetched.
         checks: members get calls only once their log-probs are found to be the trainer's.
         returns_kept: calls want the kept sets of their tokens; workers whose engine gives none are refused.
+        returns_routes: calls want the routes of their tokens, likewise.
 
     Raises:
         ConfigError: the address is in use, or the certificate cannot be used.
@@ -84,6 +86,7 @@ async def open_swarm(
         vocab_size=vocab_size,
         max_context_tokens=max_context_tokens,
         returns_kept=returns_kept,
+        returns_routes=returns_routes,
     )
     coordinator = Coordinator(
         identity,

@@ -161,6 +161,7 @@ class Outlets:
                     num_prefilled_tokens=piece.num_prefilled_tokens,
                     engine=effect.member,
                     kept=piece.kept,
+                    routes=piece.routes,
                 )
             )
 

@@ -107,6 +107,8 @@ class Ready(_Message, frozen=True, kw_only=True):
     number_format: str
     gives_kept: bool = False
     """Tokens come with the kept sets that a call wants."""
+    gives_routes: bool = False
+    """Tokens come with the routes that a call wants."""
     keeps_kv: bool = False
     """Tokens may attend to caches that older weights computed; otherwise ``kv_version`` is always ``version``."""
 
@@ -177,6 +179,8 @@ class Decoded(_Message, frozen=True, kw_only=True):
     """The number of prefilled tokens as in ``Chunk``; only in the first message of a call."""
     kept: bytes = b""
     """Kept sets of the tokens (``rollover.token_bytes.join_bytes``), if the call wants them."""
+    routes: bytes = b""
+    """Routes of the tokens in the same form."""
 
 
 class CallFailed(_Message, frozen=True, kw_only=True):
@@ -240,6 +244,7 @@ class Assign(_Message, frozen=True, kw_only=True):
     top_k: int
     min_p: float = 0.0
     returns_kept: bool = False
+    returns_routes: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int

@@ -100,6 +100,7 @@ class OpenCall:
             top_k=assign.top_k,
             min_p=assign.min_p,
             returns_kept=assign.returns_kept,
+            returns_routes=assign.returns_routes,
             stop_token_ids=assign.stop_token_ids,
             stop_strings=assign.stop_strings,
         )

@@ -17,10 +17,9 @@ import hashlib
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from rollover.engine.base import Chunk
-from rollover.token_bytes import join_bytes
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
     Assign,
@@ -32,12 +31,13 @@ from rollover.swarm.wire.messages import (
     pack_logprobs,
     unpack_ids,
 )
+from rollover.token_bytes import join_bytes
 from rollover.types import FinishReason
 
 _BYTES = 4
 """Bytes of a packed token id, and of a packed log-prob."""
-_MAX_KEPT_BYTES = MAX_FRAME_BYTES // 2
-"""Most bytes of the kept sets of a message: those of hundreds of tokens at least."""
+_MAX_BESIDE_BYTES = MAX_FRAME_BYTES // 2
+"""Most bytes of the kept sets and routes of a message: those of hundreds of tokens at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,7 @@ class _HeldPiece:
     version: int
     kv_version: int
     kept: tuple[bytes, ...] = ()
+    routes: tuple[bytes, ...] = ()
 
     @property
     def end(self) -> int:
@@ -69,13 +70,21 @@ class _HeldPiece:
 
     def cut(self, start: int, end: int) -> _HeldPiece:
         part = slice((start - self.start) * _BYTES, (end - self.start) * _BYTES)
-        kept = self.kept[start - self.start : end - self.start]
-        return replace(self, start=start, token_ids=self.token_ids[part], logprobs=self.logprobs[part], kept=kept)
+        beside = slice(start - self.start, end - self.start)
+        return replace(
+            self,
+            start=start,
+            token_ids=self.token_ids[part],
+            logprobs=self.logprobs[part],
+            kept=self.kept[beside],
+            routes=self.routes[beside],
+        )
 
     def sendable(self) -> _HeldPiece:
         """Return as much of its beginning as a frame has room for."""
-        sizes = list(accumulate(map(len, self.kept)))
-        return self.cut(self.start, self.start + bisect_right(sizes, _MAX_KEPT_BYTES)) if sizes else self
+        pairs = zip_longest(self.kept, self.routes, fillvalue=b"")
+        sizes = list(accumulate(len(kept) + len(route) for kept, route in pairs))
+        return self.cut(self.start, self.start + bisect_right(sizes, _MAX_BESIDE_BYTES)) if sizes else self
 
     def joined(self, after: _HeldPiece) -> _HeldPiece | None:
         """Return both as one; ``None`` when their versions differ."""
@@ -86,6 +95,7 @@ class _HeldPiece:
             token_ids=self.token_ids + after.token_ids,
             logprobs=self.logprobs + after.logprobs,
             kept=self.kept + after.kept,
+            routes=self.routes + after.routes,
         )
 
 
@@ -154,7 +164,7 @@ class HeldStream:
             return
         packed = pack_ids(chunk.token_ids)
         logprobs, versions = pack_logprobs(chunk.logprobs), (chunk.policy_version, chunk.kv_version)
-        piece = _HeldPiece(self.end, packed, logprobs, *versions, chunk.kept)
+        piece = _HeldPiece(self.end, packed, logprobs, *versions, chunk.kept, chunk.routes)
         self._pieces.append(piece)
         self._response += packed
         self.end = piece.end
@@ -222,6 +232,7 @@ class HeldStream:
             finish_reason=None if reason is None else reason.value,
             num_prefilled_tokens=self._num_prefilled if first == self.origin else 0,
             kept=join_bytes(piece.kept),
+            routes=join_bytes(piece.routes),
         )
 
     def _next_piece(self, max_tokens: int) -> _HeldPiece | None:

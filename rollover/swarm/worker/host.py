@@ -140,6 +140,7 @@ class EngineHost:
             seeded=capabilities.seeded,
             number_format=capabilities.number_format,
             gives_kept=self._config.engine.declared.gives_kept,
+            gives_routes=self._config.engine.declared.gives_routes,
             keeps_kv=self._config.engine.declared.keeps_kv,
         )
 

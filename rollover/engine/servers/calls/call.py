@@ -11,6 +11,7 @@ from rollover.engine.servers.http.client import Patience
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError
 from rollover.kept_codec import check_kept
+from rollover.routes import check_routes
 from rollover.types import FinishReason
 
 _LOGPROB_TOLERANCE = 1e-3
@@ -40,6 +41,8 @@ class Delta:
     """Response tokens that it computed again to start the call, if it says so; in the first delta only."""
     kept: tuple[bytes, ...] = ()
     """Kept set of each token, if the request wants them."""
+    routes: tuple[bytes, ...] = ()
+    """Route of each token, if the request wants them."""
 
 
 class GenerationCall:
@@ -112,6 +115,7 @@ class GenerationCall:
                 logprobs=delta.logprobs[:count],
                 finish_reason=reason,
                 kept=delta.kept[:count],
+                routes=delta.routes[:count],
             )
             self._put(taken, version, kv_version)
         return count
@@ -138,6 +142,7 @@ class GenerationCall:
                 finish_reason=delta.finish_reason,
                 num_prefilled_tokens=self._num_prefilled_tokens if self.sent else 0,
                 kept=delta.kept,
+                routes=delta.routes,
             )
         )
         self._num_prefilled_tokens = 0
@@ -153,11 +158,13 @@ class GenerationCall:
                 raise EngineError(f"{name}: token {token} is outside the vocabulary of {self._vocab_size}")
             if not (math.isfinite(logprob) and logprob <= _LOGPROB_TOLERANCE):
                 raise EngineError(f"{name}: token {token} has the log-prob {logprob}, not a finite one up to 0")
-        if params.returns_kept:
-            try:
+        try:
+            if params.returns_kept:
                 check_kept(delta.kept, delta.token_ids, self._vocab_size)
-            except ValueError as e:
-                raise EngineError(f"{name}: {e}") from None
+            if params.returns_routes:
+                check_routes(delta.routes, len(delta.token_ids))
+        except ValueError as e:
+            raise EngineError(f"{name}: {e}") from None
         total = len(self.response) + len(delta.token_ids)
         if total > params.max_new_tokens:
             raise EngineError(f"{name}: {total} tokens came, but at most {params.max_new_tokens} were requested")

@@ -82,7 +82,7 @@ class EmbeddedServerConfig(ServerConfig):
     @property
     def declared(self) -> DeclaredCapabilities:
         keeps = self.kv_on_update == "keep"
-        return DeclaredCapabilities(is_colocated=self.colocated, keeps_kv=keeps, gives_kept=True)
+        return DeclaredCapabilities(is_colocated=self.colocated, keeps_kv=keeps, gives_kept=True, gives_routes=True)
 
     @property
     def unties_first(self) -> bool:

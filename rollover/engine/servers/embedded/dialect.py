@@ -112,15 +112,16 @@ class EmbeddedServerDialect:
                     label=event.label,
                     kv_label=event.kv_label,
                     num_prefilled_tokens=event.num_prefilled_tokens if is_first else None,
-                    kept=self._kept(event),
+                    kept=self._beside(event.kept, len(event.token_ids)),
+                    routes=self._beside(event.routes, len(event.token_ids)),
                 )
                 is_first = False
 
-    def _kept(self, event: TokensEvent) -> tuple[bytes, ...]:
+    def _beside(self, joined: str, num_tokens: int) -> tuple[bytes, ...]:
         try:
-            return split_bytes(b64decode(event.kept, validate=True), len(event.token_ids))
+            return split_bytes(b64decode(joined, validate=True), num_tokens)
         except ValueError as e:
-            raise EngineError(f"{self._client} sent kept sets that cannot be read: {e}") from None
+            raise EngineError(f"{self._client} sent kept sets or routes that cannot be read: {e}") from None
 
     async def ask_to_abort(self, request_ids: Collection[str]) -> None:
         body = {"request_ids": [self._prefix + request_id for request_id in request_ids]}

@@ -79,6 +79,8 @@ class TokensEvent(Event):
     """Response tokens prefilled to start the call; in its first event only."""
     kept: str = ""
     """Kept sets of the tokens, if the request wants them: ``join_bytes`` in base64."""
+    routes: str = ""
+    """Routes of the tokens in the same form."""
 
 
 class TensorDigests(Answer):

@@ -195,6 +195,7 @@ class ServedEngine:
             finish_reason=chunk.finish_reason,
             num_prefilled_tokens=chunk.num_prefilled_tokens,
             kept=b64encode(join_bytes(chunk.kept)).decode(),
+            routes=b64encode(join_bytes(chunk.routes)).decode(),
         )
 
     async def _change(self, label: str, take: Callable[[int], Awaitable[None]]) -> None:

@@ -276,11 +276,13 @@ class Coordinator:
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        lacks = ""
         if self.run.returns_kept and not ready.gives_kept:
-            reason = (
-                "its engine does not return the tokens among which it draws, but the run needs them"
-                " (rollout.top_p, top_k or min_p): give the worker an engine of kind 'embedded'"
-            )
+            lacks = "the tokens among which it draws, but the run needs them (rollout.top_p, top_k or min_p)"
+        if self.run.returns_routes and not ready.gives_routes:
+            lacks = "the experts that it chooses, but the run needs them (trainer.replay_routes)"
+        if lacks:
+            reason = f"its engine does not return {lacks}: give the worker an engine of kind 'embedded'"
             return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         if member.ready is not None and member.ready.keeps_kv != ready.keeps_kv:
             raise ProtocolError(

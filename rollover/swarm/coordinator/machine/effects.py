@@ -24,6 +24,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     num_prefilled_tokens: int = 0
     kept: tuple[bytes, ...] = ()
+    routes: tuple[bytes, ...] = ()
 
     @property
     def end(self) -> int:

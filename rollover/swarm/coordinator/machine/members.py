@@ -54,6 +54,8 @@ class RunIdentity:
     max_context_tokens: int
     returns_kept: bool = False
     """Its calls want the kept sets of their tokens."""
+    returns_routes: bool = False
+    """Its calls want the routes of their tokens."""
 
 
 @dataclass(slots=True)

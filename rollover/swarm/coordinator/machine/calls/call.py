@@ -9,8 +9,8 @@ from dataclasses import replace
 from rollover.engine.base import GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
-from rollover.token_bytes import split_bytes
 from rollover.kept_codec import check_kept
+from rollover.routes import check_routes
 from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
     Adopt,
@@ -21,6 +21,7 @@ from rollover.swarm.wire.messages import (
     unpack_ids,
     unpack_logprobs,
 )
+from rollover.token_bytes import split_bytes
 from rollover.types import FinishReason
 
 _LOGPROB_SLACK = 1e-4
@@ -121,6 +122,7 @@ class SwarmCall:
             top_k=params.top_k,
             min_p=params.min_p,
             returns_kept=params.returns_kept,
+            returns_routes=params.returns_routes,
             stop_token_ids=params.stop_token_ids,
             stop_strings=params.stop_strings,
             seed=request.seed,
@@ -176,12 +178,16 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
     if not (math.isfinite(sum(logprobs)) and max(logprobs, default=0.0) <= _LOGPROB_SLACK):  # a NaN makes the sum one
         raise ProtocolError("it sent a log-prob that is not a finite number of at most 0")
     kept: tuple[bytes, ...] = ()
-    if call.request.params.returns_kept:
-        try:
+    routes: tuple[bytes, ...] = ()
+    try:
+        if call.request.params.returns_kept:
             kept = split_bytes(message.kept, len(ids))
             check_kept(kept, ids, vocab_size)
-        except ValueError as e:
-            raise ProtocolError(f"it sent kept sets that cannot be: {e}") from None
+        if call.request.params.returns_routes:
+            routes = split_bytes(message.routes, len(ids))
+            check_routes(routes, len(ids))
+    except ValueError as e:
+        raise ProtocolError(f"it sent tokens without what the call wants: {e}") from None
     if message.offset < 0 or message.offset + len(ids) > call.limit:
         raise ProtocolError(
             f"it sent tokens up to position {message.offset + len(ids)}, but the call ends at {call.limit}"
@@ -197,4 +203,5 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         if message.offset <= call.start
         else 0,
         kept=kept,
+        routes=routes,
     )

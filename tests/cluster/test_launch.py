@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rollover.run.launching import check_types, launched_config, plan_settings, 
 from tests import runs
 from tests.planner.test_doubts import pipelined
 from tests.planner.test_doubts import plan as plan  # a fixture
-from tests.runs import CONFIG, rows, save_model, working_in
+from tests.runs import CONFIG, rows
 
 FLEET = """\
 network = { gbit_s = 10 }
@@ -59,18 +58,11 @@ RUN = re.sub(r"\[engine\]\n(?:\w+ = \d+\n)+", ENGINE, CONFIG)
 VLLM_RUN = RUN.replace(ENGINE, "[engine]\nkind = 'vllm'\n")
 
 
-@pytest.fixture
-def experiment(tmp_path: Path) -> Iterator[Path]:
-    model = save_model(tmp_path / "policy")
-    with working_in(tmp_path, model):
-        Path("run.toml").write_text(RUN)
-        Path("fleet.toml").write_text(FLEET)
-        yield tmp_path
-
-
 def test_a_plan_for_two_types_of_node_is_made_and_run(
     cluster: Any, experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("run.toml").write_text(RUN)
+    Path("fleet.toml").write_text(FLEET)
     workload = ("--workload", "light-8k", "--cap", "256", "--num-groups", "16", "--max-staleness", "2")
     assert (
         cli.main(["plan", "fleet.toml", "--model", "model", *workload, "--quick", "--for-launch", "--json", "p.json"])

@@ -35,7 +35,7 @@ from tests.trainer.test_fleet import PATIENCE_S
 from tests.trainer.test_sft import EXAMPLES
 from tests.trainer.test_sft import config as sft_config
 
-BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
+BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
 PROMPTS = [[3, 4, 5], [6, 7]]
 
 
@@ -84,8 +84,9 @@ def unseen(calls: Any, ranks: Any, *args: Any) -> list[bool]:
 
 
 def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
-    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A rank that is killed is in ``test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill``."""
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_start", forked_ranks.start)
         with fleet(folder, tmp_path, None, []) as local:
@@ -93,39 +94,66 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
             expected, logits = published(local), local.next_logits(PROMPTS)
     monkeypatch.setattr(files, "_seen", unseen)
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
+    import ray
+
     told: list[str] = []
-    settings = ClusterConfig(address=cluster.address, trainer_resources={"rank": 1})
-    with fleet(folder, tmp_path, settings, told, rank_timeout_s=2 * PATIENCE_S) as trainer:
-        assert len({*trainer._ranks.nodes}) == 2
-        assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
-        metrics = [trainer.step(BATCHES[0]).metrics]
-        trainer.save(tmp_path / "step_1", {"journal": 17})
-        os.kill(trainer.pids[1], signal.SIGKILL)
-        metrics.append(trainer.step(BATCHES[1]).metrics)
-        os.kill(trainer.pids[0], signal.SIGSTOP)
-        stopped = trainer.pids[0]
-        metrics.append(trainer.step(BATCHES[2]).metrics)
-        assert not is_there(stopped)
-        source = trainer.weight_source()
-        assert source.manifest.version == 3
-        assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
-        assert (trainer.next_logits(PROMPTS) == logits).all()
-        last = trainer.pids
-    assert [message.partition(";")[0] for message in told] == [
-        "trainer: rank 1 of 2 was killed (SIGKILL, possibly out of memory) in step 1",
-        f"trainer: rank 0 of 2 did nothing for {2 * PATIENCE_S:g} s (trainer.rank_timeout_s) in step 2: it was stopped (SIGSTOP)",
-    ]
-    assert [message.partition("restarting all 2 ranks from ")[2] for message in told] == [
-        "step_1, 0 steps to repeat (restart 1 of 3)",
-        "step_1, 1 step to repeat (restart 1 of 3)",
-    ]
+    nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
+    settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))
+    try:
+        with fleet(folder, tmp_path, settings, told, rank_timeout_s=2 * PATIENCE_S) as trainer:
+            assert len({*trainer._ranks.nodes}) == 2
+            assert told[0].startswith("trainer: rank 0 on node ") and "which is sent the model policy" in told.pop(0)
+            metrics = [trainer.step(BATCHES[0]).metrics]
+            trainer.save(tmp_path / "step_1", {"journal": 17})
+
+            stopped = trainer.pids[0]
+            os.kill(stopped, signal.SIGSTOP)
+            metrics.append(trainer.step(BATCHES[1]).metrics)
+            assert not is_there(stopped)
+
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            with ThreadPoolExecutor(1) as pool:
+                stepping = pool.submit(trainer.step, BATCHES[2])
+                until(lambda: len(told) == 2, "the loss is told")
+                nodes.append(add_node(cluster, {"spot": 1}))
+                metrics.append(stepping.result().metrics)
+
+            pid = trainer.pids[0]
+            ray.kill(trainer._ranks._calls.actors[0])
+            metrics.append(trainer.step(BATCHES[3]).metrics)
+            until(lambda: not is_there(pid), "a rank without a host ends")
+            source = trainer.weight_source()
+            assert source.manifest.version == 4
+            assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
+            assert (trainer.next_logits(PROMPTS) == logits).all()
+
+            last = trainer.pids
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
+            no_room = r"^the trainer needs 2 bundles of CPU 1, spot 1 .*had no room within 3 s"
+            with pytest.raises(NotPlaced, match=no_room):
+                trainer.step(make_batch(step=4))
+    finally:
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
+    for message, (fate, rest) in zip(told, LOSSES, strict=True):
+        assert re.match(rf"trainer: rank \d of 2 {fate}", message), message
+        assert message.partition("restarting all 2 ranks from ")[2] == f"step_1, {rest} to repeat (restart 1 of 3)"
     for ours, theirs in zip(metrics, trained, strict=True):
         assert {k: v for k, v in ours.items() if not is_time(k)} == {k: v for k, v in theirs.items() if not is_time(k)}
     manifest = read_manifest(tmp_path / "step_1")
     verify_files(tmp_path / "step_1", manifest)
     assert (manifest.version, manifest.num_ranks, manifest.extra) == (1, 2, {"journal": 17})
-    assert not any(map(is_there, last))
-    until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the ranks had is given back")
+    until(lambda: not any(map(is_there, last)), "the ranks end")
+    assert "(raylet)" not in capsys.readouterr().out, "what nodes report stays in Ray's logs"
+
+
+LOSSES = (
+    (rf"did nothing for {2 * PATIENCE_S:g} s \(trainer.rank_timeout_s\) in step 1: it was stopped", "0 steps"),
+    (r"was lost with its host on node \S+ \((it cannot be|that node is)", "1 step"),
+    (r"was lost with its host on node \S+( \(\w+\))? \(it was ended with ray.kill", "2 steps"),
+    (r"was lost with its host on node ", "3 steps"),
+)
 
 
 def test_a_trainer_of_one_device_is_placed_and_equals_one_in_process(
@@ -189,59 +217,12 @@ def test_a_warm_up_on_the_cluster_equals_one_machine_also_after_a_kill(
         notify=told.append,
     )
     assert len(told) == 2 and told[0].startswith("warm-up: rank 0 on node ") and told[1].endswith("(restart 1 of 1)")
+    assert "rank 1 of 2 was killed (SIGKILL, possibly out of memory)" in told[1]
     ours, theirs = (
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")} for name in ("there", "here")
     )
     assert ours == theirs and len(ours) == 2
     until(lambda: cluster_has(cluster, CPU=8, rank=2), "what the warm-up had is given back")
-
-
-def test_a_lost_node_or_host_is_replaced_within_the_stated_time(
-    cluster: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_start", forked_ranks.start)
-        with fleet(folder, tmp_path, None, []) as local:
-            for batch in BATCHES[:2]:
-                local.step(batch)
-            expected = published(local)
-    import ray
-
-    told: list[str] = []
-    nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
-    settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))
-    try:
-        with fleet(folder, tmp_path, settings, told) as trainer:
-            trainer.step(BATCHES[0])
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
-            with ThreadPoolExecutor(1) as pool:
-                stepping = pool.submit(trainer.step, BATCHES[1])
-                until(lambda: len(told) == 2, "the loss is told")
-                nodes.append(add_node(cluster, {"spot": 1}))
-                stepping.result()
-            assert_equal(published(trainer), expected)
-            assert len(told) == 2 and "1 step to repeat" in told[1]
-            assert re.match(
-                r"trainer: rank [01] of 2 was lost with its host on node \S+ \((it cannot be|that node is)", told[1]
-            )
-
-            pid = trainer.pids[0]
-            ray.kill(trainer._ranks._calls.actors[0])
-            trainer.step(BATCHES[2])
-            assert len(told) == 3 and "rank 0 of 2 was lost with its host on node " in told[2]
-            assert "(it was ended with ray.kill)" in told[2] and ", 2 steps to repeat" in told[2]
-            until(lambda: not is_there(pid), "a rank without a host ends")
-
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
-            trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
-            with pytest.raises(
-                NotPlaced, match=r"^the trainer needs 2 bundles of CPU 1, spot 1 .*had no room within 3 s"
-            ):
-                trainer.step(make_batch(step=3))
-    finally:
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
-    assert "(raylet)" not in capsys.readouterr().out, "what nodes report stays in Ray's logs"
 
 
 def is_time(metric: str) -> bool:

@@ -4,12 +4,7 @@ of the run that is killed and resumed. Its ledger adds up. That such a run learn
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +17,9 @@ from rollover.rollout.journal import read_events
 from rollover.trainer.checkpoint import read_manifest
 from rollover.types import WasteCause
 from tests import runs
-from tests.cluster.conftest import ROOT, add_node, cluster_has, until
+from tests.cluster.conftest import add_node, cluster_has, until
 from tests.cluster.test_engines import leftovers
+from tests.swarm.chaos.forked import Forked
 
 GROUPS, GROUP_SIZE = 4, 4
 LOST_AT = 2
@@ -59,19 +55,6 @@ SIZES = (
 )
 
 
-@contextmanager
-def driver(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the run, which is killed in the end."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with Path("driver.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "rollover", *argv], env=environment, stdout=log, stderr=log)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
 def steps_done() -> int:
     file = Path("out/metrics.jsonl")
     return file.read_text().count('"kind": "step"') if file.exists() else 0
@@ -88,11 +71,13 @@ def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
     Path("run.toml").write_text(runs.CONFIG.partition("[engine]")[0] + ENGINE + trainer_and_below())
     nodes = {name: add_node(cluster, {name: 1, "learn": 1}) for name in ("steady", "spot")}
     try:
-        with driver("train", "run.toml", "--run-dir", "out", "--cluster.address", cluster.address, *SIZES) as process:
+        argv = ("train", "run.toml", "--run-dir", "out", "--cluster.address", cluster.address, *SIZES)
+        process = Forked(experiment, "driver", argv)
+        try:
 
             def wait(is_so: Callable[[], bool], what: str) -> None:
-                until(lambda: is_so() or process.poll() is not None, what)
-                assert process.poll() is None, said()
+                until(lambda: is_so() or process.exit_code is not None, what)
+                assert process.exit_code is None, said()
 
             wait(lambda: steps_done() >= LOST_AT, f"{LOST_AT} steps")
             cluster.remove_node(nodes.pop("spot"), allow_graceful=False)
@@ -101,8 +86,8 @@ def test_a_run_survives_lost_nodes_and_a_kill_and_loses_nothing(
             back, steps = len(written(run)), steps_done()
             wait(lambda: steps_done() >= steps + 2, "two steps with both servers")
             wait(lambda: samplers(written(run)[back:]) == BOTH, "samples of both servers")
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
+        finally:
+            process.kill()
         assert "; restarting all 2 ranks from " in said(), "no rank was on the node that went"
         killed, steps = len(written(run)), steps_done() + MORE
         assert cli.main(["train", "--resume", "out", "--steps", str(steps)]) == 0, capsys.readouterr().err

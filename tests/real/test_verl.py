@@ -93,10 +93,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     """What the run wrote, and its folder."""
     folder = tmp_path_factory.mktemp("verl")
     written = folder / "seen.jsonl"
+    own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
     done = subprocess.run(
         [os.environ["VERL_PYTHON"], "-m", "tests.real.verl_run", str(written), *settings(folder), *documented()],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"},
+        env={**os.environ, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ import httpx
 from rollover.types import WasteCause
 from tests import runs
 from tests.speed import within
+from tests.swarm.chaos.forked import Forked
 
 DEADLINE_S = within(240.0)
 ENGINE = [
@@ -29,15 +28,6 @@ ENGINE = [
     *("--engine.stop_timeout_s", "5", "--engine.weight_transfer", "gloo"),
 ]
 
-_PROGRAM = """
-import sys
-from rollover import cli
-from rollover.engine import sampling_check
-sampling_check.MAX_DRAWS = 1
-sys.exit(cli.main(sys.argv[1:]))
-"""
-"""``rollover``, which draws each prompt of the sampling check once, as in the fixture ``experiment``."""
-
 
 class Process(NamedTuple):
     """A process that serves."""
@@ -47,19 +37,13 @@ class Process(NamedTuple):
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def training(folder: Path) -> Iterator[Forked]:
     """A run without an end."""
-    command = [sys.executable, "-c", _PROGRAM, "train", "run.toml", "--run-dir", "out", "--steps", "100000", *ENGINE]
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])
-    with (folder / "out.txt").open("wb") as out:
-        run = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        )
+    run = Forked(folder, "run", ("train", "run.toml", "--run-dir", "out", "--steps", "100000", *ENGINE))
     try:
         yield run
     finally:
         run.kill()
-        run.wait()
 
 
 def servers(run: int) -> dict[str, Process]:
@@ -112,9 +96,8 @@ def test_a_killed_server_comes_back_with_current_weights(experiment: Path) -> No
         def until(done: Callable[[], bool], what: str) -> None:
             give_up_s = time.monotonic() + DEADLINE_S
             while not done():
-                said = (experiment / "out.txt").read_text()
-                assert run.poll() is None, said
-                assert time.monotonic() < give_up_s, f"{what}: {said}"
+                assert run.exit_code is None, run.last_words()
+                assert time.monotonic() < give_up_s, f"{what}: {run.last_words()}"
                 time.sleep(0.2)
 
         until(
@@ -137,10 +120,9 @@ def test_a_killed_server_comes_back_with_current_weights(experiment: Path) -> No
         )
         last = [server.pid for server in servers(run.pid).values()]
         assert len(last) == 2
-        run.send_signal(signal.SIGINT)
-        assert run.wait(DEADLINE_S) == 130, (experiment / "out.txt").read_text()
-        until_dead(last)
-    assert "Traceback" not in (experiment / "out.txt").read_text()
+        run.send(signal.SIGINT)
+        until_dead([run.pid, *last])
+    assert run.exit_code == 130 and "Traceback" not in run.log.read_text(), run.last_words()
     ledger = runs.ledger(experiment / "out")
     assert ledger.tokens.decoded == ledger.tokens.trained + ledger.tokens.live + sum(ledger.tokens.wasted.values())
     assert WasteCause.FAILED not in ledger.tokens.wasted

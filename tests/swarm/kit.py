@@ -6,13 +6,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Effect
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.machine.placing.rule import Crowd
 from rollover.swarm.wire.messages import (
@@ -102,57 +98,6 @@ def assert_crowd_is_current(hub: Coordinator) -> None:
         fresh.put(member.name, member.facts(checked=hub.checks))
     assert (crowd.facts, crowd.free, crowd.by_speed) == (fresh.facts, fresh.free, fresh.by_speed)
     assert crowd.drain_s(1.0) == fresh.drain_s(1.0)
-
-
-class DrivenSwarm(RuleBasedStateMachine):
-    """What holds of every coordinator whose calls are driven to their end, whatever the network does; and an abort, which
-    may come at any time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hub = coordinator()
-        self.now_s = 0.0
-        self.done: dict[str, list[int]] = {}
-        """Tokens by sample, as the driver has them."""
-        self.least: dict[str, int] = {}
-        self.open: dict[str, str] = {}
-        """Sample by open call."""
-        self.finished: set[str] = set()
-        self.num_calls = 0
-
-    def perform(self, effects: list[Effect]) -> None:
-        raise NotImplementedError
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.perform(self.hub.aborted([data.draw(st.sampled_from(sorted(self.open)))]))
-
-    @rule()
-    def publish(self) -> None:
-        self.perform(self.hub.published(head(self.hub.head.version + 1), self.now_s))
-
-    @rule(slow=st.sampled_from("abc"))
-    def move(self, slow: str) -> None:
-        """One member is found to be slow, the others are fast."""
-        for name, member in self.hub.members.items():
-            member.measured(0.01 if name == slow else 1000.0, 1.0)
-            self.hub._assignments.changed(member)
-        self.perform(self.hub.move_calls(self.now_s))
-
-    @invariant()
-    def tokens_are_the_samples_own(self) -> None:
-        for sample, tokens in self.done.items():
-            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
-
-    @invariant()
-    def the_rule_knows_the_members_as_they_are(self) -> None:
-        assert_crowd_is_current(self.hub)
-
-    @invariant()
-    def each_call_is_with_one_member(self) -> None:
-        calls = [call for member in self.hub.members.values() for call in member.calls]
-        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
 
 
 @dataclass

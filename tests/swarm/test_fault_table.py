@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollover import cli
 from tests import runs
 from tests.speed import within
 from tests.swarm.chaos.clocks import set_clocks
@@ -22,7 +23,7 @@ from tests.swarm.chaos.returns import Return
 from tests.swarm.chaos.stage import DEADLINE_S, LEASE_S, Stage
 
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
-STEPS, BOUND = 8, 2
+BOUND = 2
 TWO = {"laptop": 1000.0, "phone": 300.0}
 
 
@@ -31,14 +32,14 @@ def experiment_folder(tiny_model: Path, tmp_path: Path) -> Path:
     return runs.write_experiment(tmp_path, tiny_model).parent
 
 
-def stage_in(folder: Path, *argv: str, steps: int = STEPS, speeds: Mapping[str, float] = TWO, **more: Any) -> Stage:
-    settings = ("--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(BOUND), "--steps", str(steps))
-    return Stage(folder, (*settings, *argv), seed="0", speeds=speeds, with_relay=False, **more)
+def stage_in(folder: Path, *argv: str, speeds: Mapping[str, float] = TWO, **more: Any) -> Stage:
+    """A run that goes on until it is stopped."""
+    settings = ("--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(BOUND), "--steps", "100000")
+    return Stage(folder, (*settings, *argv), seed="0", speeds=speeds, **more)
 
 
-async def finish(stage: Stage, steps: int = STEPS) -> None:
-    await stage.until("the end of the run", lambda: stage.is_over)
-    check_laws(stage.run, steps, BOUND, stage.proxy.record)
+async def finish(stage: Stage) -> None:
+    check_laws(stage.run, await stage.stop(), BOUND, stage.proxy.record)
     check_members(stage.proxy.record)
 
 
@@ -49,8 +50,7 @@ async def until_step(stage: Stage, step: int) -> None:
 async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
     experiment_folder: Path,
 ) -> None:
-    # The phone alone needs longer for so many steps than the laptop is away.
-    async with stage_in(experiment_folder, steps=40).open() as stage:
+    async with stage_in(experiment_folder).open() as stage:
         await until_step(stage, 1)
         await stage.until("a call of the laptop", lambda: any(w.num_calls for w in stage.status().workers))
         stage.spawn(stage.pause("laptop", 2 * LEASE_S))
@@ -63,7 +63,7 @@ async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
         await stage.until(
             back, lambda: any(at_s > paused_s for at_s, who in stage.proxy.record.welcomes if who == "laptop")
         )
-        await finish(stage, 40)
+        await finish(stage)
 
 
 async def test_a_killed_coordinator_loses_and_doubles_no_call_under_way(
@@ -75,9 +75,10 @@ async def test_a_killed_coordinator_loses_and_doubles_no_call_under_way(
         await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
         hellos = len(stage.proxy.record.hellos)
         await stage.kill("coordinator", 0.5)
+        await stage.until(
+            "the return of both", lambda: {member for _, member in stage.proxy.record.hellos[hellos:]} == set(TWO)
+        )
         await finish(stage)
-        again = {member for _, member in stage.proxy.record.hellos[hellos:]}
-        assert again == set(TWO)
 
 
 def test_a_killed_coordinator_and_a_killed_member_are_back_in_time(experiment_folder: Path) -> None:
@@ -87,10 +88,8 @@ def test_a_killed_coordinator_and_a_killed_member_are_back_in_time(experiment_fo
         return stage.toll.returns[-1]
 
     async def scene() -> None:
-        slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
         # Five seconds and two leases of three are for a machine of its own; tests share theirs.
-        argv = ("--engine.lease_s", "10")
-        async with stage_in(experiment_folder, *argv, steps=40, speeds=slow).open() as stage:
+        async with stage_in(experiment_folder, "--engine.lease_s", "10").open() as stage:
             await until_step(stage, 1)
             member = await back(stage, "phone")
             assert (member.name, member.outcome) == ("phone", "back"), member
@@ -111,8 +110,10 @@ async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(
     stage = stage_in(experiment_folder)
     stage.halt("laptop")
     async with stage.open():
+        await until_step(stage, 1)
+        await stage.until("a moved call", lambda: stage.status().counters["moved_calls"] > 0)
+        await until_step(stage, stage.steps_done() + BOUND)
         await finish(stage)
-        assert stage.status().counters["moved_calls"] > 0
         trained = [t for batch in runs.batches(stage.run) for t in batch.trajectories]
         assert {segment.engine for t in trained for segment in t.segments if segment.token_ids} == {"phone"}
 
@@ -120,12 +121,8 @@ async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(
 async def test_a_clock_that_is_set_ends_no_lease_and_spoils_no_measurement(
     experiment_folder: Path,
 ) -> None:
-    steps = 40
-
     # The lease is long enough for the slowest machine, and far shorter than what the clocks are set by.
-    slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that the run outlasts what is done
-    argv = ("--engine.lease_s", "60")
-    async with stage_in(experiment_folder, *argv, steps=steps, speeds=slow, has_own_clock=True).open() as stage:
+    async with stage_in(experiment_folder, "--engine.lease_s", "60", has_own_clock=True).open() as stage:
         log = stage.run / "swarm" / "weights.jsonl"
 
         def read() -> list[dict[str, Any]]:
@@ -137,35 +134,44 @@ async def test_a_clock_that_is_set_ends_no_lease_and_spoils_no_measurement(
             true_s = time.time()
             said = f"a publication {ahead_s:g} s off"
             await stage.until(said, lambda at_s=true_s + ahead_s: any(abs(p["time_s"] - at_s) < 900 for p in read()))
-        await finish(stage, steps)
+        await finish(stage)
         assert stage.status().counters["expired_leases"] == 0
         assert Counter(who for _, who in stage.proxy.record.welcomes) == {name: 1 for name in TWO}
         changes = [record for record in read() if record["record"] == "change"]
         assert changes and all(0 <= c["after_s"] < DEADLINE_S and 0 <= c["prepare_s"] < DEADLINE_S for c in changes)
 
 
-async def test_a_second_coordinator_on_the_same_run_refuses_to_start(experiment_folder: Path) -> None:
-    async with stage_in(experiment_folder, steps=24).open() as stage:
+async def test_a_second_coordinator_is_refused_and_a_revoked_worker_leaves(
+    experiment_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with stage_in(experiment_folder).open() as stage:
         await until_step(stage, 0)
         second = Forked(experiment_folder, "second", ("train", "--resume", str(stage.run)))
         try:
             await stage.until("the end of the second", lambda: second.exit_code is not None)
         finally:
             second.kill()
-        assert second.exit_code == 2
-        assert "in use by" in second.last_words() or "another process" in second.last_words()
-        await finish(stage, 24)
+        assert second.exit_code == 2 and "is in use by pid" in second.last_words()
+        phone = stage.cast.pop("phone")
+        assert cli.main(["workers", str(stage.run), "--revoke", "phone"]) == 0
+        await stage.until("the end of the phone", lambda: phone.exit_code is not None)
+        assert phone.exit_code == 2 and "revoked" in phone.last_words()
+        away = "sent away"
+        await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["phone"] == away)
+        capsys.readouterr()
+        assert cli.main(["workers", str(stage.run)]) == 0 and "sent away" in capsys.readouterr().out
+        await finish(stage)
 
 
 async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(experiment_folder: Path) -> None:
-    async with stage_in(experiment_folder, steps=24).open() as stage:
+    async with stage_in(experiment_folder).open() as stage:
         await stage.until("the phone", lambda: any(who == "phone" for _, who, _ in stage.proxy.record.servings))
         stage.proxy.starved.add("phone")
         log = experiment_folder / "phone.log"
         await stage.until("what the phone says of it", lambda: "no source has blob" in log.read_text())
-        await finish(stage, 24)
-        phone = next(w for w in stage.status().workers if w.name == "phone")
-        assert phone.lag is not None and phone.lag > BOUND
+        too_old = "weights of the phone that are too old for any step"
+        await stage.until(too_old, lambda: {w.name: w.lag or 0 for w in stage.status().workers}["phone"] > BOUND)
+        await finish(stage)
         ages = [row["rollout/starvation_age"] for row in runs.rows(stage.run)]
         assert 1 <= max(ages) <= BOUND, "what the phone has begun is waited for, and is reported while it is"
         assert stage.status().metrics["rollout/starvation_age"] == ages[-1]
@@ -194,7 +200,7 @@ def test_a_full_disk_at_the_coordinator_ends_the_run_without_loss(experiment_fol
 @needs_mounts
 def test_a_full_disk_at_a_worker_leaves_it_with_the_weights_it_has(experiment_folder: Path) -> None:
     async def scene(disk: SmallDisk) -> None:
-        async with stage_in(experiment_folder, steps=12, caches=disk.folder).open() as stage:
+        async with stage_in(experiment_folder, caches=disk.folder).open() as stage:
             await until_step(stage, 0)
             disk.fill()
             log = experiment_folder / "laptop.log"
@@ -202,7 +208,7 @@ def test_a_full_disk_at_a_worker_leaves_it_with_the_weights_it_has(experiment_fo
             disk.clear()
             servings, full_s = stage.proxy.record.servings, time.monotonic()
             await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
-            await finish(stage, 12)
+            await finish(stage)
 
     with small_disk(experiment_folder / "disk", 24) as disk:
         asyncio.run(scene(disk))

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from rollover.clock import SystemClock
 from rollover.engine.base import Chunk
-from rollover.errors import ConfigError, EngineError
+from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
@@ -39,7 +39,6 @@ from rollover.swarm.wire.messages import (
     PROTOCOL,
     SUBPROTOCOL,
     Abort,
-    Beat,
     CallFailed,
     FromWorker,
     Goodbye,
@@ -55,7 +54,7 @@ from rollover.swarm.worker.connection import Refused, open_connection
 from rollover.types import FinishReason
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
-from tests.swarm.kit import LENGTH, VOCAB, ModelWorker, coordinator, head, request, response
+from tests.swarm.kit import VOCAB, ModelWorker, coordinator, head, request
 from tests.swarm.worker_kit import TOKEN
 from tests.virtual_time import VirtualClock
 from tests.virtual_time import run as in_virtual_time
@@ -77,9 +76,7 @@ def run(law: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def swarm(
-    folder: Path, *, valid_names: Callable[[], Container[str]] | None = None, **changes: Any
-) -> AsyncIterator[SwarmEngine]:
+async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
     config = SwarmConfig(**{"listen": "127.0.0.1:0", **changes})
     identity = RunIdentity(run_id="run", run_epoch=1, vocab_size=VOCAB, max_context_tokens=64)
     hub = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=config.mode == "pull", checks=False)
@@ -89,7 +86,6 @@ async def swarm(
         lambda version, source: head(version),
         SystemClock(),
         number_format="float32",
-        valid_names=valid_names,
     )
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
@@ -153,64 +149,12 @@ async def collect(engine: SwarmEngine, name: str, **changes: Any) -> list[Chunk]
     return [chunk async for chunk in engine.generate(request(name, **changes))]
 
 
-def tokens(chunks: list[Chunk]) -> tuple[int, ...]:
-    return tuple(t for chunk in chunks for t in chunk.token_ids)
-
-
-async def test_a_call_is_answered_over_the_wire(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-        call = asyncio.create_task(collect(engine, "g0.0"))
-        await wire.hear()
-        for _ in range(4):
-            await wire.decode("g0.0#0.", LENGTH // 4)
-        chunks = await call
-        assert tokens(chunks) == response("g0.0.")
-        assert {c.engine for c in chunks} == {"a"} and chunks[-1].finish_reason is FinishReason.LENGTH
-        assert engine.stats().decoded_tokens == LENGTH and engine.placement.room() == 4
-
-
-async def test_a_cut_connection_costs_no_token(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as engine:
-        worker = ModelWorker("a")
-        async with joined(engine, worker) as wire:
-            call = asyncio.create_task(collect(engine, "g0.0"))
-            await wire.hear()
-            await wire.decode("g0.0#0.", 10)
-        worker.decode("g0.0#0.", 20)
-        worker.send("g0.0#0.")  # nobody hears it
-        async with joined(engine, worker) as wire:
-            await wire.hear()
-            await wire.decode("g0.0#0.", LENGTH)
-            assert tokens(await call) == response("g0.0.")
-
-
-async def test_an_abort_hands_over_what_was_decoded(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-        call = asyncio.create_task(collect(engine, "g0.0"))
-        await wire.hear()
-        wire.worker.decode("g0.0#0.", 7)
-        abort = asyncio.create_task(engine.abort(["g0.0#0."]))
-        await wire.hear()
-        await wire.decode("g0.0#0.", 0)
-        await abort
-        chunks = await call
-        assert tokens(chunks) == response("g0.0.", 0, 7) and chunks[-1].finish_reason is FinishReason.ABORT
-
-
 async def test_a_worker_that_does_not_answer_an_abort_is_cut_off(tmp_path: Path) -> None:
     async with swarm(tmp_path, abort_timeout_s=0.2) as engine, joined(engine, ModelWorker("a")) as wire:
         call = asyncio.create_task(collect(engine, "g0.0"))
         await wire.hear()
         await engine.abort(["g0.0#0."])
         assert [(c.token_ids, c.finish_reason) for c in await call] == [((), FinishReason.ABORT)]
-
-
-async def test_a_worker_that_is_silent_loses_its_calls(tmp_path: Path) -> None:
-    async with swarm(tmp_path, lease_s=1.0) as engine, joined(engine, ModelWorker("a")) as wire:
-        call = asyncio.create_task(collect(engine, "g0.0"))
-        await wire.hear()
-        with pytest.raises(EngineError, match=r"a has not been heard from for 1 s"):
-            await call
 
 
 @pytest.mark.parametrize(
@@ -304,24 +248,6 @@ async def test_an_invalid_frame_ends_the_connection_with_one_message(
             pass
 
 
-async def test_a_flood_of_frames_arrives_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-        member = engine.coordinator.members["a"]
-        numbers: list[int] = []
-        received = engine.shell.received
-
-        def watch(lease: int, message: FromWorker) -> None:
-            received(lease, message)
-            if isinstance(message, Heartbeat):
-                numbers.append(message.number)
-
-        monkeypatch.setattr(engine.shell, "received", watch)
-        for number in range(1, 1001):
-            await wire.say(structs.replace(IDLE, number=number))
-        await until(lambda: member.last_heartbeat == 1000)
-        assert numbers == [*range(1, 1001)]
-
-
 async def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,21 +271,6 @@ async def test_of_two_connections_with_many_frames_neither_waits_for_the_other(
                 protocol.queue.put_nowait({"type": "websocket.receive", "bytes": frame})
         await until(lambda: len(leases) == 80)
         assert abs(leases[:40].count(first.lease) - 20) <= gateway_module._FRAMES_PER_TURN
-
-
-async def test_what_is_sent_comes_in_order_and_before_the_end(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-        lease = wire.worker.lease
-        for number in range(1, 51):
-            engine.shell.connections.send(lease, Beat(number=number, head=head(0)))
-        got = [decode_down(await wire.socket.recv()).message for _ in range(50)]
-        assert [beat.number for beat in got if isinstance(beat, Beat)] == [*range(1, 51)]
-        engine.shell.connections.send(lease, Beat(number=51, head=head(0)))
-        engine.shell.connections.close(lease)
-        last = decode_down(await wire.socket.recv()).message
-        assert isinstance(last, Beat) and last.number == 51, "what was sent before the end comes"
-        with pytest.raises(websockets.ConnectionClosed):
-            await wire.socket.recv()
 
 
 async def test_blobs_are_served_in_parts_to_members_alone(tmp_path: Path) -> None:
@@ -401,52 +312,6 @@ async def test_a_connection_without_a_request_is_closed_in_time(
         assert nothing == part == b"" and refused.startswith(b"HTTP/1.1 4")
         assert then_part.count(b"HTTP/1.1 200") == 1 and then_part.endswith(CONTENT)
         assert engine.coordinator.members["a"].is_connected, "a session is a request"
-
-
-async def test_a_token_of_a_version_that_was_not_confirmed_ends_the_membership(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as engine, joined(engine, ModelWorker("a")) as wire:
-        told: list[str] = []
-        engine.placement.on_distrust(told.append)
-        call = asyncio.create_task(collect(engine, "g0.0"))
-        await wire.hear()
-        await wire.decode("g0.0#0.", 10)
-        engine.coordinator.published(head(1), 0.0)  # it is told of a version, and claims it before it has it
-        wire.worker.decode("g0.0#0.", 10)
-        for piece in wire.worker.send("g0.0#0."):
-            await wire.say(structs.replace(piece, version=1, kv_version=1))
-        bye = await wire.hear()
-        while not isinstance(bye, Goodbye):
-            bye = await wire.hear()
-        assert bye.is_final
-        assert "it sent tokens of version 1, which it has not confirmed to serve" in bye.reason
-        with pytest.raises(EngineError, match="a is no longer trusted"):
-            await call
-        assert told == ["a"] and engine.stats().decoded_tokens == 10, "it hands on none of them"
-        async with dial(engine, "a") as socket:
-            await socket.send(encode(0, wire.worker.hello()))
-            again = decode_down(await socket.recv()).message
-            assert isinstance(again, Goodbye) and again.is_final
-
-
-async def test_a_revoked_token_ends_the_membership_but_keeps_the_tokens(tmp_path: Path) -> None:
-    valid = {"a"}
-    async with swarm(tmp_path, valid_names=lambda: valid, lease_s=600.0) as engine:
-        told: list[str] = []
-        engine.placement.on_distrust(told.append)
-        async with joined(engine, ModelWorker("a")) as wire:
-            call = asyncio.create_task(collect(engine, "g0.0"))
-            await wire.hear()
-            before_s = asyncio.get_running_loop().time()
-            valid.clear()
-            bye = await wire.hear()
-            assert asyncio.get_running_loop().time() - before_s < within(5.0)
-            assert isinstance(bye, Goodbye) and bye.is_final and bye.reason == "the token of 'a' was revoked"
-            with pytest.raises(EngineError, match="was revoked"):
-                await call
-        assert not told
-        valid.add("a")  # a new token
-        async with joined(engine, ModelWorker("a")):
-            pass
 
 
 def test_the_valid_tokens_are_read_once_for_all_members() -> None:

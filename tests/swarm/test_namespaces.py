@@ -74,6 +74,10 @@ class Laptop:
         return {**os.environ, "HOME": str(self.home), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "no_proxy": "*"}
 
     def run(self, line: str) -> str:
+        if line.startswith("rollover "):  # none of these uses the network
+            command = runs.Processes(self.home).run(*shlex.split(line)[1:])
+            assert command.code == 0, f"{line}\n{command.err}"
+            return command.out
         done = subprocess.run(
             self.command(line),
             cwd=self.home,

@@ -10,20 +10,21 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from rollover.swarm.coordinator.machine.effects import Close, Deliver, Effect, Fail, Send
-from rollover.swarm.wire.messages import Goodbye, Welcome
+from rollover.swarm.wire.messages import Adopt, Assign, Goodbye, HeldCall, Welcome
 from rollover.types import FinishReason
 from tests.speed import within
 from tests.swarm.held_worker import HeldWorker
-from tests.swarm.kit import LENGTH, DrivenSwarm, coordinator, head, plain, request
+from tests.swarm.kit import LENGTH, assert_crowd_is_current, coordinator, head, plain, request, response
 
 NUM_ROUNDS = 60
 """Heartbeats without a cut in which everything must have come to its end."""
 
 
-class CutSwarm(DrivenSwarm):
+class CutSwarm(RuleBasedStateMachine):
     """Samples are driven to their end over connections that are cut at any time, with what is under way.
 
     Tokens are written down now and then; a coordinator that starts again knows only those.
@@ -33,6 +34,17 @@ class CutSwarm(DrivenSwarm):
 
     def __init__(self) -> None:
         super().__init__()
+        self.hub = coordinator()
+        self.now_s = 0.0
+        self.done: dict[str, list[int]] = {}
+        """Tokens by sample, as the driver has them."""
+        self.least: dict[str, int] = {}
+        self.open: dict[str, str] = {}
+        """Sample by open call."""
+        self.finished: set[str] = set()
+        self.num_calls = 0
+        self.given: dict[str, set[str]] = {name: set() for name in "ab"}
+        """Samples that each worker was assigned."""
         self.workers = {name: HeldWorker(name) for name in "ab"}
         self.up: dict[str, list[tuple[int, Any]]] = {name: [] for name in "ab"}
         self.down: dict[str, list[tuple[int, Any]]] = {name: [] for name in "ab"}
@@ -60,6 +72,10 @@ class CutSwarm(DrivenSwarm):
                     assert not isinstance(message, Goodbye) or "has not been heard from" in message.reason
                     for worker in self.workers.values():
                         if worker.lease == lease and worker.name in self.connected:
+                            if isinstance(message, Assign):
+                                self.given[worker.name].add(self.open[message.call_id])
+                            if isinstance(message, Adopt):
+                                assert self.open[message.call_id] in self.given[worker.name]
                             self.down[worker.name].append((lease, message))
                 case Close(lease):
                     for worker in self.workers.values():
@@ -104,12 +120,24 @@ class CutSwarm(DrivenSwarm):
         else:
             self.connect(name, anew=what == "anew")
 
-    def connect(self, name: str, anew: bool) -> None:
+    @rule(name=names, other=names, number=st.integers(0, 3))
+    def connect_as_a_liar(self, name: str, other: str, number: int) -> None:
+        """A worker says that it holds a call of a sample, whose name it guesses or has heard from another worker."""
+        heard = {stream.assign.sample_key for stream in self.workers[other].held} if other != name else set()
+        claims = [f"g{number}.0.", *sorted(heard)]
+        lies = [
+            HeldCall(call_id=f"guess {i}", sample_key=key, start=0, end=LENGTH, is_running=True)
+            for i, key in enumerate(claims)
+        ]
+        self.connect(name, anew=False, lies=tuple(lies))
+
+    def connect(self, name: str, anew: bool, lies: tuple[HeldCall, ...] = ()) -> None:
         if anew:
             self.workers[name] = HeldWorker(name)
         worker = self.workers[name]
         worker.now_s = self.now_s
-        effects = self.hub.connected(name, worker.hello(), self.now_s)
+        hello = worker.hello()
+        effects = self.hub.connected(name, structs.replace(hello, held=hello.held + lies), self.now_s)
         (welcome,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Welcome)]
         self.cut(name)
         self.connected.add(name)
@@ -192,6 +220,32 @@ class CutSwarm(DrivenSwarm):
         self.perform(self.hub.opened(call))
 
     @precondition(lambda self: self.open)
+    @rule(data=st.data(), is_asked_again=st.booleans())
+    def abort(self, data: st.DataObject, is_asked_again: bool) -> None:
+        """A call is stopped. Its worker may get its sample again at once."""
+        call_id = data.draw(st.sampled_from(sorted(self.open)))
+        sample = self.open[call_id]
+        self.perform(self.hub.aborted([call_id]))
+        if is_asked_again:
+            for name in "ab":
+                self.deliver(name)
+                self.decode(name, 1)
+                self.deliver(name)
+            self.start(int(sample[1:-2]))
+
+    @rule()
+    def publish(self) -> None:
+        self.perform(self.hub.published(head(self.hub.head.version + 1), self.now_s))
+
+    @rule(slow=names)
+    def move(self, slow: str) -> None:
+        """One member is found to be slow, the others are fast."""
+        for name, member in self.hub.members.items():
+            member.measured(0.01 if name == slow else 1000.0, 1.0)
+            self.hub._assignments.changed(member)
+        self.perform(self.hub.move_calls(self.now_s))
+
+    @precondition(lambda self: self.open)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         self.perform(self.hub.cut([data.draw(st.sampled_from(sorted(self.open)))]))
@@ -219,6 +273,32 @@ class CutSwarm(DrivenSwarm):
                 self.finished.discard(sample)
 
     # -- laws -----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def tokens_are_the_samples_own(self) -> None:
+        for sample, tokens in self.done.items():
+            assert tuple(tokens) == response(f"{sample}.", 0, len(tokens))
+
+    @invariant()
+    def the_rule_knows_the_members_as_they_are(self) -> None:
+        assert_crowd_is_current(self.hub)
+
+    @invariant()
+    def each_call_is_with_one_member(self) -> None:
+        calls = [call for member in self.hub.members.values() for call in member.calls]
+        assert len(calls) == len(set(calls)) and {*calls} <= {*self.open}
+
+    @invariant()
+    def offers_are_known_by_sample_and_by_member(self) -> None:
+        offers = sorted((name, held.call_id) for each in self.hub._offers._offers.values() for name, held in each)
+        assert offers == sorted((m.name, call_id) for m in self.hub.members.values() for call_id in m.held)
+
+    @invariant()
+    def nobody_is_given_more_than_there_is_room_for(self) -> None:
+        """Calls that a member held already come on top: nobody decodes those again."""
+        for member in self.hub.members.values():
+            given = [call_id for call_id, call in self.hub.calls_of(member) if not call.held_as]
+            assert member.ready is None or len(given) + len(member.reserved) <= member.ready.max_running
 
     @invariant()
     def what_a_worker_was_told_to_let_go_is_written_down(self) -> None:

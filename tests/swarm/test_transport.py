@@ -25,7 +25,6 @@ from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
-    MAX_FRAME_BYTES,
     PROTOCOL,
     Abort,
     CallFailed,
@@ -35,7 +34,6 @@ from rollover.swarm.wire.messages import (
     Hello,
     Leaving,
     NotServing,
-    ProtocolError,
     Ready,
     Welcome,
     encode,
@@ -190,17 +188,6 @@ class TestTransport:
 
         self.run(law)
 
-    def test_another_protocol_is_refused_for_good(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rollover.swarm.worker.connection.SUBPROTOCOL", "rollover.swarm.v0")
-
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            with pytest.raises(Refused, match=r"does not speak this worker's protocol.*v0.*install the same version"):
-                async with place.dial(self.token()) as connection:
-                    await greeted(connection)
-            assert sessions.names == [] and sessions.refusals == ["protocol"]
-
-        self.run(law)
-
     def test_messages_come_once_and_in_order_both_ways(self) -> None:
         random = Random(3)
         sizes = [random.choice((0, 10, 1000, 70_000)) for _ in range(300)] + [3 * 2**20] * 2
@@ -271,39 +258,6 @@ class TestTransport:
 
         self.run(law)
 
-    @pytest.mark.parametrize(
-        "frame",
-        [b"", b"\x00\xc1", b"\x01nonsense", encode(0, head(1)), b"\x00" + b"\x91" * 100_000],
-        ids=["empty", "msgpack", "zstd", "downwards", "deep"],
-    )
-    def test_an_invalid_frame_ends_the_connection_with_one_message(self, frame: bytes) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token("b")) as connection:
-                await connection._send_frame(frame)
-                with pytest.raises(Disconnected, match=r"a frame (begins with nothing|of .* cannot be read)"):
-                    await connection.receive()
-                with pytest.raises(Disconnected):
-                    await connection.receive()
-            async with place.dial(self.token("c")) as connection:
-                await greeted(connection)
-            assert sessions.names == ["c"] and sessions.refusals == ["frame"]
-
-        self.run(law)
-
-    def test_a_frame_beyond_the_limit_ends_the_connection(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token()) as connection:
-                await greeted(connection)
-                with pytest.raises(ProtocolError, match="above the protocol's"):
-                    await connection.send(CallFailed(call_id="a", reason="x" * MAX_FRAME_BYTES))
-                with pytest.raises(Disconnected):
-                    await connection._send_frame(b"\x00" + Random(0).randbytes(MAX_FRAME_BYTES))
-                    await connection._receive_frame()
-                await sessions.until(lambda: sessions.gone == [1])
-                assert sessions.messages[1] == [HELLO]
-
-        self.run(law)
-
     def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.HELLO_TIMEOUT_S", 0.2)
 
@@ -348,22 +302,6 @@ class TestTransport:
                         await asyncio.sleep(0.01)
                     assert (members["victim"].lease, members["victim"].last_error) == (leases[0], "")
                     assert not members["victim"].distrust and counters.fenced == 5
-                await engine.close()
-
-        asyncio.run(main())
-
-    def test_a_second_connection_of_a_name_ends_the_first(self) -> None:
-        async def main() -> None:
-            engine, token = swarm_engine(), self.token()
-            async with asyncio.timeout(DEADLINE_S), self.place(engine.shell, self.credentials) as place:
-                async with place.dial(token) as first, place.dial(token) as second:
-                    assert (await greeted(first)).lease == 1
-                    assert (await greeted(second)).lease == 2
-                    with pytest.raises(Refused, match="'laptop'"):
-                        await first.receive()
-                    await second.send(Leaving(reason="done"))
-                    with pytest.raises(Disconnected, match="laptop has left: done"):
-                        await second.receive()
                 await engine.close()
 
         asyncio.run(main())

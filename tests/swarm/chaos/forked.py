@@ -70,14 +70,18 @@ class Forked:
         self._process.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
     def exit_code(self) -> int | None:
         """As ``Popen`` has it: minus the signal, for a process that was killed; ``None`` while it runs."""
         return self._process.exitcode
 
     def send(self, number: int) -> None:
-        if self.exit_code is None and self._process.pid is not None:
+        if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

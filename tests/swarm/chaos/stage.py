@@ -16,7 +16,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Stage:
         seed: of the lots that the network draws.
         run: the run directory.
         caches: the folder of the members' caches.
+        late: members that are not started with the others.
         with_relay: blobs go through nginx.
         disks: those of the coordinator and of the members, where they are to be filled.
         has_own_clock: wall clocks are what ``set_clocks`` makes them.
@@ -80,14 +81,15 @@ class Stage:
         *,
         seed: str,
         speeds: Mapping[str, float] = SPEEDS,
+        late: Collection[str] = (),
         run: Path | None = None,
         caches: Path | None = None,
-        with_relay: bool = True,
+        with_relay: bool = False,
         disks: Mapping[str, SmallDisk] | None = None,
         has_own_clock: bool = False,
     ) -> None:
         self.folder, self.speeds, self.run = folder, speeds, run or folder / "out"
-        self._caches = caches or folder
+        self._late, self._caches = late, caches or folder
         self._with_relay, self._disks = with_relay, disks or {}
         self._argv, self._has_own_clock = tuple(argv), has_own_clock
         self.port = free_port()
@@ -144,7 +146,8 @@ class Stage:
         for name in self.speeds:
             (self.folder / f"{name}.token").write_text(credentials.add(name, key).text)
             (self.folder / f"{name}.token").chmod(0o600)
-            self.start(name)
+            if name not in self._late:
+                self.start(name)
 
     # -- the cast -----------------------------------------------------------------------------------------------
 
@@ -278,6 +281,19 @@ class Stage:
         """All blows have passed, and every process is back or given up."""
         is_quiet = not (self._paused or self._away or self._full or self._num_returning)
         return is_quiet and time.monotonic() >= self._frozen_until_s and all(map(self.is_up, self.cast))
+
+    async def stop(self) -> int:
+        """Stop the run with Ctrl-C, after two more steps. Returns how many it has then taken."""
+        last = self.steps_done() + 2
+        await self.until(f"{last} steps", lambda: self.steps_done() >= last)
+        coordinator = self.cast.pop("coordinator")
+        coordinator.send(signal.SIGINT)
+        try:
+            await self.until("the end of the run", lambda: coordinator.exit_code is not None)
+            assert coordinator.exit_code == 128 + signal.SIGINT, coordinator.last_words()
+        finally:
+            coordinator.kill()
+        return self.steps_done()
 
     @property
     def is_over(self) -> bool:

@@ -102,7 +102,7 @@ def _grouped(keys: _Keys, *, bias: bool = False, out_bias: bool = False, normed:
     kv_heads = keys.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"{keys.file}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-    head = keys.count("head_dim", max(1, hidden // heads))
+    head = keys.count("head_dim", 128 if keys.config["model_type"] == "qwen3" else max(1, hidden // heads))
     query, kv = heads * head, 2 * kv_heads * head
     parameters = hidden * (query + kv) + query * hidden
     parameters += bias * (query + kv) + out_bias * hidden + normed * 2 * head
@@ -175,15 +175,16 @@ def _experts(keys: _Keys, family: str) -> tuple[int, int, int, int]:
     if family == "mixtral":
         return keys.count("num_local_experts"), keys.count("intermediate_size"), 0, 0
     width = keys.count("moe_intermediate_size")
+    number = "num_local_experts" if keys.config.get("num_experts") is None else "num_experts"
     if family == "qwen2_moe":
         return (
-            keys.count("num_experts"),
+            keys.count(number),
             width,
             keys.count("shared_expert_intermediate_size"),
             keys.count("hidden_size"),
         )
     if family == "qwen3_moe":
-        return keys.count("num_experts"), width, 0, 0
+        return keys.count(number), width, 0, 0
     return keys.count("n_routed_experts"), width, keys.number("n_shared_experts") * width, 0
 
 

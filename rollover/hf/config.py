@@ -11,9 +11,6 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 """Models that the embedded engine runs: the class in transformers by ``model_type``, which is what transformers goes
 by. The trainer takes any decoder that it proves (``trainer.proof``)."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys by which configs of several families name the number of experts."""
-
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads"),
@@ -53,8 +50,6 @@ def read_model_config(folder: Path, *, weights: bool = True) -> dict[str, Any]:
         raise ModelError(f"{path} is not a model config: it has no 'model_type'")
     if not isinstance(layer_types, list | tuple):
         raise ModelError(f"{path}: layer_types must be a list, got {layer_types!r}")
-    if experts := next((key for key in _EXPERTS if config.get(key)), None):
-        raise ModelError(f"{path}: {experts} = {config[experts]}: mixtures of experts cannot be trained yet")
     if config.get("quantization_config"):
         raise ModelError(f"{path}: quantized weights cannot be trained; give the unquantized model")
     if weights and not any(folder.glob("*.safetensors")):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.packing import PackedRow
@@ -87,9 +87,9 @@ class _Given(nn.Module):
 
     def __init__(self, hidden_TD: Tensor) -> None:
         super().__init__()
-        self._output = BaseModelOutputWithPast(last_hidden_state=hidden_TD[None])
+        self._output = MoeModelOutputWithPast(last_hidden_state=hidden_TD[None])
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
         return self._output
 
 

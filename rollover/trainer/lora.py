@@ -26,6 +26,7 @@ from rollover.hf.weights import number_format
 from rollover.trainer.checkpoint import DamagedCheckpoint, read_state, write_state
 from rollover.trainer.checks import check_targets
 from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.models import load_policy, save_weights
 from rollover.trainer.shares import publish_share
 from rollover.trainer.world import ALONE
@@ -92,7 +93,7 @@ class LoraPolicy:
         if self._publishes_adapters:
             AdapterSource(0, merged.adapters).write(folder)
             return
-        publish_share(ALONE, merged, merged.base, folder)
+        publish_share(ALONE, merged, folder)
 
     def write(self, folder: Path, *, companions: Companions) -> None:
         """Write the adapters in peft's format, and the tokenizer's files beside them."""
@@ -177,8 +178,12 @@ def with_adapters(model: Any, settings: PeftConfig, *, seed: int) -> Any:
 
 
 def merged_weights(model: nn.Module) -> MergedWeights:
-    """Return the weights of a model by the names that it has without adapters, and the adapters beside them."""
-    frozen = {name: p.detach() for name, p in model.named_parameters() if "lora_" not in name}
+    """Return the weights of a model by their names on the hub, and the adapters beside them."""
+    frozen = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in named_tensors(model).items()
+        if "lora_" not in name
+    }
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
     adapters = {
         f"{name}.weight": LowRank(
@@ -188,7 +193,7 @@ def merged_weights(model: nn.Module) -> MergedWeights:
         )
         for name, layer in layers.items()
     }
-    return MergedWeights({name.replace(".base_layer.", "."): tensor for name, tensor in frozen.items()}, adapters)
+    return MergedWeights(hub_weights(model, frozen), adapters)
 
 
 def named_adapters(model: nn.Module) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
+from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.proof import prove
 
 
@@ -78,10 +79,6 @@ def load_policy(
         raise ModelError(
             f"model folder {str(folder)!r}: weights do not fit config.json: {kind.replace('_', ' ')}: {names[0]}"
         )
-    if buffers := sorted(
-        set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    ):
-        raise ModelError(f"model folder {str(folder)!r}: {buffers[0]} is no parameter, so it would not be published")
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # as in the weights, which override the config
     if gradient_checkpointing:
@@ -106,8 +103,9 @@ def recompute_layers(model: Any) -> None:
 
 
 def named_weights(model: Any) -> Mapping[str, Tensor]:
-    """Return the parameters by their Hugging Face names, as views without gradient; a tied matrix appears once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return the weights and their buffers by their names on the hub, as views without gradient if they have the same
+    name in the model; a tied matrix appears once."""
+    return hub_weights(model, named_tensors(model))
 
 
 def save_model(model: Any, folder: Path, *, companions: Companions) -> None:

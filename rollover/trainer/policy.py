@@ -106,7 +106,7 @@ class FullPolicy:
         save_model(self.model, folder, companions=companions)
 
     def publish_share(self, folder: Path) -> None:
-        publish_share(ALONE, self.weights(), self.weights(), folder)
+        publish_share(ALONE, self.weights(), folder)
 
     def write_state(self, folder: Path, optimizer: AdamW) -> None:
         write_state(folder, self.model, optimizer)

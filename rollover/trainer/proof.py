@@ -101,11 +101,25 @@ def _small(config: Any) -> Any:
     for key in ("sliding_window", "attention_chunk_size"):
         if getattr(small, key, None):
             setattr(small, key, _WINDOW)
+    _shrink_experts(small)
     small.vocab_size = _VOCABULARY
     small.initializer_range = 0.1
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(small, key, None)
     return small
+
+
+def _shrink_experts(small: Any) -> None:
+    """Leave few and narrow experts, of which tokens choose as many as before, in all layers but the first at most."""
+    fewest = max(16, 2 * (getattr(small, "n_group", None) or 0), 2 * (getattr(small, "num_experts_per_tok", None) or 0))
+    most = {
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), fewest),
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    }
+    for key, value in most.items():
+        if isinstance(getattr(small, key, None), int):
+            setattr(small, key, min(value, getattr(small, key)))
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:

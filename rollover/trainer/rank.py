@@ -36,11 +36,12 @@ from rollover.trainer.checkpoint import sum_of_file
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import LOGITS, Done, Failed, NetworkMeeting, RankTask
 from rollover.trainer.rank_process import PROGRESS
-from rollover.trainer.sending import RankSender, specs_of
+from rollover.trainer.sending import RankSender
 from rollover.trainer.setup import SFTSetup, TrainingSetup
 from rollover.trainer.sft import SFTTrainer
 from rollover.trainer.shares import part_name
 from rollover.trainer.world import PeerLost, World, is_of_collective
+from rollover.weights.base import specs_of
 
 _PARENT_CHECK_S = 1.0
 

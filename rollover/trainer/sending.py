@@ -9,7 +9,7 @@ is an answer like any other, and the ranks keep running.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from rollover.errors import EngineError, EngineTimeout
 from rollover.trainer.world import World
-from rollover.weights.base import TensorSpec
 from rollover.weights.buckets import Bucket, cast
 from rollover.weights.groups import GroupPlan, open_group
 from rollover.weights.sending import BucketQueue, SendReport, gathered
@@ -107,12 +106,3 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _failed(error: EngineError) -> SendFailed:
     return SendFailed(message=str(error), is_late=isinstance(error, EngineTimeout))
-
-
-def specs_of(weights: Mapping[str, Tensor]) -> Sequence[TensorSpec]:
-    """Return the specs of these tensors without making any of them, even if adapters are merged."""
-    plain = getattr(weights, "base", weights)
-    return [
-        TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in plain.items()
-    ]

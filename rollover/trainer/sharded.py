@@ -97,7 +97,7 @@ class ShardedPolicy:
         read_moments(self._world, folder, self.model.hf, optimizer)
 
     def publish_share(self, folder: Path) -> None:
-        publish_share(self._world, self.weights(), self.weights(), folder)
+        publish_share(self._world, self.weights(), folder)
 
 
 def _precision(config: StepConfig) -> MixedPrecisionPolicy:

@@ -95,7 +95,7 @@ class ShardedLoraPolicy:
         if self._publishes_adapters:
             self._publish_adapters(merged.adapters, folder)
             return
-        publish_share(self._world, merged, merged.base, folder)
+        publish_share(self._world, merged, folder)
 
     def _publish_adapters(self, adapters: Mapping[str, LowRank], folder: Path) -> None:
         """Gather the adapters on the first rank, which writes them."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from rollover.hf.weights import INDEX_FILE, read_weight_infos, weight_files
 from rollover.trainer.balancing import by_longest_first
 from rollover.trainer.world import World
+from rollover.weights.base import unmade
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
@@ -34,7 +35,7 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 def owners_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, int]:
     """Return which rank owns each of the tensors."""
-    return owners({name: tensor.numel() for name, tensor in tensors.items()}, world.size)
+    return owners({name: tensor.numel() for name, tensor in unmade(tensors).items()}, world.size)
 
 
 def part_name(stem: str, rank: int, num_ranks: int) -> str:
@@ -73,14 +74,10 @@ def own_tensors(world: World, tensors: Mapping[str, Tensor], owned_by: Mapping[s
     return own
 
 
-def publish_share(world: World, weights: Mapping[str, Tensor], sized_as: Mapping[str, Tensor], folder: Path) -> None:
-    """Write this rank's part of a model folder.
-
-    Args:
-        sized_as: tensors with the same names and sizes, for ``weights`` whose tensors are made on demand.
-    """
+def publish_share(world: World, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write this rank's part of a model folder."""
     path = folder / part_name("model", world.rank, world.size)
-    write_share(world, weights, path, owners_of(sized_as, world))
+    write_share(world, weights, path, owners_of(weights, world))
 
 
 def write_index(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollover.errors import ModelError, parse_json
 from rollover.types import AdapterShape
-from rollover.weights.base import Manifest, TensorSpec, WeightSource
+from rollover.weights.base import Manifest, WeightSource, specs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,13 +80,7 @@ class AdapterWeights:
 
     @cached_property
     def manifest(self) -> Manifest:
-        return Manifest(
-            version=self.version,
-            tensors=tuple(
-                TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-                for name, t in self.weights.base.items()
-            ),
-        )
+        return Manifest(version=self.version, tensors=specs_of(self.weights))
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.weights[name]) for name in (self.weights if names is None else names))
@@ -113,11 +107,7 @@ class AdapterSource:
             for name, adapter in adapters.items()
             for part, tensor in (("A", adapter.a_RI), ("B", adapter.b_OR))
         }
-        specs = (
-            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-            for name, t in self._tensors.items()
-        )
-        self.manifest = Manifest(version=version, base_version=base_version, tensors=tuple(specs))
+        self.manifest = Manifest(version=version, base_version=base_version, tensors=specs_of(self._tensors))
 
     @classmethod
     def read(cls, version: int, folder: Path) -> AdapterSource:

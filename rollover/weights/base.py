@@ -11,7 +11,7 @@ A ``WeightTarget`` keeps these laws (``tests/engine/contract.py`` proves them fo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -41,6 +41,21 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Return the size of the tensor. Raises ``KeyError`` for a number format that weights do not have."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def unmade(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors of the same names, shapes and number formats, without making those that are made on demand."""
+    while (base := getattr(weights, "base", None)) is not None:
+        weights = base
+    return weights
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Return the specs of these tensors without making any of them."""
+    return tuple(
+        TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in unmade(weights).items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollover.errors import ModelError
 from rollover.hf.weights import read_weight_infos
-from rollover.weights.base import Manifest, TensorSpec
+from rollover.weights.base import Manifest, TensorSpec, specs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,13 +26,7 @@ class MemoryWeights:
     def __init__(self, version: int, tensors: Mapping[str, Tensor], *, folder: Path | None = None) -> None:
         self._tensors = tensors
         self.folder = folder
-        self.manifest = Manifest(
-            version=version,
-            tensors=tuple(
-                TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-                for name, t in tensors.items()
-            ),
-        )
+        self.manifest = Manifest(version=version, tensors=specs_of(tensors))
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         return ((name, self._tensors[name]) for name in (self._tensors if names is None else names))

@@ -42,6 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3 without a head's width": {"model_type": "qwen3"},
+    "qwen3 experts without a head's width": {"model_type": "qwen3_moe", **EXPERTS},
     "mixtral": {
         "model_type": "mixtral",
         "num_local_experts": 4,
@@ -80,6 +82,15 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
     assert shape.active_parameters == shape.parameters - shape.expert_parameters + visited
     tied = keys.get("tie_word_embeddings", False)
     assert shape.embedding_parameters == (0 if tied else 128 * 64)
+
+
+def test_a_config_that_transformers_has_written_is_the_same_model() -> None:
+    from transformers import AutoConfig
+
+    keys = SMALL | SHAPES["qwen3 experts"]
+    again = AutoConfig.for_model(**keys).to_dict()
+    assert "num_experts" not in again
+    assert model.parse(again, name="again") == model.parse(keys, name="again")
 
 
 def test_a_published_model_by_hand() -> None:

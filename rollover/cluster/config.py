@@ -66,8 +66,6 @@ class ClusterConfig:
     placement_timeout_s: float = 60.0
     """Maximum wait for the cluster to answer, for room on nodes that others are using, and for a node to replace a lost
     one. A run that needs more than the nodes have when it begins is refused at once."""
-    engine_lease_s: float = 600.0
-    """Seconds for which engine servers stay after the run's process has died, if no resumed run takes them over."""
 
     @property
     def num_engines(self) -> int:
@@ -85,8 +83,7 @@ class ClusterConfig:
             raise ValueError(f"cluster.address must be 'auto' or HOST:PORT, got {self.address!r}")
         if isinstance(self.engines, int) and self.engines < 0:
             raise ValueError(f"cluster.engines must be at least 0, got {self.engines}")
-        for key in ("placement_timeout_s", "engine_lease_s"):
-            if getattr(self, key) <= 0:
-                raise ValueError(f"cluster.{key} must be above 0, got {getattr(self, key)}")
+        if self.placement_timeout_s <= 0:
+            raise ValueError(f"cluster.placement_timeout_s must be above 0, got {self.placement_timeout_s}")
         _check_resources("cluster.trainer_resources", self.trainer_resources)
         _check_resources("cluster.engine_resources", self.engine_resources)

@@ -16,7 +16,7 @@ from rollover.cluster.config import ClusterConfig
 from rollover.errors import ConfigError, require
 
 NAMESPACE = "rollover"
-"""Ray namespace in which the names of detached actors are looked up."""
+"""Ray namespace of the names of actors."""
 
 _names: set[str] = set()
 """Addresses under which configs have named the cluster that this process is connected to: "127.0.0.1:6379", which Ray

@@ -1,9 +1,7 @@
-"""An engine server's keeper on its node: starts the server's process there, watches it, and ends with its lease.
+"""An engine server's keeper on its node: starts the server's process there and watches it.
 
-It is a detached actor, so that a run whose driver was killed can find its servers again. While a driver is there it
-looks at the actor every few seconds, which renews the lease; when there is no look for the length of the lease, the
-server is stopped and its place on the node given back. The server ends with the actor's process, however that ends.
-Where the node lacks the model's folder, the keeper has a copy of it for the server.
+Ray ends the actor with the process of the run, and the server ends with the actor's process, however that ends. If the
+node lacks the model's folder, the keeper has a copy of it for the server.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,52 +25,36 @@ from rollover.trainer.staging import clear_left_behind, held_folder
 
 _MAX_LOG_BYTES = 1 << 18
 """Maximum number of bytes of the server's log in one answer."""
-_LEASES_CHECKED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """A server as its keeper sees it.
 
-    Example: ``Look(fingerprint="", url="", key="", exited=False, story="", log=b"")`` before anything was started.
+    Example: ``Look(exited=False, story="", log=b"")`` before anything was started.
     """
 
-    fingerprint: str
-    """Fingerprint of the started server; empty if none was started."""
-    url: str
-    key: str
-    """The API key that it was started with."""
     exited: bool
     story: str
     """The end of its log, for a message."""
     log: bytes
     """Its log from the caller's position on, or a part of it."""
 
-    def __repr__(self) -> str:
-        return f"Look(url={self.url!r}, exited={self.exited})"  # the key is not for logs
-
 
 class EngineKeeper:
     """Keeps one server, in a worker process of Ray on the node where it has its place.
-
-    Args:
-        lease_s: time without a look at it after which it ends.
 
     Example: ``await keeper.where()`` is ``("5f1c", "10.0.0.5")`` and ``await keeper.port()`` is 41237; after ``await
     keeper.launch([...], env, ...)`` the server comes up there.
     """
 
-    def __init__(self, *, lease_s: float, stop_timeout_s: float) -> None:
-        self._lease_s = lease_s
+    def __init__(self, *, stop_timeout_s: float) -> None:
         self._config = ServerConfig(launch=True, stop_timeout_s=stop_timeout_s)
         root = Path(tempfile.gettempdir())
         clear_left_behind(root)
         self._folder, self._lock = held_folder(root)
         self._log = self._folder / "server.log"
         self._process: ServerProcess | None = None
-        self._launched = ("", "", "")
-        self._looked_s = time.monotonic()
-        threading.Thread(target=self._end_with_lease, daemon=True).start()
 
     async def where(self) -> tuple[str, str]:
         """Return the node's id, and its address within the cluster."""
@@ -88,9 +68,7 @@ class EngineKeeper:
 
         return free_port(ray.util.get_node_ip_address())
 
-    async def launch(
-        self, command: Sequence[str], env: Mapping[str, str], *, url: str, key: str, fingerprint: str, python: str
-    ) -> None:
+    async def launch(self, command: Sequence[str], env: Mapping[str, str], *, python: str) -> None:
         """Start the server. Whether it comes up is for others to see.
 
         Args:
@@ -99,13 +77,10 @@ class EngineKeeper:
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         self._process = ServerProcess(command, env=env, log=self._log, ready=_at_once, config=self._config)
-        self._launched = (fingerprint, url, key)
         await self._process.start()
 
     async def look(self, log_from: int) -> Look:
-        """Say how the server is, and renew the lease."""
-        self._looked_s = time.monotonic()
-        fingerprint, url, key = self._launched
+        """Return how the server is."""
         process = self._process
         exited = process is not None and process.exited
         log = b""
@@ -113,7 +88,7 @@ class EngineKeeper:
             file.seek(log_from)
             log = file.read(_MAX_LOG_BYTES)
         story = process.story() if process is not None and exited else ""
-        return Look(fingerprint=fingerprint, url=url, key=key, exited=exited, story=story, log=log)
+        return Look(exited=exited, story=story, log=log)
 
     async def sees(self, folder: Path, digests: Mapping[str, str]) -> bool:
         """Tell whether the node has the same files in a folder, by samples of each."""
@@ -142,14 +117,6 @@ class EngineKeeper:
         if self._process is not None:
             await self._process.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _end_with_lease(self) -> None:
-        """End this process, and with it the server, when it was not looked at for too long; its place on the node is
-        free then. A thread, so that it does not depend on the others of this process."""
-        while (left_s := self._looked_s + self._lease_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, _LEASES_CHECKED_S))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os._exit(0)
 
 
 async def _at_once() -> None:

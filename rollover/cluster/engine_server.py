@@ -2,20 +2,18 @@
 
 ::
 
-    start ──▶ its keeper (detached actor), where there is room ──▶ the server ──▶ answers /health ──▶ looked at every
-      ▲                                                                                           few seconds
-      └──────────── gone: the keeper does not answer in time, or says that the server has exited ◀──────┘
+    start ──▶ its keeper (an actor), where there is room ──▶ the server ──▶ answers /health ──▶ looked at every few
+      ▲                                                                                            seconds
+      └──────────── gone: the keeper does not answer in time, or says that the server has exited ◀────┘
 
-Invariants: every call to the cluster has a deadline; a place on a node is taken by a keeper alone, which gives
-it back when its lease ends, even if this process dies first; a place is given back before another is asked for; the API
-key travels to the node in a call of Ray and to the server in its environment, never in a command line, name or log.
+Invariants: every call to the cluster has a deadline; a place on a node is taken by a keeper alone, which ends with this
+process; a place is given back before another is asked for; the API key travels to the node in a call of Ray and to the
+server in its environment, never in a command line, name or log.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import secrets
 import sys
@@ -38,8 +36,6 @@ from rollover.privacy import make_private
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "rollover"
-"""Ray's namespace of all keepers."""
 _POLL_S = 0.5
 _PROCESS_S = 30.0
 """Maximum wait for the process of a keeper that has a place, which imports Rollover, to start."""
@@ -57,7 +53,6 @@ class EngineTerms:
 
     prefix: str
     """Prefix of the names of keepers, which distinguishes this run's from the keepers of others."""
-    lease_s: float
     placement_timeout_s: float
     logs: Path
     model: EngineModel
@@ -73,8 +68,6 @@ class ClusterServer:
 
     Args:
         resources: what it takes of a node.
-        survivor: the name of a keeper that an earlier driver of this run has left; taken over if its server is well
-            and was started alike, else ended.
 
     Example: ``engine-2`` is given a place on whatever node has ``{"GPU": 2.0, "h20": 1.0}``; when that node is removed,
     ``await server.gone()`` is true, and ``start`` gives it a place on another.
@@ -87,7 +80,6 @@ class ClusterServer:
         config: ServerConfig,
         resources: Resources,
         terms: EngineTerms,
-        survivor: str | None,
     ) -> None:
         self._name = f"engine-{number}"
         self.client = HTTPClient(f"http://{self._name}.invalid", config, name=self._name)
@@ -95,7 +87,6 @@ class ClusterServer:
         self._config = config
         self._resources = dict(resources)
         self._terms = terms
-        self._survivor = survivor
         self._key = api_key(config) if config.api_key_env is not None else None
         self._keeper: Any = None
         """Handle of the actor."""
@@ -107,9 +98,6 @@ class ClusterServer:
 
     async def start(self) -> None:
         """See ``StartedServer.start``. Raises ``EngineTimeout`` when the cluster has no place for it in time."""
-        survivor, self._survivor = self._survivor, None
-        if survivor is not None and await self._took_over(survivor):
-            return
         await self._end()
         try:
             await self._find_place()
@@ -142,12 +130,9 @@ class ClusterServer:
         options = {
             **actor_options(self._resources),
             "name": f"{self._terms.prefix}-{self._name}-{secrets.token_hex(4)}",
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
             "max_restarts": 0,  # started again by us, who know its weights
         }
-        kept = {"lease_s": self._terms.lease_s, "stop_timeout_s": self._config.stop_timeout_s}
-        keeper: Any = ray.remote(EngineKeeper).options(**options).remote(**kept)
+        keeper: Any = ray.remote(EngineKeeper).options(**options).remote(stop_timeout_s=self._config.stop_timeout_s)
         limit_s = self._terms.placement_timeout_s
         try:
             self._node, self._host = await self._ask(keeper.where.remote(), limit_s + _PROCESS_S, "say its address")
@@ -170,9 +155,7 @@ class ClusterServer:
             if not await self._ask_briefly(seen, "look for a file"):
                 raise ConfigError(f"node {host}, the place of {self._name}, does not see {probe}: {self._terms.remedy}")
         model = self._terms.model
-        self._tasks.start(self._look_on())  # which renews the lease, however long it takes to send the model
         there = await model.on_node(self._node, self._keeper, self._ask_briefly)
-        await self._tasks.cancel()
         port = await self._ask_briefly(self._keeper.port.remote(), "find a port")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         program, key = self._program, None
@@ -185,9 +168,6 @@ class ClusterServer:
         launching = self._keeper.launch.remote(
             [str(there) if part == str(model.folder) else part for part in program.command_at(host, port)],
             env,
-            url=url,
-            key=key or "",
-            fingerprint=self._fingerprint(),
             python=sys.executable,
         )
         await self._ask(launching, _ANSWER_S, "start its server")
@@ -215,50 +195,18 @@ class ClusterServer:
     async def _health(self) -> None:
         await self.client.call("GET", "/health", timeout_s=self._config.health_timeout_s)
 
-    def _fingerprint(self) -> str:
-        """Identify what is started, wherever: a survivor of the same is as good as a new one."""
-        program = self._program
-        env = {**program.env, **self._config.launch_env}
-        what = [program.command_at("", 0), sorted(env.items()), sorted(self._resources.items())]
-        return hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
-
-    # -- what an earlier driver has left -------------------------------------------------------------------------
-
-    async def _took_over(self, name: str) -> bool:
-        """Return whether the survivor serves on for us; it is ended otherwise."""
-        import ray
-
-        try:
-            self._keeper = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-            look = await self._look(_ANSWER_S)
-            self._refuse_survivor(look)
-            self.client.move(look.url, look.key or None)
-            await self._health()
-        except (EngineError, ValueError) as e:  # the latter: it has just ended
-            logger.warning("%s of an earlier process of this run is restarted: %s", self._name, e)
-            return False
-        logger.warning("%s of an earlier process of this run is taken over", self._name)
-        self._tasks.start(self._look_on())
-        return True
-
-    def _refuse_survivor(self, look: Look) -> None:
-        if look.exited or not look.url:
-            raise EngineError("its server has exited")
-        if look.fingerprint != self._fingerprint() or self._key not in (None, look.key):
-            raise EngineError("it was started with other settings")
-
     # -- while it runs -------------------------------------------------------------------------------------------
 
     async def _look_on(self) -> None:
-        """Renew the lease and fetch the log until it is gone."""
+        """Fetch the log until it is gone."""
         while True:
             await asyncio.sleep(self._config.health_interval_s)
             with suppress(EngineError):
                 await self._look()
 
-    async def _look(self, limit_s: float | None = None) -> Look:
-        limit_s = limit_s or self._config.health_timeout_s
-        look: Look = await self._ask(self._keeper.look.remote(self._log_at), limit_s, "answer")
+    async def _look(self) -> Look:
+        asked = self._keeper.look.remote(self._log_at)
+        look: Look = await self._ask(asked, self._config.health_timeout_s, "answer")
         self._write_log(look.log)
         return look
 

@@ -1,11 +1,8 @@
-"""Places for engine servers on a Ray cluster: the form of each server, checked before anything starts, and the servers
-that a killed driver has left, found again."""
+"""Places for engine servers on a Ray cluster: the form of each server, checked before anything starts."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import TypeVar
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engine_model import EngineModel
-from rollover.cluster.engine_server import NAMESPACE, ClusterServer, EngineTerms
+from rollover.cluster.engine_server import ClusterServer, EngineTerms
 from rollover.cluster.fitting import Wanted, refusal
 from rollover.cluster.nodes import alive_nodes, written
 from rollover.engine.servers.config import ServerConfig, num_devices
@@ -76,18 +73,18 @@ class ClusterEngines:
     """Implements ``ServerPlaces``; the process is connected to the cluster before ``open``.
 
     Example: ``ClusterConfig(engines=4)`` gives places for ``engine-0`` to ``engine-3``.
+
+    Args:
+        model: the folder of the model that servers start with; nodes that lack it are sent it.
+        probe: a file, just written, that the nodes of all servers must see at the same path, where weights reach them
+            through a folder.
+        remedy: what to change when one of them does not.
+
+    Raises ``ConfigError`` when the cluster's nodes can never hold all servers.
     """
 
-    def __init__(self, cluster: ClusterConfig, forms: Sequence[EngineForm], device: str, terms: EngineTerms) -> None:
-        self._cluster = cluster
-        self._forms = forms
-        self._device = device
-        self._terms = terms
-        self._survivors: dict[int, str] = {}
-
-    @classmethod
-    async def open(
-        cls,
+    def __init__(
+        self,
         cluster: ClusterConfig,
         engine: ServerConfig,
         *,
@@ -96,51 +93,23 @@ class ClusterEngines:
         model: Path,
         probe: Path | None,
         remedy: str,
-    ) -> ClusterEngines:
-        """Find the servers that an earlier driver of ``run`` has left; end the servers that this driver has no use for.
-
-        Args:
-            model: the folder of the model that servers start with; nodes that lack it are sent it.
-            probe: a file, just written, that the nodes of all servers must see at the same path, where weights reach
-                them through a folder.
-            remedy: what to change when one of them does not.
-
-        Raises ``ConfigError`` when the cluster's nodes can never hold all servers.
-        """
-        forms, device = checked_forms(cluster, engine)
-        terms = EngineTerms(
+    ) -> None:
+        self._forms, self._device = checked_forms(cluster, engine)
+        self._terms = EngineTerms(
             prefix=f"rollover-{run}",
-            lease_s=cluster.engine_lease_s,
             placement_timeout_s=cluster.placement_timeout_s,
             logs=logs,
             model=EngineModel(model),
             probe=probe,
             remedy=remedy,
         )
-        places = cls(cluster, forms, device, terms)
-        await asyncio.to_thread(places._sort_survivors)
-        return places
 
     def configs(self, config: C) -> Sequence[C]:
         return [form.config(config) for form in self._forms]
 
     def server(self, number: int, program: ServerProgram, config: ServerConfig) -> ClusterServer:
         resources = self._forms[number].bundle(self._device)
-        return ClusterServer(number, program, config, resources, self._terms, self._survivors.get(number))
-
-    def _sort_survivors(self) -> None:
-        """Keep one survivor for each server, and end all others."""
-        import ray
-
-        prefix = f"{self._terms.prefix}-engine-"
-        names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-        for name in sorted(name for name in names if name.startswith(prefix)):
-            number = int(name.removeprefix(prefix).split("-")[0])
-            if number < len(self._forms) and number not in self._survivors:
-                self._survivors[number] = name
-            else:
-                with suppress(ValueError):  # it has just ended
-                    ray.kill(ray.get_actor(name, NAMESPACE))
+        return ClusterServer(number, program, config, resources, self._terms)
 
 
 def described(forms: Sequence[EngineForm], device: str) -> Iterator[str]:

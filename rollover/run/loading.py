@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.old_config import without_removed
 from rollover.errors import ConfigError, nearest
-from rollover.rollout.old_config import upgraded
 from rollover.run.config import RunConfig
 from rollover.run.sections import ModelConfig
 from rollover.settings import toml
 from rollover.settings.overrides import parse_overrides
 from rollover.settings.plain import resolved
 from rollover.settings.schema import build, kind_at
-from rollover.tasks.old_config import without_keys_of_other_kinds
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 """The packaged experiments, each ``NAME.toml``."""
@@ -165,19 +162,11 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Invert ``resolved`` and apply overrides; ``source`` names the data in messages. Configs stored by earlier
     versions are accepted."""
-    stored = _upgraded(without_keys_of_other_kinds(data))
-    stored["variants"] = {name: _upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
+    from rollover.run.old_config import upgraded
+
+    stored = upgraded(data)
+    stored["variants"] = {name: upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
     return build(RunConfig, toml.Document(name=source, data=stored), parse_overrides(overrides))
-
-
-def _upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
-    rollout, engine = stored.get("rollout"), stored.get("engine")
-    changed = dict(stored)
-    if isinstance(rollout, Mapping):
-        changed["rollout"] = upgraded(rollout)
-    if isinstance(engine, Mapping):
-        changed["engine"] = without_removed(engine)
-    return changed
 
 
 def find(config: str | Path) -> Path:

@@ -56,7 +56,7 @@ async def open_places(
         probe = root / _PROBE
         probe.write_text(secrets.token_hex(16))
     notify(_way_of_weights(by_folder))
-    return await ClusterEngines.open(
+    return ClusterEngines(
         cluster,
         engine,
         run=run.identity(),

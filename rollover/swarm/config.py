@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
-from rollover.errors import ConfigError
 from rollover.settings.changes import Changeable
 from rollover.swarm.wire.address import is_loopback
 
@@ -41,9 +40,6 @@ class SwarmConfig(EngineConfig):
     """Places from which workers fetch weights, in the order in which they are tried; the trainer is the last. Each is a
     server that answers `{url}/{digest}`: a cache in front of the trainer, or a copy of `swarm/blobs` of the run
     directory."""
-    blob_query_env: Changeable[str | None] = None
-    """Name of an environment variable with a query that is appended to each of `blob_urls`, for stores that require a
-    signature, such as Azure's SAS tokens or CloudFront's policies. Workers receive the query."""
     anchor_every: Changeable[int] = 20
     """Number of publications from one with full weights to the next; those in between contain only what has changed. 1
     publishes full weights every time."""
@@ -92,24 +88,6 @@ class SwarmConfig(EngineConfig):
         for url in self.blob_urls:
             if not re.fullmatch(r"https?://[^\s?#@]+", url):
                 raise ValueError(f"blob_urls must look like 'https://relay/blobs', got {url!r}")
-        if self.blob_query_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.blob_query_env):
-            raise ValueError("blob_query_env must be the name of an environment variable, not the query itself")
-
-    def blob_sources(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return ``blob_urls`` with the query that the environment holds for them. Raises ``ConfigError`` when it holds
-        none.
-
-        Example: ``("https://weights.example/run-7?sig=x",)``
-        """
-        if self.blob_query_env is None:
-            return self.blob_urls
-        query = environ.get(self.blob_query_env, "").removeprefix("?")
-        if not query or any(c.isspace() or c == "#" for c in query):
-            raise ConfigError(
-                f"engine.blob_query_env = {self.blob_query_env!r}: that environment variable holds no query for"
-                " engine.blob_urls, such as 'sv=2026&sig=...'"
-            )
-        return tuple(f"{url}?{query}" for url in self.blob_urls)
 
     @property
     def address(self) -> tuple[str, int]:

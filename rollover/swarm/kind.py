@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from rollover.engine.kind import EngineFacts, EngineKind, EngineSetup, OpenedEngine
@@ -38,7 +37,6 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
 def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
     from rollover.swarm.coordinator.transports.listening import check_listening
 
-    config.blob_sources(os.environ)  # refuses a query that is missing
     lines = [f"swarm: {line}" for line in check_listening(config)]
     if facts.cuts_distribution:
         lines.append(

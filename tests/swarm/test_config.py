@@ -62,13 +62,3 @@ def test_a_cut_distribution_is_warned_of_since_it_hides_lies() -> None:
 def test_determinism_is_not_promised() -> None:
     with pytest.raises(ConfigError, match=r"deterministic = true needs engine\.kind 'embedded'"):
         load("quickstart", ["--engine.kind", "swarm", "--deterministic", "true"])
-
-
-def test_a_query_for_the_urls_comes_from_the_environment_alone() -> None:
-    config = SwarmConfig(blob_urls=("https://a/b", "https://c"), blob_query_env="SAS")
-    assert config.blob_sources({"SAS": "?sv=1&sig=x"}) == ("https://a/b?sv=1&sig=x", "https://c?sv=1&sig=x")
-    for environ in ({}, {"SAS": ""}, {"SAS": "a b"}):
-        with pytest.raises(ConfigError, match="blob_query_env = 'SAS': that environment variable holds no query"):
-            config.blob_sources(environ)
-    with pytest.raises(ValueError, match="name of an environment variable, not the query itself"):
-        SwarmConfig(blob_query_env="sv=1&sig=x")

@@ -574,23 +574,6 @@ def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher,
         assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
 
 
-async def test_the_query_of_a_source_goes_with_each_request_and_is_never_shown(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
-    (head,) = publish(publisher, 0)
-
-    with serving(publisher.blobs.root) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            signed = f"{server.url}?sig=secret/"
-            fetched = await fetcher.fetch(head, [signed], run_epoch=1, deadline_s=DEADLINE_S)
-            assert_same(tensors(fetched), served(VERSIONS[0]))
-            assert fetcher._downloads.urls == (signed,)
-            with pytest.raises(PublicationError, match="no source has blob") as refused:
-                await fetcher._downloads.manifest("0" * 64)
-            assert "secret" not in str(refused.value) + fetcher._downloads.waiting_for
-    assert {*server.queries} == {"sig=secret/"}
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, seed: int) -> None:
     """Publications, restarts of either side, damage on either disk and on the wire, in any order."""

@@ -98,7 +98,6 @@ class BlobServer:
     authorized: list[str | None] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     """Of each request, by name in small letters."""
-    queries: list[str] = field(default_factory=list)
     fault: Answer | None = None
     gate: threading.Event | None = None
     """Answers wait for it."""
@@ -131,12 +130,11 @@ def serving(
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            digest = self.path.partition("?")[0].rsplit("/", 1)[-1]
+            digest = self.path.rsplit("/", 1)[-1]
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             start, end = int(first), int(last) + 1 if last else None
             blobs.asked.append((digest, start))
             blobs.headers.append({name.lower(): value for name, value in self.headers.items()})
-            blobs.queries.append(self.path.partition("?")[2])
             blobs.authorized.append(self.headers.get("Authorization"))
             if blobs.gate is not None:
                 blobs.gate.wait(within(20))

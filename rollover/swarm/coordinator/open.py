@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,7 +93,7 @@ async def open_swarm(
         ttl_s=config.lease_s,
         exact=config.mode == "pull",
         checks=checks,
-        blob_urls=config.blob_sources(os.environ),
+        blob_urls=config.blob_urls,
         earlier=[(kept.run_epoch, Head(version=kept.version, manifest=kept.manifest)) for kept in publisher.kept],
         secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )

@@ -174,7 +174,7 @@ class BlobDownloads:
             is_missing = await self._ask_each(digest, num_bytes)
             num_missing = num_missing + 1 if is_missing else 0
             if num_missing == _MISSING_ROUNDS:
-                asked = ", ".join(map(shown, self.urls)) or "there is none"
+                asked = ", ".join(self.urls) or "there is none"
                 raise BlobMissing(f"no source has blob {digest}: {asked}")
             if digest not in self._folder:
                 self._away_until_s.clear()
@@ -189,7 +189,7 @@ class BlobDownloads:
             if not self._is_last(url) and self._clock() < self._away_until_s.get(url, -math.inf):
                 continue
             for past_cache in (False, True):
-                self._waiting[digest] = f"from {shown(url)}" + (f" ({_said(failures)})" if failures else "")
+                self._waiting[digest] = f"from {url}" + (f" ({_said(failures)})" if failures else "")
                 try:
                     await self._download(url, digest, num_bytes, past_cache=past_cache)
                     return False
@@ -213,10 +213,10 @@ class BlobDownloads:
             return
         self._has_said.add(url)
         if failure.is_damaged:
-            self._say(f"{shown(url)} has sent a damaged blob, which is fetched again: {failure}")
+            self._say(f"{url} has sent a damaged blob, which is fetched again: {failure}")
             return
         others = "" if self._is_last(url) else ", so the next source is asked"
-        self._say(f"weights cannot be fetched from {shown(url)}{others}: {failure}")
+        self._say(f"weights cannot be fetched from {url}{others}: {failure}")
 
     async def _download(self, url: str, digest: str, num_bytes: int | None, *, past_cache: bool) -> None:
         """Download a blob from one source, or continue a download. Raises ``_Failed``."""
@@ -244,7 +244,7 @@ class BlobDownloads:
             return
         headers = self._headers(url, digest, have, past_cache=past_cache)
         limit = MAX_MANIFEST_BYTES if num_bytes is None else num_bytes
-        async with self._client.stream("GET", blob_url(url, digest), headers=headers) as response:
+        async with self._client.stream("GET", f"{url.rstrip('/')}/{digest}", headers=headers) as response:
             if response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 partial.unlink(missing_ok=True)
             have = _first_byte(response, have)
@@ -297,19 +297,5 @@ def _refuse_size(response: httpx.Response, have: int, num_bytes: int | None) -> 
         raise _Failed(f"has {have + int(length):,} bytes, the blob {num_bytes:,}", is_damaged=True)
 
 
-def blob_url(url: str, digest: str) -> str:
-    """Return where a source has a blob; a query, such as a signature, follows it.
-
-    Example: ``blob_url("https://a/b?sig=x", "9c1e...")`` is ``"https://a/b/9c1e...?sig=x"``.
-    """
-    base, mark, query = url.partition("?")
-    return f"{base.rstrip('/')}/{digest}{mark}{query}"
-
-
-def shown(url: str) -> str:
-    """Return a source's URL as it may be shown: a query is a secret."""
-    return url.partition("?")[0]
-
-
 def _said(failures: Mapping[str, _Failed]) -> str:
-    return "; ".join(f"{shown(source)}: {failure}" for source, failure in failures.items())
+    return "; ".join(f"{source}: {failure}" for source, failure in failures.items())

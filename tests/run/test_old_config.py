@@ -1,4 +1,4 @@
-"""Stored settings of earlier versions, which held the keys of every kind."""
+"""Configs that earlier versions recorded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from rollover.environments.rewards import ExactConfig, FunctionConfig, VerifierConfig
 from rollover.errors import ConfigError
-from rollover.run.loading import restore
+from rollover.run.loading import load, restore
+from rollover.run.old_config import upgraded
 from rollover.settings.plain import resolved
-from rollover.tasks.old_config import without_keys_of_other_kinds
 from rollover.tasks.sources import HubConfig, JsonlConfig, ReasoningGymConfig
 
 REWARD: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_what_an_earlier_version_stored_is_the_same_config() -> None:
     )
     assert config.tasks.eval == (HubConfig(name="s", path="a/b", split="test", reward=ExactConfig()),)
     now = resolved(config)
-    assert without_keys_of_other_kinds(now) == now, "what this version stores stays as it is"
+    assert upgraded(now) == now, "what this version stores stays as it is"
 
 
 def test_a_key_of_another_kind_that_says_something_is_refused_still() -> None:
@@ -60,4 +60,44 @@ def test_a_key_of_another_kind_that_says_something_is_refused_still() -> None:
 
 @pytest.mark.parametrize("damaged", [{}, {"tasks": 3}, {"tasks": {"train": [7, {"kind": "zip"}]}, "sft": []}])
 def test_damaged_settings_are_left_for_the_schema_to_refuse(damaged: dict[str, Any]) -> None:
-    assert without_keys_of_other_kinds(damaged) == damaged
+    assert upgraded(damaged) == damaged
+
+
+@pytest.mark.parametrize(
+    ("stored", "now"),
+    [
+        (
+            {"strategy": "april", "over_sampling_batch_size": 64, "drop_surplus": False, "lag_target": None},
+            {"strategy": {"kind": "april", "over_sampling_batch_size": 64}},
+        ),
+        ({"strategy": "rollover", "lag_target": 0.0}, {"strategy": {"kind": "rollover", "lag_target": 0.0}}),
+        ({"group_size": 4, "num_running": None}, {"group_size": 4}),
+        ({"strategy": {"kind": "april", "drop_surplus": True}}, {"strategy": {"kind": "april", "drop_surplus": True}}),
+        ({"num_running": 8}, {"strategy": {"num_running": 8}}),  # of a variant that changes no more than this
+    ],
+)
+def test_options_of_a_strategy_are_put_into_its_table(stored: dict[str, Any], now: dict[str, Any]) -> None:
+    assert upgraded({"rollout": stored}) == {"rollout": now}
+    assert upgraded({"rollout": now}) == {"rollout": now}
+
+
+SWARM = {"kind": "swarm", "listen": "127.0.0.1:0"}
+OLD = {"transport": "websocket", "nats_url": "nats://127.0.0.1:4222/rollover", "nats_bucket": None}
+OLD |= {"blob_store": None, "blob_query_env": None, "reexecute": 0.1, "verifiable_only": False}
+
+
+def test_a_run_that_did_not_need_removed_settings_is_read_without_them() -> None:
+    assert upgraded({"engine": {**SWARM, **OLD}}) == {"engine": SWARM}
+    stored = resolved(load("quickstart", ["--engine.kind", "swarm"]))
+    stored["engine"] |= OLD
+    stored["cluster"] = {"address": "auto", "engine_lease_s": 600.0}
+    assert restore(stored, "config.json").engine.kind == "swarm"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("transport", "nats"), ("blob_store", "s3://bucket/run"), ("verifiable_only", True)]
+)
+def test_a_run_that_needs_a_removed_setting_is_refused_by_its_name(key: str, value: object) -> None:
+    stored = resolved(load("quickstart", ["--engine.kind", "swarm"]))
+    with pytest.raises(ConfigError, match=key):
+        restore({**stored, "engine": {**stored["engine"], **OLD, key: value}}, "config.json")

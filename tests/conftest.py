@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.deep)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+    items.sort(key=lambda item: not item.nodeid.startswith(tiers.LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)

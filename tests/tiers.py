@@ -27,6 +27,8 @@ TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname"})
 
 FIXTURES = frozenset({"cluster", "four", "lies", "marked", "processes", "three", "two"})
 """Fixtures that start processes: ranks, clusters, workers, runs that are killed."""
+LONGEST = ("tests/cluster/test_whole", "tests/cluster/test_ranks", "tests/swarm/test_fault", "tests/swarm/test_chaos")
+"""Files of the deepest tests. They begin first, so that no process is left with one of them in the end."""
 LISTED = frozenset(Path(__file__).with_name("deep.txt").read_text().splitlines())
 
 

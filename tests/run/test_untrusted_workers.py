@@ -4,12 +4,10 @@ trained is dropped and counted."""
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +108,15 @@ def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Liar]], None]:
     return set_kind
 
 
-def train(port: int, *args: str, steps: int = STEPS, max_staleness: int = 2, max_new_tokens: int = 30) -> int:
+def train(port: int, *args: str) -> int:
     engine = ["--engine.kind", "swarm", "--engine.listen", f"127.0.0.1:{port}", "--engine.lease_s", "4"]
     engine += ["--engine.max_running", "24"]
-    rollout = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", str(max_staleness)]
-    rollout += ["--rollout.max_new_tokens", str(max_new_tokens), "--trainer.learning_rate", "3e-4"]
+    rollout = ["--rollout.strategy", "bounded_async", "--rollout.max_staleness", "2"]
+    rollout += ["--rollout.max_new_tokens", "30", "--trainer.learning_rate", "3e-4"]
     toml = Path("run.toml").read_text()
     start, end = toml.index("[engine]"), toml.index("[trainer]")
     Path("swarm.toml").write_text(toml[:start] + toml[end:])
-    return cli.main(["train", "swarm.toml", "--run-dir", "out", "--steps", str(steps), *engine, *rollout, *args])
+    return cli.main(["train", "swarm.toml", "--run-dir", "out", "--steps", str(STEPS), *engine, *rollout, *args])
 
 
 def sampled_by(batch: Any) -> set[str]:
@@ -131,7 +129,7 @@ def of_liar(group: GroupRecord) -> int:
     return sum(len(s.token_ids) for sample in samples for s in sample.segments if s.engine == "liar")
 
 
-def assert_the_liar_is_out(workers: Workers, *says: str, steps: int = STEPS, lingers: bool = True) -> None:
+def assert_the_liar_is_out(workers: Workers, *says: str) -> None:
     """It is sent away for one of the reasons ``says``, nothing of it is trained from a batch on, and honest workers have
     stayed to the end."""
     ending = str(workers.endings["liar"])
@@ -141,17 +139,17 @@ def assert_the_liar_is_out(workers: Workers, *says: str, steps: int = STEPS, lin
     assert members["liar"].state == "sent away" and any(reason in members["liar"].note for reason in says)
     assert all(member.state == "away" for name, member in members.items() if name != "liar")
     batches = runs.batches(OUT)
-    assert len(batches) == steps and "liar" not in sampled_by(batches[-1])
+    assert len(batches) == STEPS and "liar" not in sampled_by(batches[-1])
     ledger = runs.ledger(OUT)
     assert not any(of_liar(group) for group in ledger.unconsumed())
     counted = ledger.tokens
     assert counted.decoded == counted.trained + counted.live + sum(counted.wasted.values())
-    assert_its_unconsumed_work_is_dropped_and_counted(lingers=lingers)
+    assert_its_unconsumed_work_is_dropped_and_counted()
 
 
-def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
+def assert_its_unconsumed_work_is_dropped_and_counted() -> None:
     """All groups with tokens of it that were not trained when it was found are dropped, with all their tokens, and no
-    other group is. If it ``lingers``, there were such tokens: the journal says so."""
+    other group is."""
     ledger, to_be_dropped = Ledger(), dict[int, int]()
     num_lies = num_wasted = 0
     for event in runs.events(OUT):
@@ -166,16 +164,12 @@ def assert_its_unconsumed_work_is_dropped_and_counted(*, lingers: bool) -> None:
             assert not to_be_dropped, "they are dropped together"
         ledger.apply(event)
     assert not to_be_dropped
-    assert num_lies > 0 or not lingers
-    assert num_lies <= num_wasted == ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
+    assert 0 < num_lies <= num_wasted == ledger.tokens.wasted[WasteCause.UNTRUSTED_ENGINE]
 
 
-@pytest.mark.parametrize("kind", [liars.InventedLogprobs, liars.Int8])
-def test_false_log_probs_are_found_within_a_batch_of_many(
-    kind: type[Liar], experiment: Path, lies: Callable[[type[Liar]], None]
-) -> None:
+def test_false_log_probs_are_found_within_a_batch_of_many(experiment: Path, lies: Callable[[type[Liar]], None]) -> None:
     torch.set_num_threads(1)
-    lies(lingering(kind))
+    lies(lingering(liars.Int8))
     port = free_port()
     with working(port, ("anna", "liar")) as workers:
         assert train(port, *GROUPS_OF_8) == 0
@@ -184,26 +178,6 @@ def test_false_log_probs_are_found_within_a_batch_of_many(
     assert any("drift/liar" in row for row in runs.rows(OUT))
     batches = runs.batches(OUT)
     found_at = next(batch.step for batch in batches if of_newest_weights(batch, "liar") >= MIN_TOKENS)
-    assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > found_at)
-
-
-def test_false_log_probs_are_found_though_each_batch_has_few(
-    experiment: Path, lies: Callable[[type[Liar]], None]
-) -> None:
-    """Three workers at ``max_staleness`` 3: a batch has 56 tokens at most, and few of them are of the newest weights."""
-    torch.set_num_threads(1)
-    lies(liars.InventedLogprobs)
-    port = free_port()
-    with working(port, ("anna", "bert", "liar"), replace(ENGINE, max_running=1)) as workers:
-        assert train(port, steps=120, max_staleness=3, max_new_tokens=7) == 0
-    says = re.search(r"of (\d+) tokens, up to step (\d+) and each sampled", str(workers.endings["liar"]))
-    assert says is not None
-    num_tokens, found_at = map(int, says.groups())
-    assert_the_liar_is_out(workers, BY_DRIFT, steps=120, lingers=False)
-    batches = runs.batches(OUT)
-    judged = [of_newest_weights(batch, "liar") for batch in batches[: found_at + 1]]
-    assert sum(judged) == num_tokens and sum(judged[:-1]) < MIN_TOKENS <= num_tokens
-    assert max(judged) < MIN_TOKENS
     assert all("liar" not in sampled_by(batch) for batch in batches if batch.step > found_at)
 
 

@@ -1,12 +1,18 @@
-"""A server of HTTP on loopback in a thread of its own, which ends with the test."""
+"""Servers on loopback: one of HTTP, in a thread that ends with the test, and a gateway without a coordinator."""
 
 from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator.transports.base import Connection
+from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.wire.messages import FromWorker, Goodbye, Hello, encode
 
 
 class QuietHandler(BaseHTTPRequestHandler):
@@ -35,3 +41,34 @@ def http_server(handler: type[QuietHandler], certificate: tuple[str, str] | None
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class Greeter:
+    """Answers each hello with the worker's name, and that is all."""
+
+    def connected(self, name: str, hello: Hello, connection: Connection) -> int:
+        connection.send(encode(7, Goodbye(reason=f"hello {name}", is_final=False)))
+        return 7
+
+    def received(self, lease: int, message: FromWorker) -> None: ...
+
+    def fenced(self, message: FromWorker) -> None: ...
+
+    def disconnected(self, lease: int) -> None: ...
+
+    def refused(self, cause: str) -> None: ...
+
+
+@asynccontextmanager
+async def greeting(
+    blobs: Path, member_of: Callable[[str | None], str | None], certificate: tuple[str, str] | None = None
+) -> AsyncIterator[Gateway]:
+    """A port that serves ``blobs`` and greets workers, over TLS with a certificate and its key."""
+    tls = {} if certificate is None else dict(zip(("tls_certificate", "tls_key"), certificate, strict=True))
+    gateway = Gateway(SwarmConfig(listen="127.0.0.1:0", **tls), Greeter(), member_of=member_of, blobs=blobs)
+    gateway.bind()
+    await gateway.serve()
+    try:
+        yield gateway
+    finally:
+        await gateway.close()

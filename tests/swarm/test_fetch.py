@@ -224,17 +224,6 @@ async def test_one_damaged_blob_costs_one_blob(
         assert len(asked) == len(set(asked)) + 1 and sum(asked.count(name) for name in names) == len(names) + 1
 
 
-@pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c[: len(c) // 2]])
-async def test_a_manifest_that_is_half_written_or_altered_is_fetched_again(
-    publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
-    (head,) = publish(publisher, 0)
-
-    with serving(publisher.blobs.root, answers({head.manifest}, change, times=2)) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
-
-
 async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
     publisher: SwarmPublisher, tmp_path: Path
 ) -> None:
@@ -473,22 +462,6 @@ def test_a_blob_that_holds_more_than_it_says(publisher: SwarmPublisher, tmp_path
 
 
 # -- several sources, deadlines, a head that moves ------------------------------------------------------------------
-
-
-async def test_a_source_that_refuses_is_passed_over_and_another_is_used(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
-    (head,) = publish(publisher, 0)
-
-    def refuses(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        return 503, {"Content-Length": "0"}, b""
-
-    with serving(publisher.blobs.root, refuses) as down, serving(publisher.blobs.root) as up:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            nobody = BlobServer(tmp_path, url="http://127.0.0.1:9/blobs")
-            fetched = await fetch(fetcher, head, nobody, down, up)
-            assert_same(tensors(fetched), served(VERSIONS[0]))
-        assert down.num_asked <= 3
 
 
 def test_a_source_that_hangs_is_named_at_the_deadline(publisher: SwarmPublisher, tmp_path: Path) -> None:

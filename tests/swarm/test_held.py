@@ -274,15 +274,6 @@ def test_kept_sets_go_out_as_a_frame_has_room_for_them(monkeypatch: pytest.Monke
     assert found == [((1, 2, 3), None), ((4, 5), "stop")]
 
 
-def test_the_ending_goes_with_the_last_tokens() -> None:
-    held = HeldCalls(100)
-    stream = held.open(assign("a"))
-    held.decoded(stream, chunk((1, 2)))
-    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
-    message = held.next_message()
-    assert isinstance(message, Decoded) and message.finish_reason == "stop"
-
-
 @pytest.mark.parametrize("message", ["assign", "adopt"])
 def test_a_call_that_is_held_is_not_assigned_or_adopted_again(message: str) -> None:
     held = HeldCalls(100)

@@ -1,4 +1,4 @@
-"""The page of the protocol names every message and every field of it, and the golden conversation still reads the same."""
+"""The page of the protocol names every message and every field of it."""
 
 from __future__ import annotations
 
@@ -62,33 +62,3 @@ def test_limits_and_names_are_those_of_the_code() -> None:
     assert f"{messages.MAX_FRAME_BYTES // 2**20} MiB" in PAGE
     assert f"at\nmost {messages.MAX_HELD_CALLS:,}," in SECTIONS["hello"]
     assert f"at most {messages.MAX_SERVED}," in SECTIONS["hello"]
-
-
-GOLDEN = [
-    (0, messages.Hello(protocols=(1,), software="rollover 0.2.0")),
-    (
-        3,
-        messages.Decoded(
-            call_id="a#1.",
-            offset=2,
-            token_ids=messages.pack_ids([5, 70000]),
-            logprobs=messages.pack_logprobs([-0.5, -1.25]),
-            version=7,
-            kv_version=7,
-            finish_reason="stop",
-        ),
-    ),
-    (3, messages.Ack(call_id="a#1.", offset=4)),
-]
-HEX = [
-    "0082a56c6561736500a76d65737361676587a474797065a568656c6c6fa970726f746f636f6c739101a8736f667477617265ae726f6c6c6f76"
-    "657220302e322e30a672756e5f6964a0a972756e5f65706f636800a673657276656490a468656c6490",
-    "0082a56c6561736503a76d6573736167658aa474797065a76465636f646564a763616c6c5f6964a461",
-    "0082a56c6561736503a76d65737361676584a474797065a361636ba763616c6c5f6964a46123312ea66f666673657404a769735f6f766572c2",
-]
-
-
-def test_a_recorded_conversation_reads_the_same_for_ever() -> None:
-    frames = [messages.encode(lease, message).hex() for lease, message in GOLDEN]
-    assert frames[0] == HEX[0] and frames[2] == HEX[2] and frames[1].startswith(HEX[1])
-    assert messages.decode_up(bytes.fromhex(frames[1])).message == GOLDEN[1][1]

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,18 +14,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover.engine.servers.start.launch import free_port
 from rollover.errors import ConfigError
-from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.wire.messages import PROTOCOL, Goodbye, Hello, encode
+from rollover.swarm.wire.messages import PROTOCOL, Hello
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
 from rollover.swarm.wire.token import WorkerToken
 from rollover.swarm.worker.connection import Disconnected, open_connection, tls_context
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
+from tests.swarm.http_kit import greeting
 
 TOKEN = WorkerToken.make("laptop", Ed25519PrivateKey.generate().public_key())
 VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "WS_PROXY", "WSS_PROXY", "SOCKS_PROXY")
@@ -83,22 +81,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-class Greeter:
-    """A coordinator that sends everybody away, kindly."""
-
-    def connected(self, name: str, hello: Hello, connection: Any) -> int:
-        connection.send(encode(1, Goodbye(reason=f"good day, {name}", is_final=False)))
-        return 1
-
-    def received(self, lease: int, message: Any) -> None: ...
-
-    def fenced(self, message: Any) -> None: ...
-
-    def disconnected(self, lease: int) -> None: ...
-
-    def refused(self, cause: str) -> None: ...
-
-
 @pytest.mark.parametrize("scheme", ["ws", "wss"])
 def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
@@ -106,28 +88,25 @@ def test_a_worker_that_has_a_proxy_joins_and_fetches_by_it(
     certificate, key = make_certificate(tmp_path, TRAINER)
     blobs = BlobFolder(tmp_path / "blobs")
     blob = BlobRef(digest=blobs.put(b"weights"), num_bytes=7, raw_bytes=7)
-    files = {"tls_certificate": certificate, "tls_key": key} if scheme == "wss" else {}
-    config = SwarmConfig(listen="127.0.0.1:0", **files)
+    files = (certificate, key) if scheme == "wss" else None
     tls = tls_context(Path(certificate)) if scheme == "wss" else None
 
     async def main() -> None:
-        gateway = Gateway(config, Greeter(), member_of=lambda header: "laptop", blobs=tmp_path / "blobs")
-        gateway.bind()
-        await gateway.serve()
-        port = int(gateway.url.rpartition(":")[2])
-        proxy = Proxy(port)
-        async with asyncio.timeout(within(30)), proxy.listening() as url:
+        async with (
+            asyncio.timeout(within(30)),
+            greeting(tmp_path / "blobs", lambda header: "laptop", files) as gateway,
+            (proxy := Proxy(port := int(gateway.url.rpartition(":")[2]))).listening() as url,
+        ):
             monkeypatch.setenv("HTTPS_PROXY" if scheme == "wss" else "HTTP_PROXY", url)
             address = CoordinatorAddress.parse(f"{scheme}://{TRAINER}:{port}", insecure=True)
             async with open_connection(address, TOKEN, tls, timeout_s=10.0) as connection:
                 await connection.send(Hello(protocols=(PROTOCOL,), software="test"))
-                with pytest.raises(Disconnected, match="good day, laptop"):
+                with pytest.raises(Disconnected, match="hello laptop"):
                     await connection.receive()
             downloads = BlobDownloads(BlobFolder(tmp_path / "cache"), verify=tls or True)
             downloads.use([address.blob_url])
             await downloads.get([blob])
             await downloads.close()
-            await gateway.close()
         tunnel = f"CONNECT {TRAINER}:{port} HTTP/1.1"
         plain = f"GET http://{TRAINER}:{port}/v1/blobs/{blob.digest} HTTP/1.1"
         assert proxy.asked == [tunnel, tunnel if scheme == "wss" else plain]

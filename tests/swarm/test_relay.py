@@ -16,15 +16,13 @@ import httpx
 import pytest
 import websockets
 
-from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.base import Connection
-from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.publication.blobs import BlobFolder
 from rollover.swarm.publication.download import BlobDownloads
 from rollover.swarm.publication.manifest import BlobRef
-from rollover.swarm.wire.messages import PROTOCOL, SUBPROTOCOL, FromWorker, Goodbye, Hello, decode_down, encode
+from rollover.swarm.wire.messages import PROTOCOL, SUBPROTOCOL, Goodbye, Hello, decode_down, encode
 from tests.speed import within
 from tests.swarm.certificates import make_certificate
+from tests.swarm.http_kit import greeting
 from tests.swarm.nginx_kit import Nginx, needs_nginx, relay
 from tests.swarm.weights_kit import BlobServer, serving
 
@@ -232,34 +230,6 @@ async def test_a_relay_shows_the_trainer_its_own_token_or_the_workers(
         assert_whole(tmp_path / "a", blobs)
 
 
-class Greeter:
-    """Answers each hello with the worker's name, and that is all."""
-
-    def connected(self, name: str, hello: Hello, connection: Connection) -> int:
-        connection.send(encode(7, Goodbye(reason=f"hello {name}", is_final=False)))
-        return 7
-
-    def received(self, lease: int, message: FromWorker) -> None: ...
-
-    def fenced(self, message: FromWorker) -> None: ...
-
-    def disconnected(self, lease: int) -> None: ...
-
-    def refused(self, cause: str) -> None: ...
-
-
-@asynccontextmanager
-async def trainer(folder: Path, certificate: tuple[str, str]) -> AsyncIterator[Gateway]:
-    config = SwarmConfig(listen="127.0.0.1:0", tls_certificate=certificate[0], tls_key=certificate[1])
-    gateway = Gateway(config, Greeter(), member_of={"Bearer rw1.a": "a"}.get, blobs=folder)
-    gateway.bind()
-    await gateway.serve()
-    try:
-        yield gateway
-    finally:
-        await gateway.close()
-
-
 async def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(
     tmp_path: Path, blobs: list[BlobRef]
 ) -> None:
@@ -271,9 +241,9 @@ async def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(
     (tmp_path / "impostor").mkdir()
     impostors = make_certificate(tmp_path / "impostor", "trainer.example", name="trainer")
     trusted = ssl.create_default_context(cafile=folder / "relay.pem")
-    mine = {"Authorization": "Bearer rw1.a"}
+    mine, member_of = {"Authorization": "Bearer rw1.a"}, {"Bearer rw1.a": "a"}.get
 
-    async with trainer(tmp_path / "home", trainers) as gateway:
+    async with greeting(tmp_path / "home", member_of, trainers) as gateway:
         with relay(folder, gateway.url.replace("wss", "https")) as between:
             async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
                 url = f"{between.url}/{blobs[0].digest}"
@@ -285,7 +255,7 @@ async def test_sessions_and_blobs_go_through_a_relay_with_tls_on_both_sides(
             async with websockets.connect(address, additional_headers=mine, **settings) as socket:
                 await socket.send(encode(0, Hello(protocols=(PROTOCOL,), software="test")))
                 assert decode_down(await socket.recv()).message == Goodbye(reason="hello a", is_final=False)
-    async with trainer(tmp_path / "home", impostors) as gateway:
+    async with greeting(tmp_path / "home", member_of, impostors) as gateway:
         with relay(folder, gateway.url.replace("wss", "https")) as between:
             async with httpx.AsyncClient(verify=trusted, trust_env=False) as http:
                 answer = await http.get(f"{between.url}/{blobs[1].digest}", headers=mine)

@@ -39,10 +39,7 @@ async def test_an_assignment_that_comes_twice_ends_the_connection(bench: Bench) 
 
 @with_worker()
 async def test_a_call_goes_on_behind_the_response_that_it_is_given(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a", done=tokens(7, 0, 30), limit=33))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(3)
+    link = await bench.decoding(3, assign("a", done=tokens(7, 0, 30), limit=33))
     assert await link.ended("a") == "length"
     assert sorted(bench.coordinator.tokens["a"]) == [30, 31, 32]
     assert bench.coordinator.response("a") == tokens(7, 30, 33)
@@ -51,10 +48,7 @@ async def test_a_call_goes_on_behind_the_response_that_it_is_given(bench: Bench)
 
 @with_worker()
 async def test_a_worker_decodes_on_through_a_cut_and_is_asked_for_the_rest(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(6)
+    link = await bench.decoding(6)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 6)
     await link.send(acked("a", 4))
     await link.send(assign("b"))  # it arrives behind the acknowledgement
@@ -78,10 +72,7 @@ async def test_a_worker_decodes_on_through_a_cut_and_is_asked_for_the_rest(bench
 
 @with_worker()
 async def test_nothing_is_sent_of_a_held_call_until_somebody_asks_for_it(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await link.send(assign("b"))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
+    link = await bench.decoding(0, assign("a"), assign("b"))
     await link.cut()
     await bench.engine.tick(8)
     back = await bench.again()
@@ -103,10 +94,7 @@ async def test_nothing_is_sent_of_a_held_call_until_somebody_asks_for_it(bench: 
 
 @with_worker()
 async def test_a_call_that_was_stopped_decodes_on_when_it_is_adopted(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5)
     await link.send(Abort(call_ids=("a",)))
     assert await link.ended("a") == "abort"
     del bench.coordinator.endings["a"]
@@ -124,11 +112,7 @@ async def test_a_call_that_was_stopped_decodes_on_when_it_is_adopted(bench: Benc
 
 @with_worker()
 async def test_what_cannot_be_adopted_is_said_and_forgotten(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    for name in "ab":
-        await link.send(assign(name))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5, assign("a"), assign("b"))
     await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 5)
     await link.cut()
     back = await bench.again()
@@ -149,10 +133,7 @@ async def test_what_cannot_be_adopted_is_said_and_forgotten(bench: Bench) -> Non
 
 @with_worker()
 async def test_calls_of_another_run_are_dropped_and_its_weights_begin_anew(bench: Bench) -> None:
-    link = await bench.member(head(5))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5, version=5)
     first, fetcher = bench.engine, bench.fetcher
     bench.fetcher = FakeFetcher()
     await link.cut()
@@ -170,10 +151,7 @@ async def test_calls_of_another_run_are_dropped_and_its_weights_begin_anew(bench
 
 @with_worker()
 async def test_a_run_that_went_back_to_an_older_checkpoint_is_served_from_there(bench: Bench) -> None:
-    link = await bench.member(head(8))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5, version=8)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
     await link.cut()
     back = await bench.again()
@@ -200,10 +178,7 @@ async def test_an_older_epoch_of_the_run_is_not_served(bench: Bench) -> None:
 
 @with_worker()
 async def test_acknowledgements_may_come_late_twice_and_out_of_order(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(10)
+    link = await bench.decoding(10)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 10)
     for offset in (8, 3, 8, 0):
         await link.send(acked("a", offset))
@@ -217,11 +192,7 @@ async def test_acknowledgements_may_come_late_twice_and_out_of_order(bench: Benc
 
 @with_worker()
 async def test_an_abort_ends_calls_wherever_they_are(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("running"))
-    await link.send(assign("waiting", least_version=3))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(3)
+    link = await bench.decoding(3, assign("running"), assign("waiting", least_version=3))
     await link.send(Abort(call_ids=("running", "waiting", "unknown")))
     assert [await link.ended(name) for name in ("running", "waiting")] == ["abort", "abort"]
     assert bench.coordinator.response("running") == tokens(7, 0, 3)
@@ -236,9 +207,7 @@ async def test_an_abort_ends_calls_wherever_they_are(bench: Bench) -> None:
 
 @with_worker()
 async def test_a_call_that_is_released_ends_without_a_word(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
+    link = await bench.decoding()
     await link.send(Release(call_ids=("a", "unknown")))
     await bench.until(lambda: not bench.engine.stats().num_running)
     await link.cut()
@@ -248,10 +217,7 @@ async def test_a_call_that_is_released_ends_without_a_word(bench: Bench) -> None
 
 @with_worker()
 async def test_a_call_waits_for_the_weights_that_it_asks_for(bench: Bench) -> None:
-    link = await bench.member(head(1))
-    await link.send(assign("a", limit=2, least_version=2))
-    await link.send(assign("b", limit=2))
-    await bench.until(lambda: bench.engine.requests)
+    link = await bench.decoding(0, assign("a", limit=2, least_version=2), assign("b", limit=2), version=1)
     assert [request.sample_key for request in bench.engine.requests] == ["b."]
     await link.send(head(2))
     await link.serving(2)
@@ -280,9 +246,7 @@ async def test_a_call_that_cannot_be_understood_fails_alone(bench: Bench) -> Non
 
 @with_worker()
 async def test_a_hello_names_the_versions_that_held_tokens_may_claim(bench: Bench) -> None:
-    link = await bench.member(head(3))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
+    link = await bench.decoding(0, version=3)
     for version in (4, 5, 6):
         await bench.engine.tick(2)
         await link.send(head(version))

@@ -52,10 +52,7 @@ async def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
     bench.make_engine = Forgetful
     monkeypatch.setattr(Forgetful, "lies", 1)
     async with bench.joined():
-        link = await bench.member(head(0))
-        await link.send(assign("a"))
-        await bench.until(lambda: bench.engine.requests)
-        await bench.engine.tick(3)
+        link = await bench.decoding(3)
         first = bench.engine
         await link.send(head(1))
         failed = await link.first(NotServing)
@@ -124,10 +121,7 @@ class Stuck(FakeEngine):
 @with_worker(update_timeout_s=0.05)
 async def test_a_pause_or_a_load_that_never_ends_leaves_the_old_weights_serving(bench: Bench, where: str) -> None:
     bench.make_engine = lambda: Stuck(where)
-    link = await bench.member(head(0))
-    await link.send(assign("a", limit=6))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(3)
+    link = await bench.decoding(3, assign("a", limit=6))
     await link.send(head(1))
     failed = await link.first(NotServing)
     assert failed == NotServing(version=1, reason="the engine did not load weights version 1 within 0.05 s")

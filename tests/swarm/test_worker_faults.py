@@ -127,10 +127,7 @@ class Recomputing(FakeEngine):
 
 @with_worker(make_engine=Recomputing)
 async def test_an_engine_that_loses_its_calls_at_an_update_still_makes_one_call(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a", done=tokens(7, 0, 2), limit=12))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(4)
+    link = await bench.decoding(4, assign("a", done=tokens(7, 0, 2), limit=12))
     await link.send(head(1))
     await link.serving(1)
     await bench.until(lambda: len(bench.engine.requests) == 2)
@@ -164,11 +161,7 @@ async def test_a_version_is_announced_before_a_token_of_it_is_sent(bench: Bench)
 
 @with_worker(max_held_tokens=16)
 async def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await link.send(assign("b"))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await bench.engine.tick(30)
+    link = await bench.decoding(30, assign("a"), assign("b"))
     await bench.until(lambda: not bench.engine.stats().num_running)
     decoded = [len(bench.coordinator.response(name)) for name in "ab"]
     assert sum(decoded) == 16
@@ -190,10 +183,7 @@ async def test_a_worker_that_holds_too_much_stands_still_and_drops_nothing(bench
 
 @with_worker()
 async def test_heartbeats_come_every_third_of_a_lease_and_say_how_it_goes(bench: Bench) -> None:
-    link = await bench.member(head(0), ttl_s=30.0)
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(20)
+    link = await bench.decoding(20, ttl_s=30.0)
     for _ in range(3):
         num = len(link.all(Heartbeat))
         await bench.clock.move(10.0)
@@ -247,11 +237,7 @@ async def test_a_coordinator_that_does_not_answer_for_a_lease_is_left(bench: Ben
 async def test_a_worker_back_after_its_lease_hands_over_what_is_still_wanted(
     bench: Bench,
 ) -> None:
-    link = await bench.member(head(0), ttl_s=30.0)
-    for name in "ab":
-        await link.send(assign(name))
-    await bench.until(lambda: len(bench.engine.requests) == 2)
-    await bench.engine.tick(3)
+    link = await bench.decoding(3, assign("a"), assign("b"), ttl_s=30.0)
     await link.until(lambda: len(bench.coordinator.tokens.get("b", {})) == 3)
     link.beats = False  # its coordinator has given the lease up meanwhile
     bench.clock.jump(300.0)
@@ -307,10 +293,7 @@ class SlowToStop(Hanging):
 
 @with_worker(make_engine=SlowToStop)
 async def test_a_call_that_is_wanted_again_before_it_has_stopped_goes_on(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5)
     await link.until(lambda: len(bench.coordinator.tokens.get("a", {})) == 5)
     bench.engine.goes_on.clear()  # type: ignore[attr-defined]
     await link.send(Abort(call_ids=("a",)))
@@ -441,10 +424,7 @@ async def test_a_refusal_that_time_does_not_mend_ends_the_worker(
 
 @with_worker()
 async def test_weights_that_are_not_for_this_worker_end_it_after_a_few_tries(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(5)
+    link = await bench.decoding(5)
     bench.fetcher.failures = [PublicationRefused("the manifest is not signed by the publisher")] * MAX_REFUSED
     await link.send(head(1))
     error = await bench.failure()
@@ -548,9 +528,7 @@ def other_lease() -> bytes:
 )
 @with_worker()
 async def test_a_violation_of_the_protocol_ends_the_connection(bench: Bench, frame: str | bytes, message: str) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
+    link = await bench.decoding()
     await link.socket.send(frame)
     await link.until(lambda: link.is_closed)
     await bench.until(lambda: any(message in line for line in bench.lines))
@@ -594,11 +572,7 @@ async def test_whoever_does_not_answer_a_hello_with_a_welcome_is_told_apart(tmp_
 async def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     async with bench.joined() as worker:
-        link = await bench.member(head(0))
-        await link.send(assign("a"))
-        await link.send(assign("b", least_version=5))
-        await bench.until(lambda: bench.engine.requests)
-        await bench.engine.tick(5)
+        link = await bench.decoding(5, assign("a"), assign("b", least_version=5))
         worker.stop("stopped by its user")
         assert bench.running is not None
         await bench.running
@@ -615,9 +589,7 @@ async def test_a_worker_that_is_stopped_hands_its_calls_over(tmp_path: Path) -> 
 async def test_a_worker_that_is_stopped_without_a_connection_says_what_is_lost(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     async with bench.joined() as worker:
-        link = await bench.member(head(0))
-        await link.send(assign("a"))
-        await bench.until(lambda: bench.engine.requests)
+        link = await bench.decoding()
         await link.cut()
         await bench.engine.tick(5)
         worker.stop("stopped by its user")
@@ -645,10 +617,7 @@ async def test_an_engine_that_cannot_be_opened_ends_the_worker(tmp_path: Path) -
 
 @with_worker()
 async def test_a_failed_call_is_the_calls_own_matter(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    await link.send(assign("a"))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(3)
+    link = await bench.decoding(3)
     bench.engine.fail(EngineError("out of memory"))
     assert await link.ended("a") == "failed: out of memory"
     assert bench.coordinator.response("a") == tokens(7, 0, 3)

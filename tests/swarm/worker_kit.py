@@ -376,6 +376,16 @@ class Bench:
         await link.serving(head_.version)
         return link
 
+    async def decoding(self, ticks: int = 0, *calls: Assign, version: int = 0, **welcome: Any) -> Link:
+        """Welcome the worker and have it decode some tokens of ``calls``, which are a call "a" if none is given."""
+        link = await self.member(head(version), **welcome)
+        for call in (calls := calls or (assign("a"),)):
+            await link.send(call)
+        num_running = sum(call.least_version <= version for call in calls)
+        await self.until(lambda: len(self.engine.requests) == num_running)
+        await self.engine.tick(ticks)
+        return link
+
     async def again(self, seconds: float = 4.0) -> Link:
         """Let the back-off pass and return the next connection."""
         link = asyncio.create_task(self.coordinator.next_link())

@@ -66,6 +66,16 @@ def test_a_damaged_blob_is_found_out_and_deleted(folder: BlobFolder) -> None:
         folder.read(NAME)
 
 
+def test_a_download_that_two_threads_finish_is_accepted_once(folder: BlobFolder) -> None:
+    """A fetch that was given up may still be checking what the next one has found to be whole."""
+    folder.partial(NAME).write_bytes(CONTENT)
+    folder.accept(NAME)
+    folder.accept(NAME)
+    assert folder.read(NAME) == CONTENT
+    with pytest.raises(PublicationError, match=f"what was sent as blob {OTHER} was damaged"):
+        folder.accept(OTHER)  # which the other has deleted
+
+
 def test_only_what_is_kept_stays(folder: BlobFolder) -> None:
     folder.put(CONTENT)
     folder.put(b"other")

@@ -104,16 +104,20 @@ class BlobFolder:
         Raises ``PublicationError`` when its content is not what the name says, ``ResourceError`` on a full disk.
         """
         partial = self.partial(digest)
-        with space_on(self.root, f"blob {digest}"):
-            with partial.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found == digest:
-                    os.fsync(file.fileno())
-            if found != digest:
-                partial.unlink(missing_ok=True)
-                raise PublicationError(f"what was sent as blob {digest} has the digest {found}")
-            os.rename(partial, self.path(digest))
-            flush_folder(self.root)
+        try:
+            with space_on(self.root, f"blob {digest}"):
+                with partial.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    if found == digest:
+                        os.fsync(file.fileno())
+                if found != digest:
+                    partial.unlink(missing_ok=True)
+                    raise PublicationError(f"what was sent as blob {digest} has the digest {found}")
+                os.rename(partial, self.path(digest))
+                flush_folder(self.root)
+        except FileNotFoundError:  # the thread of a fetch that was given up has accepted or deleted it meanwhile
+            if digest not in self:
+                raise PublicationError(f"what was sent as blob {digest} was damaged") from None
 
     def _holds(self, digest: str) -> bool:
         if digest not in self:

@@ -50,7 +50,7 @@ test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-deep: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deep --numprocesses $(DEEP_JOBS) --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deep --numprocesses $(DEEP_JOBS) --dist loadgroup \
 	  --no-loadscope-reorder --durations 20 $(ARGS)
 
 test-vllm: $(VENV)/installed-test

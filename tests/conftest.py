@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if tiers.is_deep(item.nodeid, getattr(item, "fixturenames", [])):
             item.add_marker(pytest.mark.deep)
+            item.add_marker(pytest.mark.xdist_group(tiers.group(item.nodeid)))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
     items.sort(key=lambda item: not item.nodeid.startswith(tiers.LONGEST))
@@ -61,9 +62,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def experiment(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, with ``run.toml`` and all it names in it. Engines of this process draw each prompt of the
-    sampling check once: servers that are made of Python take seconds for all draws."""
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process draw each prompt of the sampling check once: servers that are made of Python take seconds
+    for all draws."""
     monkeypatch.setattr(sampling_check, "MAX_DRAWS", 1)
+
+
+@pytest.fixture
+def experiment(tiny_model: Path, tmp_path: Path, few_draws: None) -> Iterator[Path]:
+    """The working directory, with ``run.toml`` and all it names in it."""
     with runs.working_in(tmp_path, tiny_model):
         yield tmp_path

@@ -27,8 +27,8 @@ TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname"})
 
 FIXTURES = frozenset({"cluster", "four", "lies", "marked", "processes", "three", "two"})
 """Fixtures that start processes: ranks, clusters, workers, runs that are killed."""
-LONGEST = ("tests/cluster/test_whole", "tests/cluster/test_ranks", "tests/swarm/test_fault", "tests/swarm/test_chaos")
-"""Files of the deepest tests. They begin first, so that no process is left with one of them in the end."""
+LONGEST = ("tests/cluster/", "tests/swarm/test_fault_table", "tests/swarm/test_chaos")
+"""Deep tests that begin first, so that no process is left with them in the end."""
 LISTED = frozenset(Path(__file__).with_name("deep.txt").read_text().splitlines())
 
 
@@ -38,6 +38,11 @@ def is_deep(test_id: str, fixtures: Iterable[str]) -> bool:
     function, _, _ = name.partition("[")
     folders = accumulate(file.split("/"), "{}/{}".format)
     return bool(FIXTURES & {*fixtures}) or bool(LISTED & {*folders, f"{file}::{function}", test_id})
+
+
+def group(test_id: str) -> str:
+    """Return the name of the tests that run in one process of several: a file's, or all that share a Ray cluster."""
+    return "cluster" if test_id.startswith("tests/cluster/") else test_id.partition("::")[0]
 
 
 class Processes:

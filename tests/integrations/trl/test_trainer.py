@@ -356,8 +356,10 @@ def test_a_response_ends_with_any_token_that_ends_one_for_trl(tiny_model: Path, 
 # -- the user's servers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [SYNC, APRIL], ids=["sync", "april"])
-@pytest.mark.parametrize(("kind", "made"), [("vllm", ModelServer), ("sglang", SGLangModelServer)])
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize(
+    ("kind", "made", "strategy"), [("vllm", ModelServer, APRIL), ("sglang", SGLangModelServer, SYNC)]
+)
 def test_a_server_samples_what_the_trainer_trains(
     tiny_model: Path, tmp_path: Path, kind: str, made: Any, strategy: dict[str, Any]
 ) -> None:
@@ -381,6 +383,7 @@ def test_a_server_samples_what_the_trainer_trains(
         assert {0} < versions <= {0, 1, 2}
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_server_that_does_not_take_the_weights_stops_the_run(tiny_model: Path, tmp_path: Path) -> None:
     server = ModelServer(tiny_model, context=80, stale_head=True)
     asked = {**SYNC, "engine": {"max_running": 24, "kind": "vllm"}}

@@ -168,6 +168,7 @@ async def _evaluate(config_file: Path, model: Path, checkpoints: Path, samples_p
     from rollover.engine.embedded.engine import EmbeddedEngine
     from rollover.environments.scorer import RewardScorer
     from rollover.hf.tokenizer import load_tokenizer, stop_token_ids
+    from rollover.rollout.environment import NoEnvironment
     from rollover.run.evaluation import Evaluator
     from rollover.run.loading import load
     from rollover.tasks.open import eval_sources
@@ -189,6 +190,7 @@ async def _evaluate(config_file: Path, model: Path, checkpoints: Path, samples_p
                 engine=engine,
                 sources=sources,
                 scorer=scorer,
+                environment=NoEnvironment(),
                 stops=stop_token_ids(model, tokenizer),
                 clock=SystemClock(),
                 on_progress=lambda done, total: None,

@@ -7,9 +7,10 @@ All are frozen and none needs torch. A new stage of the flow makes a new value
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rollover.kept import MAX_KEPT
@@ -38,6 +39,8 @@ class FinishReason(StrEnum):
     """The response reached ``max_new_tokens``, counted over all its segments."""
     ABORT = "abort"
     """The scheduler stopped it; the trajectory is parked and can be resumed."""
+    TURN = "turn"
+    """The model's turn in an episode is over, and it is for the environment to act."""
 
 
 class SampleId(NamedTuple):
@@ -222,6 +225,37 @@ def append_segment(segments: list[Segment], segment: Segment) -> None:
     segments.append(segment)
 
 
+class Observation(NamedTuple):
+    """The answer of an episode's environment to a turn: tokens that the model reads and nobody has sampled.
+
+    Examples:
+        A calculator's result, which another turn follows:
+
+        >>> observation = Observation((19, 6), "46", start_s=3.6, end_s=3.7)
+        >>> observation.end is None
+        True
+    """
+
+    token_ids: Sequence[int]
+    """Tokens between the end of the turn and the beginning of the next one; none at the end of an episode."""
+    text: str = ""
+    """What the environment answered, without the chat template's part."""
+    reward: float | None = None
+    """Reward of the turn, if the environment gives any."""
+    end: FinishReason | None = None
+    """``STOP`` if the episode is over, ``LENGTH`` if its tokens or turns are used up; otherwise another turn
+    follows."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    """Run clock when the environment began to act, and when its answer came."""
+
+    def packed(self) -> Observation:
+        return self._replace(token_ids=array("i", self.token_ids)) if isinstance(self.token_ids, tuple) else self
+
+    def unpacked(self) -> Observation:
+        return self._replace(token_ids=tuple(self.token_ids)) if isinstance(self.token_ids, array) else self
+
+
 MAX_REWARD = 1e15
 """Largest size of a reward. Advantages are float32, which can still square and sum those of a batch at this size."""
 
@@ -253,7 +287,8 @@ class Score(float):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A prompt and the response so far. Segments tile the response.
+    """A prompt and the response so far. Segments tile the tokens that were sampled; in an episode, an observation
+    follows each turn.
 
     Examples:
         A response that was parked after three tokens and resumed under newer weights:
@@ -266,6 +301,18 @@ class Trajectory:
         ((7, 3, 9, 2), (6, 6, 6, 7))
         >>> trajectory.oldest_version, trajectory.num_resumes
         (6, 1)
+
+        An episode of two turns, between which a calculator answered:
+
+        >>> asked = Segment(6, (7, 3), (-0.1, -0.4), FinishReason.TURN, 6, 0.0, 1.0)
+        >>> replied = Segment(6, (8,), (-0.2,), FinishReason.TURN, 6, 2.0, 2.1)
+        >>> answers = (Observation((19, 6)), Observation((), end=FinishReason.STOP))
+        >>> episode = Trajectory(sample_id=SampleId(0, 1), prompt=prompt, segments=(asked, replied),
+        ...     observations=answers)
+        >>> episode.token_ids, episode.response_ids, episode.is_sampled
+        ((7, 3, 8), (7, 3, 19, 6, 8), (True, True, False, False, True))
+        >>> episode.finish_reason.value, episode.num_turns
+        ('stop', 2)
     """
 
     sample_id: SampleId
@@ -275,11 +322,55 @@ class Trajectory:
     components: Mapping[str, float] = field(default_factory=lambda: NO_COMPONENTS)
     """See ``Score``."""
     solved: bool | None = None
+    observations: tuple[Observation, ...] = ()
+    """The environment's answer to each turn of an episode that it has answered."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Return the tokens of the response, exactly as sampled."""
         return tuple(t for s in self.segments for t in s.token_ids)
+
+    @property
+    def stretches(self) -> Iterator[Segment | Observation]:
+        """Yield the parts of the response in order: segments, and the observation after each turn."""
+        observations = iter(self.observations)
+        for segment in self.segments:
+            yield segment
+            if segment.finish_reason is FinishReason.TURN:
+                yield from islice(observations, 1)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """Return all tokens that follow the prompt: sampled ones, and those of observations."""
+        if not self.observations:
+            return self.token_ids
+        return tuple(t for part in self.stretches for t in part.token_ids)
+
+    @property
+    def is_sampled(self) -> tuple[bool, ...]:
+        """Return, for each of ``response_ids``, whether it was sampled."""
+        return tuple(isinstance(part, Segment) for part in self.stretches for _ in part.token_ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of turns that have ended; 0 if it is no episode."""
+        return sum(s.finish_reason is FinishReason.TURN for s in self.segments)
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens sampled in each turn, of which the last need not be over."""
+        turns, turn = list[tuple[int, ...]](), tuple[int, ...]()
+        for segment in self.segments:
+            turn += tuple(segment.token_ids)
+            if segment.finish_reason is FinishReason.TURN:
+                turns.append(turn)
+                turn = ()
+        return (*turns, turn) if turn else tuple(turns)
+
+    @property
+    def turn_ids(self) -> tuple[int, ...]:
+        """Return the tokens sampled since the last observation: those of the turn that goes on or is to be answered."""
+        return (*self.turns, ())[len(self.observations)] if self.turns else ()
 
     @property
     def rollout_logprobs(self) -> tuple[float, ...]:
@@ -311,7 +402,11 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self.segments[-1].finish_reason if self.segments else None
+        """Return why the last segment ended; for an episode that is over, why it ended."""
+        reason = self.segments[-1].finish_reason if self.segments else None
+        if reason is FinishReason.TURN and self.observations and len(self.observations) == self.num_turns:
+            return self.observations[-1].end
+        return reason
 
     @property
     def num_resumes(self) -> int:

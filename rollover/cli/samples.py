@@ -82,11 +82,13 @@ def _described(sample: TrainedSample) -> str:
 def _coloured(sample: TrainedSample, tokenizer: Any, redact: Callable[[str], str]) -> str:
     """Return the response with the places where it was interrupted."""
     logprobs = [p for segment in sample.segments for p in segment.rollout_logprobs]
-    breaks = dict(sample.breaks)
+    breaks = dict(sample.breaks(redact))
     text = []
     for number, (piece, logprob) in enumerate(zip(response_pieces(sample, tokenizer, redact), logprobs, strict=True)):
         if number in breaks:
             text.append(click.style(f"⟦{breaks[number]}⟧", reverse=True))
         colour = next((colour for least, colour in _COLOURS if logprob >= least), _RAREST)
         text.append(click.style(piece, fg=colour))
+    if len(logprobs) in breaks:
+        text.append(click.style(f"⟦{breaks[len(logprobs)]}⟧", reverse=True))
     return "".join(text)

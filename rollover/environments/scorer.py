@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rollover.environments.pool import WorkerPool
 from rollover.environments.rater import Rater
@@ -173,11 +174,19 @@ class RewardScorer:
         return Score(reward, components=components, solved=solved)
 
     def _sample(self, trajectory: Trajectory) -> RewardSample:
+        texts = [self._tokenizer.decode(list(turn), skip_special_tokens=True) for turn in trajectory.turns or ((),)]
+        transcript: list[dict[str, Any]] = []
+        for number, text in enumerate(texts):
+            transcript.append({"role": "assistant", "content": text})
+            if number < len(trajectory.observations):
+                answer = trajectory.observations[number]
+                transcript.append({"role": "environment", "content": answer.text, "reward": answer.reward})
         return RewardSample(
             prompt=trajectory.prompt.text,
             columns=trajectory.prompt.columns,
-            completion=self._tokenizer.decode(list(trajectory.token_ids), skip_special_tokens=True),
-            completion_ids=trajectory.token_ids,
+            completion=texts[-1],
+            completion_ids=trajectory.response_ids,
+            transcript=tuple(transcript),
         )
 
     def _count(self, **more: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from rollover.environments.keeper import describe_exit, environment, keep
 from rollover.errors import DataError, nearest
 
-ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "transcripts")
 
 _CAME_BACK = 79
 """Exit code of the process that imports a module when the import has ended, even with an exception."""
@@ -141,7 +141,7 @@ def accepted_names(
             hint = nearest(parameter.name, offered)
             raise DataError(
                 f"reward function {path} asks for {parameter.name!r}, which is neither prompts, "
-                f"completions, completion_ids, a column nor in reward.params{hint}"
+                f"completions, completion_ids, transcripts, a column nor in reward.params{hint}"
             )
     names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

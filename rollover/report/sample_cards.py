@@ -64,7 +64,7 @@ def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: An
             f'<details class="card sample"><summary>{_summary(reason, sample, texts)}</summary>'
             f"<div>{_facts(sample, redact)}<h3>Prompt</h3>"
             f'<div class="text">{_cut(printable(redact(sample.prompt.text)))}</div><h3>Response</h3>'
-            f'<div class="text tokens">{_response(sample, texts, sample.untrained(algorithm), colours)}</div>'
+            f'<div class="text tokens">{_response(sample, texts, sample.untrained(algorithm), colours, redact)}</div>'
             "</div></details>"
         )
     return f'<p class="choices">Colour tokens by {buttons}</p>{"".join(cards)}'
@@ -94,11 +94,13 @@ def _facts(sample: TrainedSample, redact: Redact) -> str:
     return f'<div class="scroll"><table>{rows}</table></div>'
 
 
-def _response(sample: TrainedSample, texts: Sequence[str], untrained: Sequence[str], colours: Mapping[int, str]) -> str:
+def _response(
+    sample: TrainedSample, texts: Sequence[str], untrained: Sequence[str], colours: Mapping[int, str], redact: Redact
+) -> str:
     """Draw the tokens of each segment, and between segments why the response was interrupted."""
     hidden = range(MOST_TOKENS // 2, len(texts) - MOST_TOKENS // 2)
     left_out = f"<mark>{len(hidden):,} tokens are left out</mark>"
-    breaks, parts, start = dict(sample.breaks), [], 0
+    breaks, parts, start = dict(sample.breaks(redact)), [], 0
     for segment, cause in zip(sample.segments, untrained, strict=True):
         end = start + len(segment.token_ids)
         about = f"version {segment.policy_version}, lag {sample.step - segment.policy_version}"
@@ -113,6 +115,8 @@ def _response(sample: TrainedSample, texts: Sequence[str], untrained: Sequence[s
             f' title="{about}{", " + cause if cause else ""}">{tokens}</span>'
         )
         start = end
+    if start in breaks:
+        parts.append(f"<mark>{escape(breaks[start])}</mark>")
     return "".join(parts)
 
 

@@ -20,9 +20,9 @@ from rollover.hf.tokenizer import load_tokenizer
 from rollover.privacy import HIDDEN
 from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
-from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, SampleScored, SegmentEnded
+from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, append_segment
+from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Segment, append_segment
 
 Order = Literal["reward", "length", "lag", "advantage"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -38,6 +38,8 @@ class TrainedSample:
     sample_id: SampleId
     prompt: Prompt
     segments: tuple[Segment, ...]
+    observations: tuple[Observation, ...] = ()
+    """The environment's answers to the turns of an episode."""
     step: int
     reward: float
     shaping: float
@@ -59,8 +61,13 @@ class TrainedSample:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the response reached the limit of its length."""
-        return self.segments[-1].finish_reason is FinishReason.LENGTH
+        """Return whether the response reached the limit of its length, or of its turns."""
+        return self._finish_reason is FinishReason.LENGTH
+
+    @property
+    def _finish_reason(self) -> FinishReason | None:
+        reason = self.segments[-1].finish_reason
+        return self.observations[-1].end if reason is FinishReason.TURN and self.observations else reason
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,7 +78,7 @@ class TrainedSample:
         Tokens that a correction rejected are not known."""
         if algorithm is None:
             return [""] * len(self.segments)
-        if not algorithm.trains_sample(self.segments[-1].finish_reason or FinishReason.STOP):
+        if not algorithm.trains_sample(self._finish_reason or FinishReason.STOP):
             return ["masked: cut at the limit"] * len(self.segments)
         has_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if self.relative == 0 and algorithm.advantage in ("group_std", "group_mean", "leave_one_out") and not has_kl:
@@ -79,14 +86,19 @@ class TrainedSample:
         masks_stale = algorithm.correction == "mask_stale"
         return ["masked: stale" if masks_stale and s.policy_version < self.step else "" for s in self.segments]
 
-    @property
-    def breaks(self) -> list[tuple[int, str]]:
-        """Return (number of tokens before it, description) of the places where the response was interrupted."""
-        found, num_tokens = [], 0
-        for before, after in pairwise(self.segments):
+    def breaks(self, redact: Callable[[str], str]) -> list[tuple[int, str]]:
+        """Return (number of tokens before it, description) of the places where the response was interrupted, or the
+        environment of an episode answered."""
+        found, num_tokens, answers = [], 0, iter(self.observations)
+        for before, after in pairwise((*self.segments, None)):
+            assert before is not None
             num_tokens += len(before.token_ids)
-            parked = "parked" if before.finish_reason is FinishReason.ABORT else "new weights"
-            found.append((num_tokens, f"{parked}, version {before.policy_version} → {after.policy_version}"))
+            if before.finish_reason is FinishReason.TURN:
+                answer = next(answers, None)
+                found.append((num_tokens, f"environment: {printable(redact(answer.text)) if answer else ''}"))
+            elif after is not None:
+                parked = "parked" if before.finish_reason is FinishReason.ABORT else "new weights"
+                found.append((num_tokens, f"{parked}, version {before.policy_version} → {after.policy_version}"))
         return found
 
 
@@ -128,6 +140,7 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
     groups = set(group_ids)
     prompts: dict[int, Prompt] = {}
     segments: dict[SampleId, list[Segment]] = {}
+    observations: dict[SampleId, list[Observation]] = {}
     scored: dict[SampleId, SampleScored] = {}
     for _, event in read_events(journal, effective=True, tokens=groups.__contains__):
         if isinstance(event, GroupOpened):
@@ -136,6 +149,9 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
         elif isinstance(event, SegmentEnded):
             if event.sample_id.group in groups and event.segment.token_ids:
                 append_segment(segments.setdefault(event.sample_id, []), event.segment)
+        elif isinstance(event, Observed):
+            if event.sample_id.group in groups:
+                observations.setdefault(event.sample_id, []).append(event.observation)
         elif isinstance(event, SampleScored) and event.sample_id.group in groups:
             scored[event.sample_id] = event
     found = [
@@ -143,6 +159,7 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
             sample_id=one,
             prompt=prompts[one.group],
             segments=tuple(segments[one]),
+            observations=tuple(observations.get(one, ())),
             step=step,
             reward=score.reward,
             shaping=score.shaping,
@@ -162,6 +179,7 @@ def of_batch(batch: Batch, shaping: Callable[[int], float]) -> tuple[TrainedSamp
                 sample_id=t.sample_id,
                 prompt=t.prompt,
                 segments=t.segments,
+                observations=t.observations,
                 step=batch.step,
                 reward=t.reward or 0.0,
                 shaping=shaping(t.num_tokens),
@@ -269,7 +287,7 @@ def table_rows(samples: Sequence[TrainedSample], tokenizer: Any, redact: Callabl
             sample.relative,
             sample.num_tokens,
             sample.lag,
-            "; ".join(f"after {place} tokens: {text}" for place, text in sample.breaks),
+            "; ".join(f"after {place} tokens: {text}" for place, text in sample.breaks(redact)),
         ]
         for reason, sample in chosen(samples)
     ]

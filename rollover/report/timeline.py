@@ -21,6 +21,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Observed,
     Restarted,
     SampleFailed,
     SampleScored,
@@ -63,6 +64,21 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Acting:
+    """Time in which the environment of an episode acted.
+
+    Example: ``Acting(start_s=3.5, end_s=3.6, num_tokens=14)``: a tool took a tenth of a second, and its answer 14
+    tokens.
+    """
+
+    start_s: float
+    end_s: float
+    num_tokens: int
+    is_last: bool = False
+    """True if the episode ended with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTrace:
     """One sample from its first token to its end.
 
@@ -75,6 +91,7 @@ class SampleTrace:
     num_prompt_tokens: int
     spans: tuple[DecodedSpan, ...] = ()
     gaps: tuple[Gap, ...] = ()
+    acting: tuple[Acting, ...] = ()
     reward: float | None = None
     trained_step: int | None = None
     """Step whose batch contains it; ``None`` while there is none or if it was wasted."""
@@ -82,8 +99,9 @@ class SampleTrace:
 
     @property
     def finished(self) -> bool:
-        """Return True if it ended by itself (stop or length)."""
-        return bool(self.spans) and self.spans[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        """Return True if it ended by itself (stop or length), or its episode is over."""
+        is_over = bool(self.acting) and self.acting[-1].is_last
+        return is_over or (bool(self.spans) and self.spans[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
 
     @property
     def num_tokens(self) -> int:
@@ -248,11 +266,13 @@ class _Fold:
                     self._leave([sample_id], event.time_s)
                 if segment.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     self.unscored.add(sample_id)
+            case Observed(sample_id=sample_id):
+                self._answered(event)
             case SampleScored(sample_id=sample_id, reward=reward):
                 self._change(sample_id, reward=reward)
                 self.unscored.discard(sample_id)
-            case SampleFailed(sample_id=sample_id):
-                self._write_off([sample_id], event.time_s, WasteCause.FAILED)
+            case SampleFailed(sample_id=sample_id, cause=cause):
+                self._write_off([sample_id], event.time_s, cause)
             case GroupDropped(group_id=group_id, cause=cause):
                 self._write_off(self._kept(group_id), event.time_s, cause)
             case BatchConsumed():
@@ -300,6 +320,20 @@ class _Fold:
         sample = self._change(sample_id, spans=(*spans, span))
         if segment.finish_reason is FinishReason.ABORT and sample.num_tokens:
             self.stopped_s[sample_id] = now_s
+
+    def _answered(self, event: Observed) -> None:
+        _, sample_id, answer = event
+        acting = Acting(
+            start_s=answer.start_s,
+            end_s=answer.end_s,
+            num_tokens=len(answer.token_ids),
+            is_last=answer.end is not None,
+        )
+        self._change(sample_id, acting=(*self.samples[sample_id].acting, acting))
+        if acting.is_last:
+            self.unscored.add(sample_id)
+        else:
+            self.stopped_s[sample_id] = event.time_s
 
     def go_on(self, sample_id: SampleId, now_s: float) -> None:
         """End the gap: the sample was resumed, or is no longer waited for."""

@@ -34,7 +34,7 @@ def gantt(
     samples, every = thinned(measures.visible(timeline.samples, window))
     rows = measures.lanes(samples, window)
     placed = [(lane, sample) for lane, there in rows.items() for sample in there]
-    data = [_parked(placed, window, origin_s)]
+    data = [_parked(placed, window, origin_s), *_acting(placed, window, origin_s)]
     data += _by_version(placed, window, origin_s)
     data += _wasted(placed, window, origin_s)
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
@@ -108,6 +108,16 @@ def _parked(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
     return bar
 
 
+def _acting(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
+    """Draw the time in which environments act; nothing for a run without episodes."""
+    bar = _bar("environment", "--yellow", 0.4, customdata=[], hovertemplate="%{customdata}<extra></extra>")
+    for lane, sample in placed:
+        for one in sample.acting:
+            if _add(bar, lane, one.start_s, one.end_s, window, origin_s):
+                bar["customdata"].append(f"{sample.sample_id}: the environment answered with {one.num_tokens} tokens")
+    return [bar] if bar["x"] else []
+
+
 def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     inside = [
         (lane, sample, span)
@@ -139,6 +149,7 @@ def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
         FinishReason.ABORT: "parked",
         FinishReason.STOP: "finished",
         FinishReason.LENGTH: "ran into its limit",
+        FinishReason.TURN: "ended a turn",
     }
     end = ends[span.finish_reason] if span.finish_reason is not None else "continued under new weights"
     fate = "not trained yet"

@@ -16,13 +16,14 @@ task                  consumes                 waits for                        
 ====================  =======================  ===============================  ==============================
 ``next_batch``        ready groups             a full batch                     a group settled; the stall limit
 ``_generate``, each   segments of one call     the engine, or a back-off        chunks; abort; the engine's error
+``_answer``, each     one turn of an episode   the environment                  its answer, error or time-out
 ``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
 (or a group of them)
 ====================  =======================  ===============================  ==============================
 
-Progress is a token or a reward. An abort that the driver has not requested is a failure of the engine like any other:
-the sample keeps its tokens and is tried again, as described in ``rollover.rollout.retries``. The life of one call is in
-``rollover.rollout.generation``.
+Progress is a token, an answer of an environment or a reward. An abort that the driver has not requested is a failure of
+the engine like any other: the sample keeps its tokens and is tried again, as described in ``rollover.rollout.retries``.
+The life of one call is in ``rollover.rollout.generation``.
 
 Invariants: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
@@ -45,7 +46,8 @@ from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import CallDisplaced, EngineError, EngineTimeout, NoReward, RewardError, RolloverError
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import Event, GroupDropped
+from rollover.rollout.environment import Environment, NoEnvironment
+from rollover.rollout.events import Event, GroupDropped, SampleFailed, SampleScored
 from rollover.rollout.generation import SampleCall
 from rollover.rollout.journal import Journal
 from rollover.rollout.places import EnginePlaces
@@ -56,7 +58,7 @@ from rollover.rollout.scorer import Scorer, compares_siblings, scores_of
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
 from rollover.rollout.writer import EventWriter
-from rollover.types import Batch, Prompt, SampleId, SamplingParams, WasteCause
+from rollover.types import Batch, Observation, Prompt, SampleId, SamplingParams, WasteCause
 
 
 class RolloutDriver:
@@ -72,6 +74,7 @@ class RolloutDriver:
         await driver.stop()
 
     Args:
+        environment: acts between the turns of episodes; left out if there are none.
         clock: when left out, the machine's, which continues where the journal ends.
         keep_group: dynamic sampling: whether a group with these rewards is worth training (True keeps it).
         compared: what ``keep_group`` gets of a sample: its reward when left out.
@@ -91,6 +94,7 @@ class RolloutDriver:
         strategy: Strategy,
         source: Source,
         scorer: Scorer,
+        environment: Environment | None = None,
         sampling: SamplingParams,
         seed: int,
         clock: Clock | None = None,
@@ -111,6 +115,7 @@ class RolloutDriver:
         self._clock = clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
         self._scorer = scorer
+        self._environment = environment or NoEnvironment()
         self._scheduler = Scheduler(
             strategy=strategy,
             source=source,
@@ -144,6 +149,8 @@ class RolloutDriver:
             is_journaled=placement is not None and journal is not None,
             on_tokens=self._tokens_arrived,
         )
+        self._answering: dict[SampleId, asyncio.Task[None]] = {}
+        """Turns that the environment is answering."""
         self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
         """Stops the running samples once the scheduler says so."""
@@ -180,6 +187,8 @@ class RolloutDriver:
         self._scheduler.begin_round()
         if not self.ledger.replay:
             in_hand = self._scoring.keys() | self._calls.keys()  # a call that is ending scores its own sample
+            for sample_id in self.ledger.acting.keys() - self._answering.keys() - self._calls.keys():
+                self._start_answering(sample_id)
             for sample_id in self.ledger.unscored.keys() - in_hand:
                 self._start_scoring(self._due(sample_id))
         self._last_progress_s = self._clock.now_s()
@@ -234,7 +243,8 @@ class RolloutDriver:
                     self._scheduler.drop_tokens_of(name, self._clock.now_s(), since=0)
                 self._distrusted.clear()
         finally:
-            pending = [*(call.task for call in self._calls.values()), *self._scoring.values()]
+            tasks = (call.task for call in self._calls.values())
+            pending = [*tasks, *self._answering.values(), *self._scoring.values()]
             if pending:
                 for task in pending:
                     task.cancel()
@@ -272,9 +282,11 @@ class RolloutDriver:
             match action:
                 case StartSample(sample_id=sample_id):
                     self._num_calls += 1
+                    prompt = self.ledger.groups[sample_id.group].prompt
                     call = self._calls[sample_id] = self._open_call(
                         request_id=f"{self._name}.{sample_id}#{self._num_calls}.",
                         start=action,
+                        turn_limit=self._environment.turn_limit(prompt),
                         back_off_s=self._retries.back_off_s(sample_id),
                     )
                     call.task = asyncio.create_task(self._generate(call))
@@ -303,7 +315,9 @@ class RolloutDriver:
 
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep, calls that have ended are closed and scored first."""
-        in_hand = self._turn is not None and (self._scoring or self._calls.keys() - self.ledger.running.keys())
+        in_hand = self._turn is not None and (
+            self._answering or self._scoring or self._calls.keys() - self.ledger.running.keys()
+        )
         return self._batch_is_due and not in_hand
 
     async def _until(self, done: Callable[[], bool]) -> None:
@@ -315,9 +329,12 @@ class RolloutDriver:
                 continue
             self._changed.clear()
             idle_s = self._clock.now_s() - self._last_progress_s
+            if self._answering:  # which has deadlines of its own
+                idle_s = 0.0
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
-            assert self._calls or self._scoring or self._placement, "no batch, and nothing is running or being scored"
+            waited_for = self._calls or self._answering or self._scoring or self._placement
+            assert waited_for, "no batch, and nothing is running, acting or being scored"
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
                     await self._changed.wait()
@@ -409,8 +426,13 @@ class RolloutDriver:
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
     async def _after_call(self, sample_id: SampleId) -> None:
-        """Start scoring a finished sample, and fill the place that became free."""
+        """Start scoring a finished sample, or answering a turn, and fill the place that became free."""
         async with self._turn or nullcontext():
+            if sample_id in self.ledger.acting:
+                if self._turn is None:
+                    self._start_answering(sample_id)
+                else:
+                    await self._answer(sample_id)
             due = self._due(sample_id)
             if self._turn is not None:
                 await self._score(due)
@@ -419,6 +441,40 @@ class RolloutDriver:
             self._act()
             if self._turn is not None:
                 await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
+
+    def _start_answering(self, sample_id: SampleId) -> None:
+        self._answering[sample_id] = asyncio.create_task(self._answer_alone(sample_id))
+
+    async def _answer_alone(self, sample_id: SampleId) -> None:
+        """Have a turn answered, and act on the answer."""
+        try:
+            await self._answer(sample_id)
+            async with self._turn or nullcontext():
+                due = self._due(sample_id)
+                if self._turn is not None:
+                    await self._score(due)
+                else:
+                    self._start_scoring(due)
+                self._act()
+        except Exception as e:
+            self._break(e)
+        self._ended()
+
+    async def _answer(self, sample_id: SampleId) -> None:
+        """Have the environment answer the last turn of an episode."""
+        observation: Observation | RewardError
+        try:
+            trajectory = self.ledger.sample(sample_id).trajectory
+            observation = await self._environment.act(trajectory, self._clock.now_s())
+        except RewardError as e:
+            observation = e
+        finally:
+            self._answering.pop(sample_id, None)
+        now_s = self._last_progress_s = self._clock.now_s()
+        if isinstance(observation, RewardError):
+            self._scheduler.failed(sample_id, str(observation), now_s)
+        else:
+            self._scheduler.observed(sample_id, observation._replace(end_s=now_s), now_s)
 
     def _due(self, sample_id: SampleId) -> tuple[SampleId, ...]:
         """Return the samples to score now that this one has ended: itself if it is finished, or, if their reward
@@ -466,9 +522,15 @@ class RolloutDriver:
             self._changed.set()
 
     def _emit(self, event: Event) -> None:
-        if isinstance(event, GroupDropped):
-            for sample_id in [i for i in self._scoring if i.group == event.group_id]:
-                self._scoring.pop(sample_id).cancel()
+        match event:
+            case GroupDropped(group_id=group_id):
+                for tasks in (self._scoring, self._answering):
+                    for sample_id in [i for i in tasks if i.group == group_id]:
+                        tasks.pop(sample_id).cancel()
+                for index in range(self._scheduler.strategy.group_size):
+                    self._environment.leave(SampleId(group_id, index))
+            case SampleScored(sample_id=sample_id) | SampleFailed(sample_id=sample_id):
+                self._environment.leave(sample_id)
         self._writer.add(event)
         self._observer(event)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rollover.types import NO_COMPONENTS, Prompt, SampleId, Segment, WasteCause
+from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment, WasteCause
 
 
 class GroupOpened(NamedTuple):
@@ -40,8 +40,8 @@ class SampleStarted(NamedTuple):
 
 
 class SegmentEnded(NamedTuple):
-    """Tokens arrived. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked, and with
-    ``None`` it keeps running (the weights changed, or progress was saved).
+    """Tokens arrived. With ``stop`` or ``length`` the sample is finished, with ``abort`` it is parked, with ``turn``
+    its environment acts, and with ``None`` it keeps running (the weights changed, or progress was saved).
 
     Example: ``SegmentEnded(8.0, SampleId(12, 0), segment)`` with 300 tokens of version 3 and ``FinishReason.STOP``:
     sample g12.0 waits for its reward.
@@ -50,6 +50,18 @@ class SegmentEnded(NamedTuple):
     time_s: float
     sample_id: SampleId
     segment: Segment
+
+
+class Observed(NamedTuple):
+    """The environment of an episode has answered its last turn: another turn follows, or the episode has ended.
+
+    Example: ``Observed(8.4, SampleId(12, 0), observation)`` with the three tokens of a tool's result: sample g12.0 is
+    parked until the engine has room for its next turn.
+    """
+
+    time_s: float
+    sample_id: SampleId
+    observation: Observation
 
 
 class SampleScored(NamedTuple):
@@ -176,6 +188,7 @@ Event = (
     GroupOpened
     | SampleStarted
     | SegmentEnded
+    | Observed
     | SampleScored
     | SampleFailed
     | GroupDropped

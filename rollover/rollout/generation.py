@@ -43,6 +43,8 @@ class SampleCall:
     seed: int
     """The run's seed."""
     clock: Clock
+    turn_limit: int | None = None
+    """Largest number of tokens of a turn, if the sample is an episode."""
     max_staleness: int
     """The sample is trained at the latest in the step that begins this many versions after its group has started."""
     save_every_tokens: int
@@ -75,7 +77,8 @@ class SampleCall:
         self._start_s = self.clock.now_s()
         sample_id = self.start.sample_id
         trajectory = self.ledger.sample(sample_id).trajectory
-        reason = reached_end(self.sampling, trajectory.token_ids)
+        turn_ids, sampling = trajectory.turn_ids, turn_sampling(trajectory, self.sampling, self.turn_limit)
+        reason = reached_end(sampling, turn_ids)
         if reason is None and await self._is_stopped_in_back_off():
             reason = FinishReason.ABORT
         if reason is not None:
@@ -85,14 +88,14 @@ class SampleCall:
         request = generation_request(
             trajectory,
             self.request_id,
-            self.sampling,
+            sampling,
             self.seed,
             self.start,
             least_version=start_version or 0,
             due_version=None if start_version is None else start_version + self.max_staleness,
             is_journaled=self.is_journaled,
         )
-        num_tokens, last_token = trajectory.num_tokens, None
+        num_tokens, last_token = len(turn_ids), None
         try:
             async for chunk in self.engine.generate(request):
                 num_tokens += len(chunk.token_ids)
@@ -103,7 +106,7 @@ class SampleCall:
                 reason = chunk.finish_reason
                 if unasked := reason is FinishReason.ABORT and not self._stopped.is_set():
                     reason = None
-                if reason is FinishReason.LENGTH and num_tokens < self.sampling.max_new_tokens:
+                if reason is FinishReason.LENGTH and num_tokens < sampling.max_new_tokens:
                     reason = FinishReason.ABORT  # the sample is parked at the limit of this call
                 if self._num_open_tokens and _origin(chunk) != _origin(self._chunks[-1]):
                     yield self._end_segment(None)
@@ -135,6 +138,8 @@ class SampleCall:
 
     def _end_segment(self, reason: FinishReason | None) -> Segment:
         """Return the current segment and begin the next one."""
+        if reason is FinishReason.STOP and self.turn_limit is not None:
+            reason = FinishReason.TURN
         chunks, last, published = self._chunks, self._last_chunk, self.ledger.policy_version
         segment = Segment(
             policy_version=last.policy_version if last else published,
@@ -159,6 +164,15 @@ def _origin(chunk: Chunk) -> tuple[int, int, str]:
     return chunk.policy_version, chunk.kv_version, chunk.engine
 
 
+def turn_sampling(trajectory: Trajectory, sampling: SamplingParams, turn_limit: int | None) -> SamplingParams:
+    """Return the settings of the turn that goes on: its limit is that of a turn, and what is left of the response's
+    for an episode, whose observations count too."""
+    if turn_limit is None:
+        return sampling
+    left = sampling.max_new_tokens - len(trajectory.response_ids) + len(trajectory.turn_ids)
+    return replace(sampling, max_new_tokens=min(turn_limit, left))
+
+
 def generation_request(
     trajectory: Trajectory,
     request_id: str,
@@ -170,19 +184,21 @@ def generation_request(
     due_version: int | None = None,
     is_journaled: bool = False,
 ) -> GenerateRequest:
-    """Return a request to continue after the tokens so far. ``seed`` is the run's."""
-    sample_id = trajectory.sample_id
+    """Return a request to continue after the tokens so far. Engines know no episodes: in its later turns, what came
+    before the turn is the prompt. ``seed`` is the run's, and ``sampling`` the turn's."""
+    sample_id, turn, turn_ids = trajectory.sample_id, len(trajectory.observations), trajectory.turn_ids
+    before = trajectory.response_ids[: -len(turn_ids)] if turn_ids else trajectory.response_ids
     if start.token_budget is not None:
-        limit = min(sampling.max_new_tokens, trajectory.num_tokens + start.token_budget)
+        limit = min(sampling.max_new_tokens, len(turn_ids) + start.token_budget)
         sampling = replace(sampling, max_new_tokens=limit)
     return GenerateRequest(
         request_id=request_id,
-        sample_key=sample_key(sample_id),
+        sample_key=sample_key(sample_id, turn),
         prompt_key=f"{trajectory.prompt.prompt_id}.",
-        prompt_ids=trajectory.prompt.token_ids,
-        response_ids=trajectory.token_ids,
+        prompt_ids=trajectory.prompt.token_ids + before,
+        response_ids=turn_ids,
         params=sampling,
-        seed=sample_seed(seed, sample_id),
+        seed=sample_seed(seed, sample_id, turn),
         least_version=least_version,
         due_version=due_version,
         is_journaled=is_journaled,
@@ -222,12 +238,13 @@ def check_chunk(
         raise EngineError(f"the engine sent tokens of {sample_id} without what was asked for: {e}") from e
 
 
-def sample_key(sample_id: SampleId) -> str:
-    """Return the name by which an engine knows a sample, the same for all its calls."""
-    return f"{sample_id}."
+def sample_key(sample_id: SampleId, turn: int = 0) -> str:
+    """Return the name by which an engine knows a sample, the same for all its calls in one turn."""
+    return f"{sample_id}.{turn}." if turn else f"{sample_id}."
 
 
-def sample_seed(seed: int, sample_id: SampleId) -> int:
-    """Derive the seed of a sample's noise: 63 bits, a function of only the run's seed and the sample."""
-    digest = hashlib.blake2b(f"{seed}/{sample_id.group}/{sample_id.index}".encode(), digest_size=8).digest()
+def sample_seed(seed: int, sample_id: SampleId, turn: int = 0) -> int:
+    """Derive the seed of a sample's noise: 63 bits, a function of only the run's seed, the sample and its turn."""
+    name = f"{seed}/{sample_id.group}/{sample_id.index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

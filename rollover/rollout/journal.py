@@ -25,6 +25,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Observed,
     Restarted,
     SampleFailed,
     SampleScored,
@@ -32,11 +33,11 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.state import RolloutState
 from rollover.token_bytes import join_bytes, split_bytes
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, WasteCause
 
-FORMAT_VERSION = 2
-_READABLE = (1, FORMAT_VERSION)
-"""Format 1 has no kept sets."""
+FORMAT_VERSION = 3
+_READABLE = (1, 2, FORMAT_VERSION)
+"""Format 1 has no kept sets, and format 2 no observations."""
 _IN_MEMORY = Path(":memory:")
 """SQLite's name for a database without a file."""
 _KINDS: dict[str, type] = {cls.__name__: cls for cls in get_args(Event)}
@@ -53,7 +54,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 def _encode(event: Event) -> tuple[str, str, bytes]:
     """Encode an event as (kind, JSON body, blob); the blob holds a segment's token ids (int32), log-probs (float32),
-    kept sets and routes (``join_bytes``), and the body the sizes of the last two."""
+    kept sets and routes (``join_bytes``), and the body the sizes of the last two; or an observation's token ids."""
     body, blob = event._asdict(), b""
     if isinstance(event, GroupOpened):
         body["prompt"] = {name: getattr(event.prompt, name) for name in event.prompt.__slots__}  # asdict copies tokens
@@ -64,6 +65,9 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
             if joined := join_bytes(segment.pop(name)):
                 blob += joined
                 segment[f"{name}_bytes"] = len(joined)
+    if isinstance(event, Observed):
+        observation = body["observation"] = event.observation._asdict()
+        blob = array("i", observation.pop("token_ids")).tobytes()
     for name in _LATER.get(type(event), ()):
         if body[name] == event._field_defaults[name]:
             del body[name]
@@ -81,6 +85,8 @@ def _decode(kind: str, body: str, blob: bytes | int) -> Event:
             fields["prompt"] = Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])})
         case SegmentEnded.__name__:
             fields["segment"] = _decode_segment(fields["segment"], blob)
+        case Observed.__name__:
+            fields["observation"] = _decode_observation(fields["observation"], blob)
         case GroupDropped.__name__ | SampleFailed.__name__ if "cause" in fields:
             fields["cause"] = WasteCause(fields["cause"])
         case BatchConsumed.__name__:
@@ -110,6 +116,12 @@ def _decode_segment(fields: dict[str, Any], blob: bytes | int) -> Segment:
         finish_reason=finish_reason,
         **fields,
     )
+
+
+def _decode_observation(fields: dict[str, Any], blob: bytes | int) -> Observation:
+    end = fields.pop("end")
+    ids = range(blob // 4) if isinstance(blob, int) else tuple(array("i", blob))
+    return Observation(token_ids=ids, end=None if end is None else FinishReason(end), **fields)
 
 
 class Journal:
@@ -269,7 +281,7 @@ def _select(
             if any(void.holds(seq, kind) for void in voids):
                 continue
             event = _event(path, seq, kind, body, size)
-            if isinstance(event, SegmentEnded) and needs_tokens(event.sample_id.group):
+            if isinstance(event, SegmentEnded | Observed) and needs_tokens(event.sample_id.group):
                 (blob,) = db.execute("SELECT blob FROM events WHERE seq = ?", (seq,)).fetchone()
                 event = _event(path, seq, kind, body, blob)
             yield seq, event

@@ -3,11 +3,13 @@
 Conservation, proved by ``Ledger.check``:
 
 * A sample is in exactly one state. ``waiting -> running -> {parked -> running}* -> finished -> scored``;
-  from any of them it can become ``failed``.
+  from any of them it can become ``failed``. An episode goes ``running -> acting`` at the end of each turn, and on to
+  ``parked`` or, when it is over, ``finished``.
 * A group is ``open`` until each sample is scored or failed, then ``ready``, then ``consumed`` by a batch or
   ``dropped`` with a cause. There is no other way out.
 * ``decoded tokens = trained + wasted (by cause) + live``. The tokens of a batch count as trained when it is consumed;
 once its step is done, the tokens without a gradient are moved to the waste.
+* ``observed tokens = in batches + dropped + live``: a second account, of the tokens that environments have added.
 
 The ledger contains facts. A strategy decides what to do about them; the driver does it.
 """
@@ -26,6 +28,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Observed,
     Restarted,
     SampleFailed,
     SampleScored,
@@ -34,6 +37,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.records import (
+    ACTING,
     FAILED,
     FINISHED,
     PARKED,
@@ -49,7 +53,7 @@ from rollover.rollout.records import (
 )
 from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
 
-_ABORT = FinishReason.ABORT
+_ABORT, _TURN = FinishReason.ABORT, FinishReason.TURN
 
 
 class Ledger:
@@ -89,9 +93,17 @@ class Ledger:
         self.waiting: dict[SampleId, None] = {}
         self.running: dict[SampleId, None] = {}
         self.parked: dict[SampleId, None] = {}
+        self.acting: dict[SampleId, None] = {}
+        """Episodes whose environment acts."""
         self.unscored: dict[SampleId, None] = {}
         """Finished samples that are not yet scored."""
-        self._places = {WAITING: self.waiting, RUNNING: self.running, PARKED: self.parked, FINISHED: self.unscored}
+        self._places = {
+            WAITING: self.waiting,
+            RUNNING: self.running,
+            PARKED: self.parked,
+            ACTING: self.acting,
+            FINISHED: self.unscored,
+        }
         """Samples that are neither scored nor failed, by their state."""
         self.starts_of_open: Counter[int] = Counter()
         """Started open groups by the version they started at."""
@@ -134,7 +146,7 @@ class Ledger:
 
     @property
     def num_active(self) -> int:
-        """Return the number of samples that still have tokens to decode."""
+        """Return the number of samples that can be decoded; an episode whose environment acts is not among them."""
         return len(self.waiting) + len(self.running) + len(self.parked)
 
     def startable(self) -> Iterator[SampleId]:
@@ -161,6 +173,8 @@ class Ledger:
                 self._start(event.sample_id, event.policy_version)
             case SampleScored():
                 self._score(event)
+            case Observed():
+                self._observe(event)
             case GroupOpened():
                 self._open(event)
             case SampleFailed(sample_id=sample_id, cause=cause):
@@ -169,7 +183,7 @@ class Ledger:
                 self._leave(sample_id, sample)
                 self.num_failed += cause is WasteCause.FAILED
                 sample.cause = cause
-                self.tokens.wasted[cause] += sample.num_tokens
+                self.tokens.waste(cause, sample)
                 self._settle(sample_id, FAILED)
             case GroupDropped():
                 self._drop(event)
@@ -245,8 +259,25 @@ class Ledger:
         if reason is _ABORT:
             self._park(sample_id, sample)
         else:
-            sample.state = FINISHED
-            self.unscored[sample_id] = None
+            self._place(sample_id, sample, ACTING if reason is _TURN else FINISHED)
+
+    def _observe(self, event: Observed) -> None:
+        _, sample_id, observation = event
+        sample = self.sample(sample_id)
+        assert sample.state is ACTING, f"{sample_id} is {sample.state}, not acting"
+        del self.acting[sample_id]
+        sample.observations.append(observation)
+        sample.num_observed += len(observation.token_ids)
+        sample.turn_start = sample.num_tokens
+        self.tokens.observed += len(observation.token_ids)
+        if observation.end is None:
+            self._park(sample_id, sample)
+        else:
+            self._place(sample_id, sample, FINISHED)
+
+    def _place(self, sample_id: SampleId, sample: SampleRecord, state: SampleState) -> None:
+        sample.state = state
+        self._places[state][sample_id] = None
 
     def _score(self, event: SampleScored) -> None:
         sample_id = event.sample_id
@@ -258,8 +289,7 @@ class Ledger:
 
     def _park(self, sample_id: SampleId, sample: SampleRecord) -> None:
         """Park a stopped sample; one without a token has nothing to resume and waits again."""
-        sample.state = PARKED if sample.num_tokens else WAITING
-        self._places[sample.state][sample_id] = None
+        self._place(sample_id, sample, PARKED if sample.num_tokens else WAITING)
         group = self.groups[sample_id.group]
         group.num_startable += 1
         if group.num_startable == 1:
@@ -298,7 +328,7 @@ class Ledger:
         for sample in group.samples:
             self._leave(sample.sample_id, sample)
             if sample.state is not FAILED:
-                self.tokens.wasted[event.cause] += sample.num_tokens
+                self.tokens.waste(event.cause, sample)
         del self.groups[event.group_id]
         self.dropped[event.cause] += 1
         if event.prompt_returned:
@@ -335,6 +365,7 @@ class Ledger:
             for sample in self.groups[group_id].samples:
                 if sample.state is SCORED:
                     self.tokens.trained += sign * sample.num_tokens
+                    self.tokens.observed_in_batches += sign * sample.num_observed
         self.num_consumed += sign * len(self.batches[step])
 
     def _restart(self, event: Restarted) -> None:
@@ -362,7 +393,7 @@ class Ledger:
             AssertionError: naming the group or the account that does not add up.
         """
         counts: Counter[SampleState] = Counter()
-        live = 0
+        live = observed = 0
         consumed = {i for ids in self.batches.values() for i in ids}
         assert len(consumed) == sum(map(len, self.batches.values())), "a group is in two batches"
         self._proved &= consumed
@@ -375,9 +406,11 @@ class Ledger:
                 unsettled += state not in SETTLED
                 startable += state in STARTABLE
                 assert sample.num_tokens == sum(len(s.token_ids) for s in sample.segments)
+                assert sample.num_observed == sum(len(o.token_ids) for o in sample.observations)
                 assert state in SETTLED or sample.sample_id in self._places[state], f"{sample.sample_id} is not {state}"
                 if state is not FAILED and not is_consumed:
                     live += sample.num_tokens
+                    observed += sample.num_observed
             assert unsettled == group.num_unsettled, f"group {group_id} miscounts its unsettled samples"
             assert startable == group.num_startable, f"group {group_id} miscounts its startable samples"
             assert (group_id in self.open) == (unsettled > 0), f"group {group_id} is not only open"
@@ -391,8 +424,11 @@ class Ledger:
         for groups, starts in ((self.open, self.starts_of_open), (self.ready, self.starts_of_ready)):
             assert +starts == Counter(g.start_version for g in groups.values() if g.start_version is not None)
         awaiting_replay = [i for step in self.replay for i in self.batches[step]]
-        live += sum(s.num_tokens for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED)
+        replayed = [s for i in awaiting_replay for s in self.groups[i].samples if s.state is SCORED]
+        live += sum(s.num_tokens for s in replayed)
+        observed += sum(s.num_observed for s in replayed)
         assert self.tokens.live == live, f"{self.tokens.live} tokens are live by the account, {live} by the samples"
+        assert self.tokens.observed_live == observed, f"{self.tokens.observed_live} observed tokens, not {observed}"
         assert self.next_group_id == (
             self.num_unconsumed + self.num_consumed + len(awaiting_replay) + sum(self.dropped.values())
         ), "a group has vanished"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollover.types import NO_COMPONENTS, Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment, Trajectory, WasteCause
 
 
 class SampleState(StrEnum):
@@ -19,6 +19,7 @@ class SampleState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PARKED = "parked"
+    ACTING = "acting"
     FINISHED = "finished"
     SCORED = "scored"
     FAILED = "failed"
@@ -26,7 +27,7 @@ class SampleState(StrEnum):
 
 # These are looked up several times per event, and a module's name is found in a tenth of the time of an enum's
 # attribute.
-WAITING, RUNNING, PARKED, FINISHED, SCORED, FAILED = SampleState
+WAITING, RUNNING, PARKED, ACTING, FINISHED, SCORED, FAILED = SampleState
 SETTLED = (SCORED, FAILED)
 STARTABLE = (WAITING, PARKED)
 
@@ -41,6 +42,7 @@ class SampleRecord:
     sample_id: SampleId
     prompt: Prompt
     segments: list[Segment] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=lambda: NO_COMPONENTS)
     solved: bool | None = None
@@ -48,6 +50,10 @@ class SampleRecord:
     """The cause for which it was given up."""
     state: SampleState = WAITING
     num_tokens: int = 0
+    num_observed: int = 0
+    """Number of tokens of its observations."""
+    turn_start: int = 0
+    """Number of tokens sampled before the turn that goes on."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -60,11 +66,13 @@ class SampleRecord:
             reward=self.reward,
             components=self.components,
             solved=self.solved,
+            observations=tuple(observation.unpacked() for observation in self.observations),
         )
 
     def pack(self) -> None:
         """Hold the tokens in little memory, now that they are only kept for a restart."""
         self.segments = [segment.packed() for segment in self.segments]
+        self.observations = [observation.packed() for observation in self.observations]
 
 
 @dataclass(slots=True)
@@ -96,7 +104,7 @@ class GroupRecord:
 
 @dataclass(slots=True)
 class Tokens:
-    """The token account of a run: decoded = trained + wasted + live.
+    """The token accounts of a run: decoded = trained + wasted + live, and observed = in batches + dropped + live.
 
     Example: of 1,000 decoded tokens, 600 were trained and 150 dropped with their groups. The other 250 are live: they
     belong to samples that are running or parked, or to groups that no batch has consumed yet.
@@ -106,10 +114,25 @@ class Tokens:
     trained: int = 0
     wasted: Counter[WasteCause] = field(default_factory=Counter)
     reprefilled: int = 0
+    observed: int = 0
+    """Tokens of observations."""
+    observed_in_batches: int = 0
+    """Those of samples in consumed batches, which the trainer reads and does not train."""
+    observed_dropped: int = 0
+    """Those of samples that were given up or dropped."""
 
     @property
     def live(self) -> int:
         return self.decoded - self.trained - sum(self.wasted.values())
+
+    @property
+    def observed_live(self) -> int:
+        return self.observed - self.observed_in_batches - self.observed_dropped
+
+    def waste(self, cause: WasteCause, sample: SampleRecord) -> None:
+        """Count the tokens of a sample that will never be in a batch."""
+        self.wasted[cause] += sample.num_tokens
+        self.observed_dropped += sample.num_observed
 
     def write_off(self, untrained: Mapping[WasteCause, int], sign: int) -> None:
         """Move tokens without a gradient from trained to wasted, or back with ``sign`` -1."""

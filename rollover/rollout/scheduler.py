@@ -24,6 +24,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Observed,
     SampleFailed,
     SampleScored,
     SampleStarted,
@@ -33,7 +34,7 @@ from rollover.rollout.events import (
 from rollover.rollout.records import FAILED, SampleRecord, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import MAX_REWARD, Batch, Prompt, SampleId, Score, Segment, Trajectory, WasteCause
+from rollover.types import MAX_REWARD, Batch, Observation, Prompt, SampleId, Score, Segment, Trajectory, WasteCause
 
 
 class Source(Protocol):
@@ -324,6 +325,10 @@ class Scheduler:
     def segment_ended(self, sample_id: SampleId, segment: Segment, now_s: float) -> None:
         self.record(SegmentEnded(now_s, sample_id, segment))
 
+    def observed(self, sample_id: SampleId, observation: Observation, now_s: float) -> None:
+        """Record the answer of an episode's environment to its last turn."""
+        self.record(Observed(now_s, sample_id, observation))
+
     def scored(self, sample_id: SampleId, reward: float, now_s: float) -> None:
         """Record the reward of a sample, or its failure if the reward cannot be trained on.
 
@@ -423,7 +428,7 @@ class Scheduler:
 
     def _discard_unfinished(self, now_s: float) -> None:
         """Drop the groups that still have tokens to decode. Those that only wait for a reward are complete and stay."""
-        unfinished = (SampleState.WAITING, SampleState.PARKED)
+        unfinished = (SampleState.WAITING, SampleState.PARKED, SampleState.ACTING)
         for group in list(self.ledger.open.values()):
             if any(s.state in unfinished for s in group.samples):
                 self._drop(group.group_id, WasteCause.DISCARDED_ON_ABORT, now_s, prompt_returned=True)

@@ -10,7 +10,6 @@ from rollover.rollout.events import Event, SegmentEnded
 from rollover.rollout.generation import sample_key
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
-from rollover.types import SampleId
 
 
 class EventWriter:
@@ -37,8 +36,8 @@ class EventWriter:
         self._placement = placement
         self._on_error = on_error
         self._unwritten: list[Event] = []
-        self._unwritten_tokens: dict[SampleId, int] = {}
-        """Number of tokens of each sample, including its unwritten segments."""
+        self._unwritten_tokens: dict[str, int] = {}
+        """Number of tokens of each sample's turn, including its unwritten segments, by its key."""
 
     def add(self, event: Event) -> None:
         """Write an event with the next ``flush``, at the end of this turn at the latest."""
@@ -48,7 +47,9 @@ class EventWriter:
             asyncio.get_running_loop().call_soon(self._flush_later)
         self._unwritten.append(event)
         if isinstance(event, SegmentEnded):  # its group may no longer be in the ledger when it is written
-            self._unwritten_tokens[event.sample_id] = self._ledger.sample(event.sample_id).num_tokens
+            sample = self._ledger.sample(event.sample_id)
+            key = sample_key(event.sample_id, len(sample.observations))
+            self._unwritten_tokens[key] = sample.num_tokens - sample.turn_start
 
     def flush(self) -> None:
         """Write all events so far, and tell members that hold tokens until they are journaled."""
@@ -58,7 +59,7 @@ class EventWriter:
         tokens, self._unwritten, self._unwritten_tokens = self._unwritten_tokens, [], {}
         if self._placement is not None:
             self._journal.sync()  # members delete these tokens now
-            self._placement.journaled([(sample_key(sample_id), number) for sample_id, number in tokens.items()])
+            self._placement.journaled(tokens.items())
 
     def sync(self) -> None:
         """Write all events so far, and force them to the disk."""

@@ -106,6 +106,13 @@ class RunConfig:
         """Return how each source of ``tasks.eval`` is evaluated, by its name; as ``[eval]`` says if there is none."""
         return {source.name: self.eval.of(source.name) for source in self.tasks.eval} or {"": self.eval}
 
+    def response_limit(self, source: str) -> int:
+        """Return the largest number of tokens of a response to a prompt of this source; ``eval/...`` is one of
+        ``tasks.eval``."""
+        kind, _, name = source.rpartition("/")
+        own = self.eval_sets[name].max_new_tokens if kind else None
+        return own or self.rollout.max_new_tokens
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")

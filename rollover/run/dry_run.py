@@ -107,8 +107,8 @@ def _variants(config: RunConfig) -> Iterator[str]:
 def _sources(config: RunConfig) -> Iterator[str]:
     from rollover.hf.hub import resolve_model
     from rollover.hf.tokenizer import load_tokenizer
+    from rollover.tasks.episodes import encoder_of
     from rollover.tasks.open import check_source, response_ends
-    from rollover.tasks.prompts import PromptEncoder
 
     tokenizer: Any = None  # of a model that has yet to be built
     if config.model.path is not None:
@@ -116,7 +116,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
         tokenizer = load_tokenizer(folder)
     for role in ("train", "eval"):
         for source in getattr(config.tasks, role):
-            encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
+            encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
             facts = check_source(source, encoder)
             size = "" if facts.num_rows is None else f", {facts.num_rows} rows"
             reply = f"; {facts.reply}" if facts.reply else ""
@@ -125,7 +125,7 @@ def _sources(config: RunConfig) -> Iterator[str]:
             if facts.first is not None:
                 yield from _first_prompt(facts.first, facts.reference, tokenizer)
     for source in () if config.sft is None else config.warmup_sources:
-        encoder = tokenizer and PromptEncoder(tokenizer, config.tasks, source.chat_template_kwargs)
+        encoder = tokenizer and encoder_of(source, config.tasks, tokenizer)
         check_source(source, encoder, teaches=True)
     if tokenizer is not None:
         ends = response_ends(folder, tokenizer, config.tasks)

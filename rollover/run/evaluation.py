@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollover.clock import Clock
-from rollover.engine.base import Engine, GenerateRequest
+from rollover.engine.base import Engine
 from rollover.engine.complete import complete
 from rollover.environments.pass_at_k import EvalRow, ScoredPrompt, evaluate
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import RewardError
+from rollover.rollout.actions import StartSample
+from rollover.rollout.environment import Environment
 from rollover.rollout.events import SegmentEnded
-from rollover.rollout.generation import sample_seed
+from rollover.rollout.generation import generation_request, sample_seed, turn_sampling
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
-from rollover.types import SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
 
 _SEED = 0
 """The seed of the sampling noise of every evaluation, whatever the run's own seed."""
@@ -113,6 +115,7 @@ class Evaluator:
         engine: Engine,
         sources: Sequence[RowSource],
         scorer: RewardScorer,
+        environment: Environment,
         stops: tuple[int, ...],
         clock: Clock,
         on_progress: Callable[[int, int], None],
@@ -135,6 +138,7 @@ class Evaluator:
         }
         self._engine = engine
         self._scorer = scorer
+        self._environment = environment
         self._clock = clock
         self._on_progress = on_progress
         self._prompts = [source.prompt(i) for source in sources for i in range(source.num_rows)]
@@ -202,12 +206,22 @@ class Evaluator:
 
         async def one(sample_id: SampleId) -> tuple[Trajectory, float | None]:
             nonlocal done
-            async with room:
-                trajectory = await self._generate(sample_id)
+            prompt = self._prompts[sample_id.group]
+            # Rollouts' samples have other numbers.
+            trajectory = Trajectory(sample_id=SampleId(-1 - sample_id.group, sample_id.index), prompt=prompt)
+            reward: float | None = None
             try:
-                reward: float | None = await self._scorer.score(trajectory)
+                while trajectory.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    async with room:
+                        trajectory = await self._turn(sample_id, trajectory)
+                    if trajectory.finish_reason is FinishReason.TURN:
+                        answer = await self._environment.act(trajectory, self._clock.now_s())
+                        trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
+                reward = await self._scorer.score(trajectory)
             except RewardError:
-                reward = None
+                pass
+            finally:
+                self._environment.leave(trajectory.sample_id)
             done += 1
             self._on_progress(done, num_samples)
             return trajectory, reward
@@ -239,27 +253,28 @@ class Evaluator:
             versions=(min(versions), max(versions)),
         )
 
-    async def _generate(self, sample_id: SampleId) -> Trajectory:
-        prompt = self._prompts[sample_id.group]
-        key = f"eval{self._num_evaluations}/{sample_id}."
-        trajectory = Trajectory(sample_id=sample_id, prompt=prompt)
-        request = GenerateRequest(
-            request_id=key,
+    async def _turn(self, sample_id: SampleId, trajectory: Trajectory) -> Trajectory:
+        """Decode a response, or the next turn of an episode."""
+        prompt, turn = trajectory.prompt, len(trajectory.observations)
+        key = f"eval{self._num_evaluations}/{sample_id}.{turn or ''}"
+        turn_limit = self._environment.turn_limit(prompt)
+        sampling = turn_sampling(trajectory, self._sampling[prompt.source], turn_limit)
+        request = replace(
+            generation_request(trajectory, key, sampling, _SEED, StartSample(sample_id, None)),
             sample_key=key,
             prompt_key=f"eval{self._num_evaluations}/g{sample_id.group}.",
-            prompt_ids=prompt.token_ids,
-            params=self._sampling[prompt.source],
-            seed=sample_seed(_SEED, sample_id),
+            seed=sample_seed(_SEED, sample_id, turn),
         )
         start_s = self._clock.now_s()
         async for chunk in complete(self._engine, request):
             end_s = self._clock.now_s()
+            is_turn = turn_limit is not None and chunk.finish_reason is FinishReason.STOP
             trajectory = trajectory.extended(
                 Segment(
                     policy_version=chunk.policy_version,
                     token_ids=chunk.token_ids,
                     rollout_logprobs=chunk.logprobs,
-                    finish_reason=chunk.finish_reason,
+                    finish_reason=FinishReason.TURN if is_turn else chunk.finish_reason,
                     kv_version=chunk.kv_version,
                     start_s=start_s,
                     end_s=end_s,

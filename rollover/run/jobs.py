@@ -176,6 +176,7 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
     from rollover.run.engine import open_engine_of
     from rollover.run.evaluation import Evaluator
     from rollover.run.prepare import initial_policy
+    from rollover.tasks.episodes import open_environments
     from rollover.tasks.open import eval_sources, response_ends
 
     if config.engine.declared.serves_training_only:
@@ -192,11 +193,14 @@ async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics:
         check_context(config, engine.capabilities.max_context_tokens, ("eval",))
         scorer = RewardScorer([spec for s in sources for spec in s.reward_specs], tokenizer, run.path)
         stack.push_async_callback(scorer.close)
+        environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)
+        stack.push_async_callback(environment.close)
         evaluator = Evaluator(
             config,
             engine=engine,
             sources=sources,
             scorer=scorer,
+            environment=environment,
             stops=response_ends(folder, tokenizer, config.tasks),
             clock=SystemClock(),
             on_progress=progress.evaluating,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollover.algorithms.config import resolve
 from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
+from rollover.environments.episodes.actor import EpisodeActor
 from rollover.environments.scorer import RewardScorer
 from rollover.hf.tokenizer import load_tokenizer
 from rollover.privacy import Redactor
@@ -43,6 +44,7 @@ from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
 from rollover.settings.plain import resolved
 from rollover.tasks.curriculum import Curriculum
+from rollover.tasks.episodes import open_environments
 from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
 from rollover.types import Batch
@@ -101,6 +103,7 @@ async def open_session(
             engine=parts.engine.engine,
             sources=parts.evaluation,
             scorer=scorer,
+            environment=parts.environment,
             stops=parts.stops,
             clock=parts.clock,
             on_progress=progress.evaluating,
@@ -141,6 +144,7 @@ class _Parts(NamedTuple):
     source: PromptSource
     evaluation: Sequence[RowSource]
     scorer: RewardScorer
+    environment: EpisodeActor
     journal: Journal
     state: RolloutState
     curriculum: Curriculum | None
@@ -185,6 +189,8 @@ async def _open_parts(
     source = train_source(config.tasks, tokenizer, seed=config.seed, held_out=held_out)
     scorer = RewardScorer([spec for each in (source, *evaluation) for spec in each.reward_specs], tokenizer, run.path)
     stack.push_async_callback(scorer.close)
+    environment = open_environments(config.tasks, tokenizer, limit=config.response_limit, seed=config.seed)
+    stack.push_async_callback(environment.close)
     journal = open_journal(run, checkpoint)
     stack.callback(journal.close)
     state = _resumed(run, journal, config, trainer, progress, skip_batch) if resuming else RolloutState()
@@ -200,6 +206,7 @@ async def _open_parts(
         source=source,
         evaluation=evaluation,
         scorer=scorer,
+        environment=environment,
         journal=journal,
         state=state,
         curriculum=_curriculum(config, run, resuming=resuming),
@@ -273,6 +280,7 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
         strategy=rollout.build_strategy(engine.capabilities),
         source=EachSample(parts.source, rollout.num_siblings),
         scorer=parts.scorer,
+        environment=parts.environment,
         sampling=rollout.sampling(parts.stops),
         seed=config.seed,
         clock=parts.clock,

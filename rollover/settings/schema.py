@@ -41,7 +41,7 @@ class ByKind:
     both build ``SyncConfig()``, and ``{}`` builds ``AprilConfig()``.
     """
 
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Kinds that a user may expect but that are not among these, with the end of the message about each."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:

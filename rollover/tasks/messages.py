@@ -38,8 +38,13 @@ def read_question(row: Mapping[str, Any], content: Any, where: str) -> Question:
     return Question(
         messages_of(content, where) if isinstance(content, list) else content,
         _tools(row[TOOLS], where) if has_value(row, TOOLS) else (),
-        _arguments(row[ARGUMENTS], where) if has_value(row, ARGUMENTS) else {},
+        row_arguments(row, where),
     )
+
+
+def row_arguments(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the arguments of the chat template that a row has of its own."""
+    return _arguments(row[ARGUMENTS], where) if has_value(row, ARGUMENTS) else {}
 
 
 def messages_of(content: Sequence[Any], where: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from rollover.errors import DataError
 from rollover.hf.tokenizer import Tokenizer, stop_token_ids
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import NO_SOURCE, TasksConfig
+from rollover.tasks.episodes import check_environment, encoder_of
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
@@ -77,7 +78,7 @@ def train_source(
         raise DataError(NO_SOURCE)
     sources: list[PromptSource] = []
     for source in config.train:
-        encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
+        encoder = encoder_of(source, config, tokenizer)
         rows, name = source.open(gym_seed("train", source.name, seed)), source.name
         num_rows = _fewest(rows.num_rows, source.limit)
         if num_rows is None and config.curriculum is not None:
@@ -106,7 +107,7 @@ def eval_sources(config: TasksConfig, tokenizer: Tokenizer, *, num_prompts: int)
     order, without the skipped ones. Call ``prompt(i)`` for i below ``num_rows``."""
     sources = []
     for source in config.eval:
-        encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
+        encoder = encoder_of(source, config, tokenizer)
         rows, name = source.open(gym_seed("eval", source.name, config.eval_seed)), f"eval/{source.name}"
         num_rows = _fewest(rows.num_rows, source.limit, num_prompts)
         assert num_rows is not None
@@ -172,6 +173,7 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
     for spec in config.reward_specs(columns, config.name):
         spec.config.check(spec)
         spec.config.build(spec)
+    check_environment(config, encoder)
     first = None
     if encoder is not None:
         text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)

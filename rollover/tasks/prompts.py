@@ -24,7 +24,7 @@ from rollover.hf.markers import Markers
 from rollover.hf.tokenizer import Tokenizer
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question
-from rollover.tasks.template import ChatTemplate, Written
+from rollover.tasks.template import ChatTemplate, Span, Written
 
 _OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Markers that an assistant writes itself, and that therefore stay markers in its turns."""
@@ -46,12 +46,19 @@ class PromptEncoder:
 
     Args:
         arguments: arguments of the chat template, in addition to ``tasks.chat_template_kwargs``.
+        tools: descriptions of tools that the chat template offers with every prompt.
 
     Example: with a chat template, ``encode(Question("1+1"), where="row 0").text`` is ``"<user>1+1\\n<assistant>"``,
     say.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: TasksConfig, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: TasksConfig,
+        arguments: Mapping[str, Any] | None = None,
+        tools: tuple[Any, ...] = (),
+    ) -> None:
         source = _read_template(config.chat_template_file)
         has_template = bool(source or tokenizer.chat_template)
         if not has_template and config.chat_template == "on":
@@ -61,6 +68,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._config = config
         self._arguments = {**config.chat_template_kwargs, **(arguments or {})}
+        self._tools = tools
         self._template: ChatTemplate | None = None
         if has_template and config.chat_template != "off":
             day = config.chat_template_date
@@ -77,6 +85,36 @@ class PromptEncoder:
     def turn_end(self) -> int | None:
         """Return the marker that ends an assistant's turn; ``None`` without a template, or if it writes none."""
         return None if self._template is None else self._markers.starting(self._template.after_reply())
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, where: str
+    ) -> tuple[int, ...]:
+        """Tokenise messages that follow an assistant's turn: the end of that turn, the messages, and the beginning of
+        the next turn. A marker that a message spells out is encoded as text. Without a template, the texts alone.
+
+        Raises:
+            DataError: the template refuses, drops or changes a message.
+        """
+        if self._template is None:
+            text = "".join(message["content"] for message in messages)
+            plain = Markers(self._tokenizer)
+            return tuple(plain.encode(text, plain.find(text)) or ())
+        before = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
+        try:
+            written = self._template.write(
+                [*before, *messages], tools=self._tools, arguments={**self._arguments, **arguments}
+            )
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        end = next(span.end for span in written.spans if span.role == "assistant")
+        spans = tuple(Span(s.start - end, s.end - end, s.role) for s in written.spans if s.start >= end)
+        rest = Written(written.text[end:], spans)
+        ids = self._tokenizer([rest.text], add_special_tokens=False)["input_ids"][0]
+        return tuple(self._proved(ids, rest, where))
 
     def fits(self, token_ids: Sequence[int], where: str) -> bool:
         """Return whether a prompt is short enough. Raises ``DataError`` when it is not and ``long_prompts`` is
@@ -107,10 +145,7 @@ class PromptEncoder:
             written = [self._write(question, where) for question, where in questions]
             texts = [one.text for one in written]
             ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-            found = [
-                self._proved(one, w, question, where)
-                for one, w, (question, where) in zip(ids, written, questions, strict=True)
-            ]
+            found = [self._proved(one, w, where) for one, w, (_, where) in zip(ids, written, questions, strict=True)]
         for one, (_, where) in zip(found, questions, strict=True):
             if not one:
                 raise DataError(f"{where}: the prompt is empty")
@@ -147,16 +182,15 @@ class PromptEncoder:
         if self._config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         self._check_arguments(question.arguments, f"{where}, chat_template_kwargs")
-        if self._markers.find(json.dumps([question.tools, [m.get("tool_calls") for m in messages]], default=str)):
+        tools = (*self._tools, *question.tools)
+        if self._markers.find(json.dumps([tools, [m.get("tool_calls") for m in messages]], default=str)):
             raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
         try:
-            return self._template.write(
-                messages, tools=question.tools, arguments={**self._arguments, **question.arguments}
-            )
+            return self._template.write(messages, tools=tools, arguments={**self._arguments, **question.arguments})
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
-    def _proved(self, ids: Sequence[int], written: Written, question: Question, where: str) -> Sequence[int]:
+    def _proved(self, ids: Sequence[int], written: Written, where: str) -> Sequence[int]:
         """Return ids whose markers are the template's."""
         expected = self._expected_marks(written)
         if self._markers.count(ids) == expected:

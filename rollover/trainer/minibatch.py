@@ -26,7 +26,7 @@ from rollover.types import Group, SampleId, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTensors:
-    """``B`` samples with ``T`` response tokens in all.
+    """``B`` samples with ``T`` sampled tokens in all.
 
     Example: two groups of two samples with 3, 2, 4 and 1 response tokens have ``lengths_B`` of ``(3, 2, 4, 1)``,
     ``group_B`` of ``(0, 0, 1, 1)`` and ``sample_T`` of ``(0, 0, 0, 1, 1, 2, 2, 2, 2, 3)``.
@@ -38,7 +38,7 @@ class BatchTensors:
     rewards_B: Tensor
     """Rewards as scored, float64."""
     lengths_B: Tensor
-    """Number of response tokens of each sample."""
+    """Number of sampled tokens of each sample."""
     group_B: Tensor
     baseline_B3: Tensor | None
     """``Baseline`` of each sample, if samples are groups of their own."""
@@ -72,10 +72,7 @@ class BatchTensors:
             return torch.as_tensor(values, dtype=dtype).to(device)
 
         return cls(
-            samples=tuple(
-                TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids, kept=t.kept)
-                for t in trajectories
-            ),
+            samples=tuple(TrainingSample.of(t) for t in trajectories),
             sample_ids=tuple(t.sample_id for t in trajectories),
             samples_per_group=tuple(sizes),
             rewards_B=put(rewards, torch.float64),
@@ -187,7 +184,7 @@ def split(
     ``quadratic``: see ``balancing.family_cost``."""
     sizes = np.array(data.samples_per_group)
     ends = np.cumsum(sizes)
-    lengths_B = np.array([len(s.response_ids) for s in data.samples])
+    lengths_B = np.array([s.num_sampled for s in data.samples])
     minis = []
     for groups in np.array_split(np.arange(len(sizes)), num):
         members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))

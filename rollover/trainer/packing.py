@@ -1,6 +1,6 @@
 """Decides which sequences share a forward pass, and the position of each token in it.
 
-Invariants: every response token of every sample is predicted in exactly one row, rows have no padding, a sample
+Invariants: every sampled token of every sample is predicted in exactly one row, rows have no padding, a sample
 is never split, and siblings in a row share the positions of their prompt. Positions are computed on the host; the rows
 are tensors on the model's device.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollover.trainer.context import Context, RowShare
 from rollover.trainer.kept_sets import KeptSets
+from rollover.types import Trajectory
 
 Ints = NDArray[np.int64]
 
@@ -31,22 +32,46 @@ class TrainingSample:
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    is_sampled: tuple[bool, ...] = ()
+    """Whether each response token was sampled and not observed; empty if all were."""
     kept: tuple[bytes, ...] = ()
-    """Kept set of each response token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
+    """Kept set of each sampled token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
-        assert len(self.kept) in (0, len(self.response_ids)), "a response token without its kept set"
-        if not self.prompt_ids or not self.response_ids:
+        assert len(self.is_sampled) in (0, len(self.response_ids)), "a response token of which nothing is known"
+        assert len(self.kept) in (0, self.num_sampled), "a sampled token without its kept set"
+        if not self.prompt_ids or not self.num_sampled:
             raise ValueError(
                 f"a sample needs at least one prompt and one response token, "
-                f"got {len(self.prompt_ids)} and {len(self.response_ids)}"
+                f"got {len(self.prompt_ids)} and {self.num_sampled}"
             )
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TrainingSample:
+        """Return what a forward pass needs of a trajectory. Tokens observed after the last turn are left out, since
+        nothing was sampled after them."""
+        ids, is_sampled = trajectory.response_ids, trajectory.is_sampled if trajectory.observations else ()
+        end = len(is_sampled) - is_sampled[::-1].index(True) if is_sampled else len(ids)
+        return cls(
+            prompt_ids=trajectory.prompt.token_ids,
+            response_ids=ids[:end],
+            is_sampled=() if all(is_sampled[:end]) else is_sampled[:end],
+            kept=trajectory.kept,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.is_sampled) if self.is_sampled else len(self.response_ids)
+
+    def sampled(self, values_R: Ints) -> Ints:
+        """Return the values of sampled tokens among those of all response tokens."""
+        return values_R[np.array(self.is_sampled)] if self.is_sampled else values_R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
     """``B`` samples in ``N`` input positions, each prompt followed by its responses without their last tokens (which
-    predict nothing that is trained). ``T`` response tokens are predicted.
+    predict nothing that is trained). ``T`` sampled tokens are predicted.
 
     Example: two siblings with a prompt of 3 tokens and responses of 2 and 3 take 6 positions, with ``position_ids_N``
     of ``(0, 1, 2, 3, 3, 4)`` and ``predict_T`` of ``(2, 3, 2, 4, 5)``.
@@ -58,12 +83,12 @@ class PackedRow:
     position_ids_N: Tensor
     """Counted from 0 in each sample."""
     predict_T: Tensor
-    """Input position whose logits predict each response token, sample after sample; that of the first one is
+    """Input position whose logits predict each sampled token, sample after sample; that of the first one is
     the prompt's last, shared by siblings."""
     target_T: Tensor
-    """The response tokens they predict."""
+    """The sampled tokens they predict."""
     token_T: Tensor
-    """Index of each target among all response tokens of the batch, in the batch's own order."""
+    """Index of each target among all sampled tokens of the batch, in the batch's own order."""
     sample_T: Tensor
     """Index of the sample, among the B, to which each target belongs."""
     buckets: tuple[Tensor, ...]
@@ -145,7 +170,7 @@ def rows_of(
     device: torch.device | None = None,
 ) -> tuple[PackedRow, ...]:
     """Build rows, each of these families."""
-    first_token_B = np.cumsum([0] + [len(s.response_ids) for s in samples])
+    first_token_B = np.cumsum([0] + [s.num_sampled for s in samples])
     return tuple(_row(samples, parts, first_token_B, device) for parts in rows)
 
 
@@ -192,10 +217,11 @@ def _row(
             input_ids.extend(fed_ids)
             position_ids.append(np.arange(len(prompt_ids), len(line)))
             lines.append(line)
-            predict.append(line[len(prompt_ids) - 1 :])
+            predict.append(samples[index].sampled(line[len(prompt_ids) - 1 :]))
     members = tuple(i for family in parts for i in family)
     buckets, unpad_N = _attention_layout(lines, len(input_ids))
-    answers = [len(samples[i].response_ids) for i in members]
+    answers = [samples[i].num_sampled for i in members]
+    targets = [samples[i].sampled(np.array(samples[i].response_ids, dtype=np.int64)) for i in members]
     tokens = [first_token_B[i] + np.arange(n) for i, n in zip(members, answers, strict=True)]
     kept = [k for i, n in zip(members, answers, strict=True) for k in samples[i].kept or (b"",) * n]
     return PackedRow(
@@ -203,7 +229,7 @@ def _row(
         input_ids_N=put(np.array(input_ids, dtype=np.int64)),
         position_ids_N=put(np.concatenate(position_ids)),
         predict_T=put(np.concatenate(predict)),
-        target_T=put(np.array([t for i in members for t in samples[i].response_ids], dtype=np.int64)),
+        target_T=put(np.concatenate(targets)),
         token_T=put(np.concatenate(tokens)),
         sample_T=put(np.repeat(np.arange(len(members)), answers)),
         buckets=tuple(map(put, buckets)),

@@ -54,7 +54,7 @@ def test_a_batch_is_read_with_what_was_learned_from_it(run: Path) -> None:
     assert (right.relative, parked.relative) == (0.5, -0.5)
     assert (right.components, parked.components) == ({"exact": 1.0, "style": 0.5}, {})
     assert (right.lag, parked.lag) == (1.0, 7 / 12)
-    assert parked.breaks == [(7, "parked, version 2 → 3")]
+    assert parked.breaks(str) == [(7, "parked, version 2 → 3")]
     assert in_order(batch.samples, "length") == [parked, right]
     assert in_order(batch.samples, "reward") == [right, parked]
 

@@ -14,6 +14,7 @@ from rollover.engine.base import CallPlacement, Capabilities, Chunk, GenerateReq
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
+from rollover.rollout.environment import Environment
 from rollover.rollout.events import BatchTrained, CheckpointSaved, Event
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal
@@ -184,6 +185,7 @@ def make_rig(
     stream_interval_tokens: int = 1,
     source: Prompts | None = None,
     scorer: Any = None,
+    environment: Environment | None = None,
     state: RolloutState | None = None,
     journal: Journal | None = None,
     limits: Limits | None = None,
@@ -225,6 +227,7 @@ def make_rig(
         strategy=strategy,
         source=EachSample(source, strategy.num_siblings),
         scorer=scorer,
+        environment=environment,
         sampling=sampling,
         seed=SEED,
         clock=clock,

@@ -216,7 +216,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     for opened in (Journal, lambda path: list(read_events(path))):
         with pytest.raises(RunError, match=r"notes\.txt is not a journal"):
             opened(text)
-        with pytest.raises(RunError, match=r"other\.sqlite has journal format 99, .* reads 2"):
+        with pytest.raises(RunError, match=r"other\.sqlite has journal format 99, .* reads 3"):
             opened(other)
     with pytest.raises(RunError, match=r"empty\.sqlite is not a journal"):
         list(read_events(empty))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.rewards.episode import EnvironmentRewardConfig
 from rollover.environments.rewards.exact import ExactConfig
 from rollover.environments.rewards.function import FunctionConfig
 from rollover.environments.rewards.judge import JudgeConfig
@@ -19,10 +20,12 @@ RewardConfig = (
     | MathVerifyConfig
     | FunctionConfig
     | JudgeConfig
+    | EnvironmentRewardConfig
 )
 """Distinguished by ``kind``; the first is the default."""
 
 __all__ = [
+    "EnvironmentRewardConfig",
     "ExactConfig",
     "FunctionConfig",
     "JudgeConfig",

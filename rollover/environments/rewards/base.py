@@ -151,12 +151,23 @@ class RewardSample:
     """The prompt as the model saw it."""
     columns: Mapping[str, Any]
     completion: str
-    """The decoded response, without special tokens."""
+    """The decoded response, without special tokens; of an episode, its last turn."""
     completion_ids: tuple[int, ...]
+    """All tokens after the prompt."""
+    transcript: tuple[Mapping[str, Any], ...] = ()
+    """The response as messages: one by the ``assistant`` for each turn, followed in an episode by the ``environment``'s
+    answers with their ``reward``."""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the response as messages with role and content."""
+        turns = self.transcript or ({"role": "assistant", "content": self.completion},)
+        return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RewardSample:
-        return cls(**{**value, "completion_ids": tuple(value["completion_ids"])})
+        lists = {name: tuple(value[name]) for name in ("completion_ids", "transcript")}
+        return cls(**{**value, **lists})
 
 
 class Reward(Protocol):

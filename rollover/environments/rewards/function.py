@@ -42,7 +42,9 @@ class FunctionConfig(RewardSettings):
     infinity fail the sample, which then counts as waste. An ``async`` function is awaited in an event loop; any other
     runs outside every loop, in the main thread of its process, and may call ``asyncio.run``. As in TRL, ``prompts[0]``
     and ``completions[0]`` are texts where the prompt column holds text; where it holds messages, ``prompts[0]`` is a
-    list of messages and ``completions[0]`` a list of one message, ``{"role": "assistant", "content": ...}``."""
+    list of messages and ``completions[0]`` a list of messages, ``[{"role": "assistant", "content": ...}]``. Of an
+    episode the text is that of the last turn, and the messages are all turns and the environment's answers, which
+    ``transcripts[0]`` has in either case, with the ``reward`` of each answer."""
     params: dict[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for ``function``. They take precedence over columns of the same name; the
     arguments that every function receives take precedence over both."""
@@ -124,6 +126,7 @@ class FunctionReward:
             "prompts": [prompt for prompt, _ in texts],
             "completions": [completion for _, completion in texts],
             "completion_ids": [list(sample.completion_ids) for sample in samples],
+            "transcripts": [[dict(message) for message in sample.transcript] for sample in samples],
         }
         if self._accepted is not None:
             arguments = {name: value for name, value in arguments.items() if name in self._accepted}
@@ -138,7 +141,7 @@ class FunctionReward:
     def _texts(self, sample: RewardSample) -> tuple[Any, Any]:
         found = read_conversation(sample.columns, self._spec.prompt_column)
         if found is not None:
-            return found.prompt, [{"role": "assistant", "content": sample.completion}]
+            return found.prompt, sample.messages
         return sample.prompt, sample.completion
 
 

@@ -17,7 +17,7 @@ from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies.config import OverSampling
 from rollover.rollout.strategies.oversample import Oversample
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import SampleId
+from rollover.types import FinishReason, SampleId
 
 if TYPE_CHECKING:
     from rollover.rollout.state import View
@@ -51,8 +51,10 @@ class TokenBudget(Oversample):
         return self.round_budget
 
     def _has_spent(self, view: View, sample_id: SampleId) -> bool:
-        segments = view.ledger.sample(sample_id).trajectory.segments
-        return sample_id in view.ledger.parked and segments[-1].policy_version == view.ledger.policy_version
+        """Return whether its last call ended at its budget. A new turn of an episode has a budget of its own."""
+        last = view.ledger.sample(sample_id).segments[-1:]
+        is_stopped = sample_id in view.ledger.parked and last[0].finish_reason is FinishReason.ABORT
+        return is_stopped and last[0].policy_version == view.ledger.policy_version
 
 
 @dataclass(frozen=True, kw_only=True)

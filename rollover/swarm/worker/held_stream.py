@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
+from typing import Literal, cast
 
 from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import (
@@ -229,7 +230,7 @@ class HeldStream:
             logprobs=piece.logprobs,
             version=piece.version,
             kv_version=piece.kv_version,
-            finish_reason=None if reason is None else reason.value,
+            finish_reason=None if reason is None else cast(Literal["stop", "length", "abort"], reason.value),
             num_prefilled_tokens=self._num_prefilled if first == self.origin else 0,
             kept=join_bytes(piece.kept),
             routes=join_bytes(piece.routes),

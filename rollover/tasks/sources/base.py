@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollover.environments.columns import read_column, read_conversation
+from rollover.environments.episodes import EnvironmentConfig
 from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
@@ -41,6 +42,9 @@ class SourceSettings(ABC):
     ``weight`` and a curve of its own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this source, in addition to ``tasks.chat_template_kwargs``."""
+    environment: Annotated[EnvironmentConfig, ByKind()] | None = None
+    """What answers the model's turns: tools, say. Then each response is an episode of several turns. Unset: each
+    response is a single turn."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -55,6 +59,8 @@ class SourceSettings(ABC):
             raise ValueError(f"source {self.name!r}: all weights of its rewards are 0: every response would score 0")
         if self.reward.name or self.reward.weight != 1:
             raise ValueError(f"source {self.name!r}: a name and a weight are for one of several rewards; use rewards")
+        if self.environment is None and any(reward.kind == "environment" for reward in self.all_rewards):
+            raise ValueError(f"source {self.name!r}: reward kind 'environment' needs an environment; set one")
         names = [reward.component for reward in self.rewards]
         if double := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"source {self.name!r}: two rewards are called {double[0]!r}; give each its own name")

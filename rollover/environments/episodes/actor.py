@@ -1,0 +1,121 @@
+"""Acts in the episodes of a run: the rollouts' ``Environment``. It sends each turn to the process that holds the
+episode, writes the answer out in tokens, and ends episodes whose budgets are used up."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, Protocol
+
+from rollover.environments.episodes.base import EnvironmentSettings, Messages
+from rollover.environments.episodes.host import Host
+from rollover.errors import RewardError
+from rollover.hf.tokenizer import Tokenizer
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
+
+
+class Writer(Protocol):
+    """Writes messages out in tokens, behind a turn of the model and up to the beginning of its next turn.
+
+    Example: ``write([{"role": "tool", "content": "46"}], 7)`` returns ``(19, 6, 12)``. ``last_id`` is the last token of
+    the turn, which is not written a second time if it is the marker that ends a turn.
+    """
+
+    def write(self, messages: Messages, last_id: int, columns: Mapping[str, Any]) -> tuple[int, ...]: ...
+
+
+class SourceEnvironment(NamedTuple):
+    """The environment of a source of prompts, and how its answers are written out."""
+
+    config: EnvironmentSettings
+    writer: Writer
+    max_new_tokens: int
+    """Tokens of an episode, sampled and observed."""
+
+
+class EpisodeActor:
+    """Answers turns. Belongs to one event loop; ``close`` it there.
+
+    Args:
+        environments: by the name of their source.
+        seed: the run's, of which the environments' seeds are made.
+
+    Example: with a calculator for source ``"sums"``, the turn ``"<tool_call>...</tool_call>"`` is answered with an
+    ``Observation`` whose text is ``"46"``.
+    """
+
+    def __init__(self, environments: Mapping[str, SourceEnvironment], tokenizer: Tokenizer, *, seed: int) -> None:
+        self._environments = environments
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._hosts: dict[str, list[Host]] = {}
+        self._of_source: dict[str, list[Host]] = {}
+        for source, (config, _, _) in environments.items():
+            settings = asdict(config)
+            hosts = self._hosts.setdefault(
+                json.dumps(settings, default=str), [Host(settings, config.concurrency) for _ in range(config.workers)]
+            )
+            self._of_source[source] = hosts
+        self._open: dict[SampleId, Host] = {}
+        """Episodes that a process may hold."""
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def turn_limit(self, prompt: Prompt) -> int | None:
+        found = self._environments.get(prompt.source)
+        if found is None:
+            return None
+        return found.config.max_turn_tokens or found.max_new_tokens
+
+    async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
+        config, writer, max_new_tokens = self._environments[trajectory.prompt.source]
+        try:
+            answer = await self._answer(config, trajectory)
+        except RewardError as error:
+            where = f"environment of source {trajectory.prompt.source!r}, turn {trajectory.num_turns}"
+            raise RewardError(f"{where}: {error} (prompt {trajectory.prompt.prompt_id})") from None
+        said = Observation((), answer["text"], answer["reward"], FinishReason.STOP, now_s)
+        if answer["done"]:
+            return said
+        if trajectory.num_turns < config.max_turns:
+            ids = writer.write(answer["messages"], trajectory.turn_ids[-1], trajectory.prompt.columns)
+            if len(trajectory.response_ids) + len(ids) < max_new_tokens:
+                return said._replace(token_ids=ids, end=None)
+        return said._replace(end=FinishReason.LENGTH)
+
+    def leave(self, sample_id: SampleId) -> None:
+        if (host := self._open.pop(sample_id, None)) is not None:
+            task = asyncio.ensure_future(host.forget(str(sample_id)))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.close() for hosts in self._hosts.values() for host in hosts))
+
+    async def _answer(self, config: EnvironmentSettings, trajectory: Trajectory) -> dict[str, Any]:
+        *earlier, turn_ids = trajectory.turns
+        sample_id, prompt = trajectory.sample_id, trajectory.prompt
+        hosts = self._of_source[prompt.source]
+        host = hosts[(sample_id.group + sample_id.index) % len(hosts)]
+        turn: dict[str, Any] = {"key": str(sample_id), "num_turns": len(earlier), "action": self._action(turn_ids)}
+        history: Sequence[Any] = ()
+        if config.has_state:
+            self._open[sample_id] = host
+            turn |= {"row": prompt.columns, "seed": environment_seed(self._seed, prompt)}
+            history = [
+                (self._action(ids), {"text": observation.text, "reward": observation.reward})
+                for ids, observation in zip(earlier, trajectory.observations, strict=True)
+            ]
+        return await host.answer(turn, history, config.turn_timeout_s)
+
+    def _action(self, turn_ids: Sequence[int]) -> dict[str, Any]:
+        text = self._tokenizer.decode(list(turn_ids), skip_special_tokens=True)
+        return {"text": text, "token_ids": list(turn_ids)}
+
+
+def environment_seed(seed: int, prompt: Prompt) -> int:
+    """Return the seed of the environment for a prompt, the same for all siblings: 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{prompt.prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

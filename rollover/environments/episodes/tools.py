@@ -1,0 +1,176 @@
+"""``kind = "tools"``: Python functions that the model calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rollover.environments.episodes.base import Action, Answer, EnvironmentSettings
+from rollover.environments.user_function import check_import, load_function
+from rollover.errors import DataError, nearest
+from rollover.settings.changes import Changeable
+
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_MOST_CALLS = 32
+"""Calls of one turn that are answered."""
+
+
+class Call(NamedTuple):
+    """A call of a tool, as the model wrote it.
+
+    Example: ``Call("calc", {"a": 12, "b": 34})``. A call that cannot be read has a ``problem``.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsConfig(EnvironmentSettings):
+    """Lets the model call functions of yours. A turn without a call ends the episode.
+
+    Example: with ``functions = ["mine:calc"]`` and a turn of ``<tool_call>{"name": "calc", "arguments": {"a": 12, "b":
+    34}}</tool_call>``, the model reads what ``calc(a=12, b=34)`` of ``mine.py`` returns.
+    """
+
+    kind: Literal["tools"] = "tools"
+    """``"tools"`` chooses functions."""
+    functions: tuple[str, ...]
+    """``"module:function"`` of each tool, sync or async. What the function returns is the tool's answer: a text as it
+    is, anything else as JSON. An exception is an answer too. The chat template gets name, parameters and docstring of
+    each, which therefore needs type annotations and a description of every parameter (Google style)."""
+    parser: str = "hermes"
+    """How calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``), ``json``
+    (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of yours,
+    which gets the text and returns a list of ``(name, arguments)``."""
+    tool_role: Literal["tool", "user"] = "tool"
+    """Role of the tools' answers; ``user`` for chat templates without a place for ``tool``."""
+    threads: Changeable[int] = 16
+    """Number of turns that a process answers at the same time."""
+
+    def __post_init__(self) -> None:
+        EnvironmentSettings.__post_init__(self)
+        if not self.functions:
+            raise ValueError("environment.functions names no tool: list 'module:function' of each")
+        for path in (*self.functions, *(() if self.parser in _PARSERS else (self.parser,))):
+            if not _FUNCTION.fullmatch(path):
+                raise ValueError(f"environment: {path!r} must read 'module:function'")
+        names = [path.partition(":")[2] for path in self.functions]
+        if double := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"environment.functions: two tools are called {double[0]!r}")
+        if self.threads < 1:
+            raise ValueError(f"environment.threads must be at least 1, got {self.threads}")
+
+    @property
+    def role(self) -> str:
+        return self.tool_role
+
+    @property
+    def concurrency(self) -> int:
+        return self.threads
+
+    @property
+    def has_state(self) -> bool:
+        return False
+
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        from transformers.utils import get_json_schema
+
+        schemas = []
+        for path in self.functions:
+            try:
+                schemas.append(get_json_schema(load_function(path)))
+            except DataError:
+                raise
+            except Exception as error:
+                raise DataError(
+                    f"environment.functions: {path} cannot be described to the model ({' '.join(str(error).split())});"
+                    " annotate each parameter with its type and describe it in the docstring under 'Args:'"
+                ) from None
+        return tuple(schemas)
+
+    def check(self) -> None:
+        for path in (*self.functions, *(() if self.parser in _PARSERS else (self.parser,))):
+            check_import(path)
+            load_function(path)
+
+    def begin(self, columns: Mapping[str, Any], seed: int) -> Tools:
+        return Tools(self)
+
+
+class Tools:
+    """Answers turns by calling functions."""
+
+    def __init__(self, config: ToolsConfig) -> None:
+        self._functions = {path.partition(":")[2]: load_function(path) for path in config.functions}
+        self._role = config.tool_role
+        self._read: Callable[[str], Sequence[Any]] = _PARSERS.get(config.parser) or load_function(config.parser)
+
+    async def step(self, action: Action) -> Answer:
+        calls = [call if isinstance(call, Call) else Call(*call) for call in self._read(action.text)]
+        if not calls:
+            return Answer(done=True)
+        answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
+        return Answer(messages=[{"role": self._role, "content": answer} for answer in answers])
+
+    def close(self) -> None:
+        pass
+
+    async def _answer(self, call: Call) -> str:
+        if call.problem:
+            return f"Error: {call.problem}"
+        function = self._functions.get(call.name)
+        if function is None:
+            return f"Error: there is no tool {call.name!r}{nearest(call.name, self._functions)}"
+        try:
+            value = function(**call.arguments)
+            if inspect.isawaitable(value):
+                value = await value
+            return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        except Exception as error:
+            return f"Error: {type(error).__name__}: {error}"
+
+
+def _hermes(text: str) -> list[Call]:
+    return [_call(found) for found in _HERMES.findall(text)]
+
+
+def _json(text: str) -> list[Call]:
+    parts = _FENCED.findall(text) or ([text] if text.strip()[:1] in ("{", "[") else [])
+    return [call for part in parts for call in _calls(part)]
+
+
+def _calls(text: str) -> list[Call]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return [_call(text)]
+    return [_call(json.dumps(one)) for one in (found if isinstance(found, list) else [found])]
+
+
+def _call(text: str) -> Call:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"the call is no JSON ({error})")
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return Call("", {}, "the call is no object with a name")
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        return Call(found["name"], {}, "the arguments of the call are no object")
+    return Call(found["name"], arguments)
+
+
+_PARSERS: dict[str, Callable[[str], list[Call]]] = {"hermes": _hermes, "json": _json}

@@ -1,0 +1,174 @@
+"""Holds the environments of episodes in a process of its own: ``python -m rollover.environments.episodes.worker
+DESCRIPTOR``, started by ``host.py``.
+
+The first line in has the settings of the environment. Then each line in is a turn to answer, or an episode to forget,
+and each line out the answer to a turn with the same ``id``. A turn names how many turns came before it. If this process
+does not have the episode at that point, it asks for the history (``{"missing": true}``), begins the episode anew and
+repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rollover.environments.channel import Channel
+from rollover.environments.episodes import EnvironmentConfig, EnvironmentSettings
+from rollover.environments.episodes.base import Action, Answer, LiveEpisode, RefusedAnswer, read_answer
+from rollover.environments.keeper import keep
+from rollover.environments.scoring import failed
+from rollover.errors import DataError
+from rollover.settings.schema import kinds
+
+
+@dataclass(slots=True)
+class _Held:
+    """An episode that this process holds."""
+
+    live: LiveEpisode
+    randomness: _Randomness
+    num_turns: int = 0
+    """Number of turns that it has answered."""
+
+
+class Holder:
+    """Answers turns of episodes.
+
+    Example: ``Holder(config).answer({"key": "g0.1", "row": {}, "seed": 7, "num_turns": 0, "action": {"text": "up",
+    "token_ids": []}})`` begins an episode, and answers its first turn.
+    """
+
+    def __init__(self, config: EnvironmentSettings) -> None:
+        self._config = config
+        self._held: dict[str, _Held] = {}
+        self._only = None if config.has_state else config.begin({}, 0)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a turn in JSON, ``{"missing": true}`` if the history is needed, or the failure."""
+        try:
+            if self._only is not None:
+                return _in_json(self._step(self._only, request["action"]))
+            held = self._at(request)
+            if held is None:
+                return {"missing": True}
+            with held.randomness.own():
+                answer = self._step(held.live, request["action"])
+            held.num_turns += 1
+            return _in_json(answer)
+        except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the user's code
+            self.forget(request["key"])
+            return asdict(failed(error))
+
+    def forget(self, key: str) -> None:
+        """Close an episode if it is here."""
+        if (held := self._held.pop(key, None)) is not None:
+            try:
+                held.live.close()
+            except Exception as error:
+                print(f"an environment failed while it was closed: {error!r}", file=sys.stderr)
+
+    def _at(self, request: Mapping[str, Any]) -> _Held | None:
+        """Return the episode as it was before the turn, repeated from its history if need be."""
+        held = self._held.get(request["key"])
+        if held is not None and held.num_turns == request["num_turns"]:
+            return held
+        self.forget(request["key"])
+        history = request.get("history", () if request["num_turns"] == 0 else None)
+        if history is None:
+            return None
+        randomness = _Randomness(request["seed"])
+        with randomness.own():
+            live = self._config.begin(request["row"], request["seed"])
+            held = self._held[request["key"]] = _Held(live, randomness)
+            for number, (action, recorded) in enumerate(history, start=1):
+                self._repeat(live, number, action, recorded)
+                held.num_turns = number
+        return held
+
+    def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+        answer = _in_json(self._step(live, action))
+        if any(answer[name] != value for name, value in recorded.items()):
+            raise RefusedAnswer(
+                f"repeated after a restart, it answered turn {number} with {answer['text']!r:.60} and not with"
+                f" {recorded['text']!r:.60}: it must depend on row, seed and turns alone"
+            )
+
+    def _step(self, live: LiveEpisode, action: Mapping[str, Any]) -> Answer:
+        value = live.step(Action(**action))
+        if inspect.isawaitable(value):
+
+            async def awaited() -> Any:
+                return await value
+
+            value = asyncio.run(awaited())
+        return read_answer(value, self._config.role)
+
+
+class _Randomness:
+    """Global random numbers of one episode: those of ``random`` and NumPy."""
+
+    def __init__(self, seed: int) -> None:
+        self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Draw from the episode's own states within this context."""
+        before = random.getstate(), np.random.get_state()
+        _set(self._states)
+        try:
+            yield
+        finally:
+            self._states = random.getstate(), np.random.get_state()
+            _set(before)
+
+
+def _set(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _in_json(answer: Answer) -> dict[str, Any]:
+    return asdict(answer) | {"text": answer.text}
+
+
+def main() -> None:
+    channel = Channel(int(sys.argv[1]))
+    settings = channel.receive()["environment"]
+    try:
+        config = kinds(EnvironmentConfig)[settings["kind"]](**settings)
+        holder = Holder(config)
+    except DataError as error:
+        channel.send({"error": str(error)})
+        return
+    channel.send({"ready": True})
+    sending = threading.Lock()
+
+    def serve(request: Mapping[str, Any]) -> None:
+        answer = holder.answer(request)
+        channel.leave_in_a_child()
+        with sending:
+            channel.send({"id": request["id"], **answer})
+
+    with ThreadPoolExecutor(config.concurrency) as threads:
+        while True:
+            request = channel.receive()
+            if "forget" in request:
+                holder.forget(request["forget"])
+            elif config.concurrency == 1:
+                serve(request)  # in the main thread, where the user's code may do anything
+            else:
+                threads.submit(serve, request)
+
+
+if __name__ == "__main__":
+    keep(main)

@@ -1,0 +1,270 @@
+"""Episodes: turns, parks, restarts and environments that take their time or fail, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollover.engine.base import GenerateRequest
+from rollover.errors import RewardError
+from rollover.rollout.events import Observed, SampleFailed, SegmentEnded
+from rollover.rollout.generation import sample_seed
+from rollover.rollout.journal import Journal, restart
+from rollover.rollout.state import RolloutState
+from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, WasteCause
+from tests.engine.fake import logprob_at, token_at
+from tests.rollout.kit import NAMES, ON_FULL, SEED, LockstepEngine, Rig, content, lognormal, make_rig, play, with_stop
+from tests.virtual_time import VirtualClock, run
+
+LIMIT = 60
+"""Tokens of an episode."""
+
+
+def drawn(sample_id: SampleId, turn: int) -> random.Random:
+    return random.Random(f"{sample_id}/{turn}")
+
+
+class Game:
+    """Answers with tokens that depend on the sample and its turn alone; the episodes have one to five turns."""
+
+    def __init__(self, delay_s: float = 3.0, fails: float = 0.0) -> None:
+        self.delay_s, self.fails = delay_s, fails
+        self.acted: Counter[tuple[SampleId, int]] = Counter()
+        self.open: set[SampleId] = set()
+        self.most_at_once = self.acting = 0
+
+    def turn_limit(self, prompt: Prompt) -> int | None:
+        return 20
+
+    def answer(self, sample_id: SampleId, turn: int) -> Observation:
+        draw = drawn(sample_id, turn)
+        if draw.random() < 0.3 or turn == 5:
+            return Observation((), f"end {turn}", 1.0, FinishReason.STOP)
+        return Observation(tuple(draw.randrange(9000, 9999) for _ in range(draw.randint(1, 6))), f"{turn}", None)
+
+    async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
+        sample_id, turn = trajectory.sample_id, trajectory.num_turns
+        assert trajectory.finish_reason is FinishReason.TURN and len(trajectory.observations) == turn - 1
+        self.open.add(sample_id)
+        self.acting += 1
+        self.most_at_once = max(self.most_at_once, self.acting)
+        try:
+            await asyncio.sleep(self.delay_s * drawn(sample_id, turn + 100).random())
+        finally:
+            self.acting -= 1
+        self.acted[sample_id, turn] += 1
+        if drawn(sample_id, turn + 200).random() < self.fails:
+            raise RewardError("the game has broken")
+        answer = self.answer(sample_id, turn)
+        if len(trajectory.response_ids) + len(answer.token_ids) >= LIMIT:
+            answer = Observation((), answer.text, None, FinishReason.LENGTH)
+        return answer._replace(start_s=now_s)
+
+    def leave(self, sample_id: SampleId) -> None:
+        self.open.discard(sample_id)
+
+
+def assert_episode(trajectory: Trajectory, rig: Rig) -> None:
+    """Every token of every turn is what the engine\'s script has there, and every answer the game\'s."""
+    turn, position, answers = 0, 0, iter(trajectory.observations)
+    for segment in trajectory.segments:
+        seed = sample_seed(SEED, trajectory.sample_id, turn)
+        for token, logprob in zip(segment.token_ids, segment.rollout_logprobs, strict=True):
+            assert token == token_at(seed, position, segment.policy_version)
+            assert logprob == logprob_at(seed, position, segment.policy_version)
+            position += 1
+        if segment.finish_reason is FinishReason.TURN:
+            turn, position, answer = turn + 1, 0, next(answers)
+            wanted = Game().answer(trajectory.sample_id, turn)
+            assert answer.token_ids == wanted.token_ids or answer.end is FinishReason.LENGTH
+    assert next(answers, None) is None, "an answer without a turn"
+    assert trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert len(trajectory.response_ids) <= LIMIT
+    assert len(trajectory.turns) == max(1, trajectory.num_turns + (trajectory.segments[-1].finish_reason != "turn"))
+
+
+def assert_good(batches: dict[int, Batch], rig: Rig) -> None:
+    ids = [g.group_id for b in batches.values() for g in b.groups]
+    assert len(set(ids)) == len(ids), "a group was trained twice"
+    for step, batch in batches.items():
+        for trajectory in batch.trajectories:
+            assert_episode(trajectory, rig)
+            assert all(0 <= step - v <= rig.strategy.max_staleness for v in trajectory.policy_versions)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_episodes_are_exact_under_every_strategy(name: str) -> None:
+    game = Game()
+    rig, batches = play(6, name, environment=game, max_running=8, max_new_tokens=LIMIT)
+    assert_good(batches, rig)
+    turns = [t.num_turns for b in batches.values() for t in b.trajectories]
+    assert max(turns) > 2 and any(t.observations for b in batches.values() for t in b.trajectories)
+    assert rig.ledger.tokens.observed_in_batches > 0
+    assert max(game.acted.values()) == 1, "no turn is answered twice"
+    assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(ON_FULL),
+    delay_s=st.sampled_from([0.0, 2.0, 30.0]),
+    fails=st.sampled_from([0.0, 0.1]),
+    stop_after=st.integers(1, 90),
+    save_every=st.integers(1, 9),
+)
+def test_a_run_stopped_at_any_event_goes_on_as_recorded(
+    name: str, delay_s: float, fails: float, stop_after: int, save_every: int
+) -> None:
+    """A killed process is one whose journal ends after any event."""
+
+    class Killed(Exception):
+        pass
+
+    async def until_killed(journal: Journal) -> dict[int, Batch]:
+        left = stop_after
+
+        def watch(event: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+
+        rig = make_rig(name, environment=Game(delay_s, fails), journal=journal, observer=watch, max_new_tokens=LIMIT)
+        batches: dict[int, Batch] = {}
+        try:
+            while True:
+                batch = await rig.driver.next_batch()
+                batches[batch.step] = batch
+                await rig.publish(batch.step + 1)
+        except (Killed, RewardError):
+            return batches
+
+    async def rest(journal: Journal) -> tuple[Rig, dict[int, Batch], dict[SampleId, Trajectory], Game]:
+        state = restart(journal, step=0, redo_round=False)
+        recorded = {s.sample_id: s.trajectory for g in state.ledger.groups.values() for s in g.samples}
+        game = Game(delay_s, fails)
+        rig = make_rig(name, environment=game, state=state, journal=journal, max_new_tokens=LIMIT)
+        return rig, await with_stop(rig, rig.train(4)), recorded, game
+
+    journal = Journal(Path(":memory:"))
+    run(until_killed(journal))
+    fresh = Journal(Path(":memory:"))
+    fresh.append([event for _, event in journal.read()] or [])
+    fresh._is_known = False
+    rig, batches, recorded, game = run(rest(fresh))
+    assert_good(batches, rig)
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        before = recorded.get(trajectory.sample_id)
+        if before is not None:
+            assert trajectory.response_ids[: len(before.response_ids)] == before.response_ids
+            assert trajectory.observations[: len(before.observations)] == before.observations
+            answered = {turn for i, turn in game.acted if i == trajectory.sample_id}
+            assert answered.isdisjoint(range(1, len(before.observations) + 1)), "a recorded turn was answered again"
+
+
+def test_an_environment_that_fails_fails_its_sample_alone() -> None:
+    rig, batches = play(5, "april", environment=Game(fails=0.2), group_size=4, max_new_tokens=LIMIT)
+    assert_good(batches, rig)
+    failures = [e for e in rig.events if isinstance(e, SampleFailed)]
+    assert failures and {e.reason for e in failures} == {"the game has broken"}
+    assert rig.ledger.num_failed == len(failures)
+    assert rig.ledger.tokens.wasted[WasteCause.FAILED] > 0 and rig.ledger.tokens.observed_dropped > 0
+
+
+def test_acting_holds_no_slot_of_the_engine() -> None:
+    """With twice as many samples as slots, an environment ten ticks slow costs the engine less than a tenth."""
+
+    def ticks(delay_s: float) -> float:
+        rig, _ = play(
+            8, "bounded_async", environment=Game(delay_s), length=lognormal(8, 0.3), max_running=8, max_new_tokens=LIMIT,
+            rollout_batch_size=8, max_staleness=2, watched=False,
+        )  # fmt: skip
+        return rig.engine.decoded_tokens / rig.engine.num_ticks
+
+    assert ticks(10.0) > 0.9 * ticks(0.0)
+
+
+def test_a_full_batch_does_not_wait_for_an_environment() -> None:
+    class Slow(Game):
+        async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
+            if trajectory.sample_id.group == 0:
+                await asyncio.sleep(10_000)
+            return await super().act(trajectory, now_s)
+
+    rig, batches = play(1, "april", environment=Slow(0.0), max_new_tokens=LIMIT)
+    assert 0 not in [g.group_id for g in batches[0].groups]
+    assert all(i.group == 0 for i in rig.ledger.acting) and rig.ledger.acting
+
+
+def test_a_deterministic_run_decides_alike_whatever_the_environment_takes() -> None:
+    def played(delay_s: float) -> list[Any]:
+        clock = VirtualClock()
+        engine = LockstepEngine(lognormal(6, 1.0), auto=True, clock=clock, max_running=6)
+        rig, batches = play(5, "april", environment=Game(delay_s), engine=engine, lockstep=True, max_new_tokens=LIMIT)
+        assert_good(batches, rig)
+        return [
+            (content(b), [t.observations[-1].text for t in b.trajectories if t.observations]) for b in batches.values()
+        ]
+
+    assert played(0.0) == played(25.0)
+
+
+def test_turns_are_limited_and_a_limit_ends_the_episode() -> None:
+    def long(request: GenerateRequest) -> int:
+        return 50
+
+    _, batches = play(1, "sync", environment=Game(), length=long, max_new_tokens=LIMIT)
+    for trajectory in batches[0].trajectories:
+        assert [len(turn) for turn in trajectory.turns] == [20]
+        assert trajectory.finish_reason is FinishReason.LENGTH and not trajectory.observations
+
+
+def test_an_engine_sees_each_turn_as_a_prompt_of_its_own() -> None:
+    rig, batches = play(2, "sync", environment=Game(), max_new_tokens=LIMIT)
+    trajectory = next(t for b in batches.values() for t in b.trajectories if len(t.observations) > 1)
+    requests = [r for r in rig.engine.requests if r.sample_key.startswith(str(trajectory.sample_id))]
+    first, second = trajectory.turns[0], trajectory.observations[0].token_ids
+    assert requests[1].prompt_ids == (*trajectory.prompt.token_ids, *first, *second)
+    assert not requests[1].response_ids and requests[1].seed != requests[0].seed
+    assert requests[1].params.max_new_tokens <= 20
+
+
+def test_a_journal_has_every_answer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    rig, _ = play(3, "april", environment=Game(), journal=journal, max_new_tokens=LIMIT)
+    events = [event for _, event in journal.read()]
+    assert events == rig.events
+    assert any(isinstance(e, Observed) and e.observation.token_ids for e in events)
+    again = RolloutState(events)
+    assert again.ledger.tokens == rig.ledger.tokens
+    ended = [e.segment.finish_reason for e in events if isinstance(e, SegmentEnded)]
+    assert ended.count(FinishReason.TURN) == sum(isinstance(e, Observed) for e in events) + len(again.ledger.acting)
+
+
+def test_what_a_trajectory_says_of_its_turns() -> None:
+    prompt = Prompt(prompt_id="p/0@0", token_ids=(1,), text="p", source="p")
+
+    def segment(ids: tuple[int, ...], reason: FinishReason | None) -> Segment:
+        return Segment(0, ids, (0.0,) * len(ids), reason, 0, 0.0, 0.0)
+
+    parts = [segment((2, 3), FinishReason.ABORT), segment((4,), FinishReason.TURN), segment((7,), FinishReason.ABORT)]
+    acting = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=tuple(parts[:2]))
+    assert (acting.turns, acting.turn_ids, acting.finish_reason) == (((2, 3, 4),), (2, 3, 4), FinishReason.TURN)
+    answered = Trajectory(
+        sample_id=SampleId(0, 0), prompt=prompt, segments=tuple(parts[:2]), observations=(Observation((5, 6)),)
+    )
+    assert (answered.turn_ids, answered.finish_reason) == ((), None)
+    assert answered.response_ids == (2, 3, 4, 5, 6)
+    parked = Trajectory(
+        sample_id=SampleId(0, 0), prompt=prompt, segments=tuple(parts), observations=(Observation((5, 6)),)
+    )
+    assert (parked.turn_ids, parked.response_ids) == ((7,), (2, 3, 4, 5, 6, 7))
+    assert parked.is_sampled == (True, True, True, False, False, True)
+    assert parked.finish_reason is FinishReason.ABORT

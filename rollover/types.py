@@ -239,7 +239,7 @@ class Observation(NamedTuple):
     token_ids: Sequence[int]
     """Tokens between the end of the turn and the beginning of the next one; none at the end of an episode."""
     text: str = ""
-    """What the environment answered, without the chat template's part."""
+    """The answer in words, without the chat template's part."""
     reward: float | None = None
     """Reward of the turn, if the environment gives any."""
     end: FinishReason | None = None
@@ -307,8 +307,8 @@ class Trajectory:
         >>> asked = Segment(6, (7, 3), (-0.1, -0.4), FinishReason.TURN, 6, 0.0, 1.0)
         >>> replied = Segment(6, (8,), (-0.2,), FinishReason.TURN, 6, 2.0, 2.1)
         >>> answers = (Observation((19, 6)), Observation((), end=FinishReason.STOP))
-        >>> episode = Trajectory(sample_id=SampleId(0, 1), prompt=prompt, segments=(asked, replied),
-        ...     observations=answers)
+        >>> parts = {"segments": (asked, replied), "observations": answers}
+        >>> episode = Trajectory(sample_id=SampleId(0, 1), prompt=prompt, **parts)
         >>> episode.token_ids, episode.response_ids, episode.is_sampled
         ((7, 3, 8), (7, 3, 19, 6, 8), (True, True, False, False, True))
         >>> episode.finish_reason.value, episode.num_turns

@@ -57,6 +57,7 @@ INTERNAL = {
     "Limits": "rollout.config",
     "OnFull": "rollout.strategy",
     "ReplicaModel": "sim.scenario",
+    "Observation": "types",
     "RunConfig": "run.config",
     "STRATEGIES": "rollout.strategies",
     "SampleId": "types",

@@ -101,7 +101,8 @@ class SampleTrace:
     def finished(self) -> bool:
         """Return True if it ended by itself (stop or length), or its episode is over."""
         is_over = bool(self.acting) and self.acting[-1].is_last
-        return is_over or (bool(self.spans) and self.spans[-1].finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
+        last = self.spans[-1].finish_reason if self.spans else None
+        return is_over or last in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What acts between the turns of an episode, as the driver sees it."""
+"""The environment of episodes, which acts between their turns, as the driver sees it."""
 
 from __future__ import annotations
 

@@ -117,9 +117,9 @@ class Tokens:
     observed: int = 0
     """Tokens of observations."""
     observed_in_batches: int = 0
-    """Those of samples in consumed batches, which the trainer reads and does not train."""
+    """Number of them in consumed batches, where the trainer reads and does not train them."""
     observed_dropped: int = 0
-    """Those of samples that were given up or dropped."""
+    """Number of them in samples that were given up or dropped."""
 
     @property
     def live(self) -> int:

@@ -33,7 +33,7 @@ class TrainingSample:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     is_sampled: tuple[bool, ...] = ()
-    """Whether each response token was sampled and not observed; empty if all were."""
+    """True for each response token that was sampled and not observed; empty if all were sampled."""
     kept: tuple[bytes, ...] = ()
     """Kept set of each sampled token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 from rollover.environments.episodes.base import EnvironmentSettings, Messages
-from rollover.environments.episodes.host import Host
+from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import RewardError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
@@ -28,7 +28,10 @@ class Writer(Protocol):
 
 
 class SourceEnvironment(NamedTuple):
-    """The environment of a source of prompts, and how its answers are written out."""
+    """The environment of a source of prompts, and how its answers are written out.
+
+    Example: ``SourceEnvironment(ToolsConfig(functions=("mine:calc",)), writer, max_new_tokens=512)``
+    """
 
     config: EnvironmentSettings
     writer: Writer
@@ -51,15 +54,16 @@ class EpisodeActor:
         self._environments = environments
         self._tokenizer = tokenizer
         self._seed = seed
-        self._hosts: dict[str, list[Host]] = {}
-        self._of_source: dict[str, list[Host]] = {}
+        self._hosts: dict[str, list[EpisodeProcess]] = {}
+        self._of_source: dict[str, list[EpisodeProcess]] = {}
         for source, (config, _, _) in environments.items():
             settings = asdict(config)
             hosts = self._hosts.setdefault(
-                json.dumps(settings, default=str), [Host(settings, config.concurrency) for _ in range(config.workers)]
+                json.dumps(settings, default=str),
+                [EpisodeProcess(settings, config.concurrency) for _ in range(config.workers)],
             )
             self._of_source[source] = hosts
-        self._open: dict[SampleId, Host] = {}
+        self._open: dict[SampleId, EpisodeProcess] = {}
         """Episodes that a process may hold."""
         self._leaving: set[asyncio.Task[None]] = set()
 

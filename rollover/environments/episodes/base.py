@@ -24,7 +24,7 @@ class RefusedAnswer(RewardError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What the model did in its turn.
+    """A turn of the model, as an environment gets it.
 
     Example: ``Action(text="Let me see. <tool_call>...</tool_call>", token_ids=(9, 12))``.
     """
@@ -35,19 +35,19 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Outcome:
     """An environment's answer to a turn.
 
     Examples:
         A move that earns a tenth and leaves the game open:
 
-        >>> answer = Answer(messages=[{"role": "user", "content": "#####"}], reward=0.1)
+        >>> answer = Outcome(messages=[{"role": "user", "content": "#####"}], reward=0.1)
         >>> answer.done, answer.text
         (False, '#####')
     """
 
     messages: Messages = field(default_factory=list)
-    """What the model reads next. Not needed if the episode is done."""
+    """The messages that the model reads next; none are needed if the episode is done."""
     done: bool = False
     reward: float | None = None
     """Reward of the turn, if there is any."""
@@ -57,30 +57,50 @@ class Answer:
         return "\n".join(message["content"] for message in self.messages)
 
 
-def read_answer(value: Any, role: str) -> Answer:
-    """Return what an environment has returned as an answer: a text, a list of messages, an ``Answer``, or ``None`` for
-    the end of the episode. ``role``: of a message that is given as a text.
+def read_outcome(value: Any, role: str) -> Outcome:
+    """Return what an environment has returned as an outcome: a text, a message, a list of them, a table with
+    ``messages``, ``reward`` and ``done``, or ``None`` for the end of the episode. ``role``: of a message that is given
+    as a text.
 
     Raises:
         RefusedAnswer: it is none of these.
     """
-    answer = value if isinstance(value, Answer) else Answer(messages=value or [], done=value is None)
-    if (reward := answer.reward) is not None:
-        try:
-            reward = float(reward)
-        except (TypeError, ValueError):
-            raise RefusedAnswer(f"its reward is {reward!r}, which is no number") from None
-        if not abs(reward) <= MAX_REWARD:
-            raise RefusedAnswer(f"its reward is {reward}: not a finite number within {MAX_REWARD:g}")
-    given = [answer.messages] if isinstance(answer.messages, str | Mapping) else answer.messages
-    if not isinstance(given, Sequence):
-        raise RefusedAnswer(f"it returned {type(given).__name__}: return a text, messages, an Answer or None")
-    messages = [_message(message, role) for message in given]
+    if isinstance(value, Outcome):
+        given: Mapping[str, Any] = {"messages": value.messages, "done": value.done, "reward": value.reward}
+    elif isinstance(value, Mapping) and "content" not in value:
+        given = value
+    else:
+        given = {"messages": [] if value is None else value, "done": value is None}
+    if unknown := given.keys() - {"messages", "done", "reward"}:
+        raise RefusedAnswer(f"its answer has {min(unknown)!r}; it may have messages, reward and done")
+    if not isinstance(done := given.get("done", False), bool):
+        raise RefusedAnswer(f"done is {done!r}: it must be True or False")
+    messages = _messages(given.get("messages", []), role)
+    if not messages and not done:
+        raise RefusedAnswer("its answer has no message although the episode is not done")
+    return Outcome(messages=messages, done=done, reward=_reward(given.get("reward")))
+
+
+def _reward(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise RefusedAnswer(f"its reward is {reward!r}, which is no number") from None
+    if not abs(number) <= MAX_REWARD:
+        raise RefusedAnswer(f"its reward is {number}: not a finite number within {MAX_REWARD:g}")
+    return number
+
+
+def _messages(given: Any, role: str) -> Messages:
+    listed = [given] if isinstance(given, str | Mapping) else given
+    if not isinstance(listed, Sequence):
+        raise RefusedAnswer(f"it returned {type(given).__name__}: return a text, messages, a table or None")
+    messages = [_message(message, role) for message in listed]
     if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
         raise RefusedAnswer(f"its answer has more than {MOST_CHARACTERS:,} characters")
-    if not messages and not answer.done:
-        raise RefusedAnswer("its answer has no message although the episode is not done")
-    return Answer(messages=messages, done=bool(answer.done), reward=reward)
+    return messages
 
 
 def _message(message: Any, role: str) -> dict[str, str]:
@@ -98,7 +118,7 @@ class LiveEpisode(Protocol):
     """
 
     def step(self, action: Action) -> Any | Awaitable[Any]:
-        """Answer a turn; see ``read_answer`` for what may be returned."""
+        """Outcome a turn; see ``read_outcome`` for what may be returned."""
         ...
 
     def close(self) -> None: ...

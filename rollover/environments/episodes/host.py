@@ -21,7 +21,7 @@ from rollover.errors import RewardError
 _NAME = "environment's process"
 
 
-class Host:
+class EpisodeProcess:
     """One process that holds environments, and is replaced when it dies. Belongs to one event loop.
 
     Args:

@@ -18,8 +18,8 @@ class ClassConfig(EnvironmentSettings):
     """Has an object of a class of yours answer the turns of each episode.
 
     ``reset(row, seed)`` begins the episode of a row; siblings get the same seed. ``step(action)`` answers a turn: with
-    a text, a list of messages, an ``Answer`` with a reward or the news that the episode is done, or ``None`` at its
-    end. ``close()``, if there is one, is called afterwards. ``step`` may be ``async``.
+    a text, a list of messages, a table ``{"messages": ..., "reward": ..., "done": ...}``, or ``None`` at the end of
+    the episode. ``close()``, if there is one, is called afterwards. ``step`` may be ``async``.
 
     An object that is lost, as when its process was killed or the run was resumed, is made again: ``reset`` and the
     recorded turns are repeated, and each answer has to be what it was. Global random numbers (``random``, NumPy) are

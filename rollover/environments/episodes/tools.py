@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollover.environments.episodes.base import Action, Answer, EnvironmentSettings
+from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome
 from rollover.environments.user_function import check_import, load_function
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
@@ -23,10 +23,10 @@ _MOST_CALLS = 32
 """Calls of one turn that are answered."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool, as the model wrote it.
 
-    Example: ``Call("calc", {"a": 12, "b": 34})``. A call that cannot be read has a ``problem``.
+    Example: ``ToolCall("calc", {"a": 12, "b": 34})``. A call that cannot be read has a ``problem``.
     """
 
     name: str
@@ -49,9 +49,9 @@ class ToolsConfig(EnvironmentSettings):
     is, anything else as JSON. An exception is an answer too. The chat template gets name, parameters and docstring of
     each, which therefore needs type annotations and a description of every parameter (Google style)."""
     parser: str = "hermes"
-    """How calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``), ``json``
-    (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of yours,
-    which gets the text and returns a list of ``(name, arguments)``."""
+    """Way in which calls are read in a turn: ``hermes`` (``<tool_call>{"name": ..., "arguments": ...}</tool_call>``),
+    ``json`` (the turn, or each block of code in it, is such an object or a list of them), or ``"module:function"`` of
+    yours, which gets the text and returns a list of ``(name, arguments)``."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of the tools' answers; ``user`` for chat templates without a place for ``tool``."""
     threads: Changeable[int] = 16
@@ -115,17 +115,17 @@ class Tools:
         self._role = config.tool_role
         self._read: Callable[[str], Sequence[Any]] = _PARSERS.get(config.parser) or load_function(config.parser)
 
-    async def step(self, action: Action) -> Answer:
-        calls = [call if isinstance(call, Call) else Call(*call) for call in self._read(action.text)]
+    async def step(self, action: Action) -> Outcome:
+        calls = [call if isinstance(call, ToolCall) else ToolCall(*call) for call in self._read(action.text)]
         if not calls:
-            return Answer(done=True)
+            return Outcome(done=True)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
-        return Answer(messages=[{"role": self._role, "content": answer} for answer in answers])
+        return Outcome(messages=[{"role": self._role, "content": answer} for answer in answers])
 
     def close(self) -> None:
         pass
 
-    async def _answer(self, call: Call) -> str:
+    async def _answer(self, call: ToolCall) -> str:
         if call.problem:
             return f"Error: {call.problem}"
         function = self._functions.get(call.name)
@@ -136,20 +136,20 @@ class Tools:
             if inspect.isawaitable(value):
                 value = await value
             return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"Error: {type(error).__name__}: {error}"
 
 
-def _hermes(text: str) -> list[Call]:
+def _hermes(text: str) -> list[ToolCall]:
     return [_call(found) for found in _HERMES.findall(text)]
 
 
-def _json(text: str) -> list[Call]:
+def _json(text: str) -> list[ToolCall]:
     parts = _FENCED.findall(text) or ([text] if text.strip()[:1] in ("{", "[") else [])
     return [call for part in parts for call in _calls(part)]
 
 
-def _calls(text: str) -> list[Call]:
+def _calls(text: str) -> list[ToolCall]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -157,20 +157,20 @@ def _calls(text: str) -> list[Call]:
     return [_call(json.dumps(one)) for one in (found if isinstance(found, list) else [found])]
 
 
-def _call(text: str) -> Call:
+def _call(text: str) -> ToolCall:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON ({error})")
+        return ToolCall("", {}, f"the call is no JSON ({error})")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Call("", {}, "the call is no object with a name")
+        return ToolCall("", {}, "the call is no object with a name")
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        return Call(found["name"], {}, "the arguments of the call are no object")
-    return Call(found["name"], arguments)
+        return ToolCall(found["name"], {}, "the arguments of the call are no object")
+    return ToolCall(found["name"], arguments)
 
 
-_PARSERS: dict[str, Callable[[str], list[Call]]] = {"hermes": _hermes, "json": _json}
+_PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "json": _json}

@@ -24,7 +24,7 @@ import numpy as np
 
 from rollover.environments.channel import Channel
 from rollover.environments.episodes import EnvironmentConfig, EnvironmentSettings
-from rollover.environments.episodes.base import Action, Answer, LiveEpisode, RefusedAnswer, read_answer
+from rollover.environments.episodes.base import Action, LiveEpisode, Outcome, RefusedAnswer, read_outcome
 from rollover.environments.keeper import keep
 from rollover.environments.scoring import failed
 from rollover.errors import DataError
@@ -103,7 +103,7 @@ class Holder:
                 f" {recorded['text']!r:.60}: it must depend on row, seed and turns alone"
             )
 
-    def _step(self, live: LiveEpisode, action: Mapping[str, Any]) -> Answer:
+    def _step(self, live: LiveEpisode, action: Mapping[str, Any]) -> Outcome:
         value = live.step(Action(**action))
         if inspect.isawaitable(value):
 
@@ -111,7 +111,7 @@ class Holder:
                 return await value
 
             value = asyncio.run(awaited())
-        return read_answer(value, self._config.role)
+        return read_outcome(value, self._config.role)
 
 
 class _Randomness:
@@ -137,7 +137,7 @@ def _set(states: tuple[Any, Any]) -> None:
     np.random.set_state(states[1])
 
 
-def _in_json(answer: Answer) -> dict[str, Any]:
+def _in_json(answer: Outcome) -> dict[str, Any]:
     return asdict(answer) | {"text": answer.text}
 
 

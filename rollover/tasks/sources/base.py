@@ -43,8 +43,8 @@ class SourceSettings(ABC):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this source, in addition to ``tasks.chat_template_kwargs``."""
     environment: Annotated[EnvironmentConfig, ByKind()] | None = None
-    """What answers the model's turns: tools, say. Then each response is an episode of several turns. Unset: each
-    response is a single turn."""
+    """The environment that answers the model's turns, with the results of tools, say. Each response is then an episode
+    of several turns. Unset: each response is a single turn."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

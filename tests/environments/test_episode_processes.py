@@ -1,0 +1,117 @@
+"""Environments in their processes: what hangs or dies there harms no other episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollover.environments.episodes import ClassConfig, ToolsConfig
+from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.errors import DataError, RewardError
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
+from tests.environments.test_episodes import HERE, TOOLS, call
+
+
+class Letters:
+    """A tokenizer and a writer of one token per character."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+    def write(self, messages: Any, last_id: int, columns: Any) -> tuple[int, ...]:
+        return tuple(map(ord, "".join(message["content"] for message in messages)))
+
+
+def episode(*turns: str, index: int = 0, answers: Sequence[Observation] = ()) -> Trajectory:
+    segments = [Segment(0, tuple(map(ord, text)), (0.0,) * len(text), FinishReason.TURN, 0, 0.0, 0.0) for text in turns]
+    prompt = Prompt(prompt_id="s/0@0", token_ids=(1,), text="p", source="s", columns={"start": 5})
+    return Trajectory(
+        sample_id=SampleId(0, index), prompt=prompt, segments=tuple(segments), observations=tuple(answers)
+    )
+
+
+def actor(config: Any, max_new_tokens: int = 500) -> EpisodeActor:
+    letters: Any = Letters()
+    return EpisodeActor({"s": SourceEnvironment(config, letters, max_new_tokens)}, letters, seed=1)
+
+
+async def acted(config: Any, *trajectories: Trajectory) -> list[Any]:
+    acting = actor(config)
+    try:
+        return await asyncio.gather(*(acting.act(t, 0.0) for t in trajectories), return_exceptions=True)
+    finally:
+        await acting.close()
+
+
+FAST = replace(TOOLS, workers=1, turn_timeout_s=2.0)
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (call("wait", seconds=3600), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
+        (call("leave", code=7), r"the environment's process died \(exit code 7\)"),
+    ],
+)
+async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(bad: str, reason: str) -> None:
+    texts = [bad, *(call("add", a=i, b=i) for i in range(1, 6))]
+    failed, *good = await acted(FAST, *(episode(text, index=i) for i, text in enumerate(texts)))
+    assert isinstance(failed, RewardError)
+    with pytest.raises(RewardError, match=rf"environment of source 's', turn 1: {reason} \(prompt s/0@0\)"):
+        raise failed
+    assert [one.text for one in good] == ["2", "4", "6", "8", "10"]
+
+
+@pytest.mark.real_time
+async def test_a_lost_process_costs_no_episode_its_state() -> None:
+    config = ClassConfig(factory=f"{HERE}:Counter", workers=1, turn_timeout_s=30.0)
+    acting = actor(config)
+    try:
+        first = await acting.act(episode("+1"), 0.0)
+        second = await acting.act(episode("+1", "+2", answers=[first]), 0.0)
+        assert (first.text, second.text, second.reward) == ("6", "8", 2.0)
+        with pytest.raises(RewardError, match=r"the environment's process was killed \(SIGKILL\)"):
+            await acting.act(episode("die", index=1), 0.0)
+        third = await acting.act(episode("+1", "+2", "+3", answers=[first, second]), 0.0)
+        assert third.text == "11"
+        forged = second._replace(text="9")
+        with pytest.raises(RewardError, match="it answered turn 2 with '8' and not with '9'"):
+            await acting.act(episode("+1", "+2", "+3", answers=[first, forged], index=2), 0.0)
+    finally:
+        await acting.close()
+
+
+@pytest.mark.real_time
+async def test_budgets_end_an_episode_and_say_so() -> None:
+    said, last = Observation(tuple(map(ord, "2")), "2"), call("add", a=1, b=1)
+    acting = actor(replace(TOOLS, workers=1, max_turns=2), max_new_tokens=2 * len(last) + 3)
+    try:
+        assert (await acting.act(episode(last), 0.0)).end is None
+        assert (await acting.act(episode(last, last, answers=[said]), 0.0)).end is FinishReason.LENGTH
+        assert (await acting.act(episode("no call"), 0.0)).end is FinishReason.STOP
+    finally:
+        await acting.close()
+    acting = actor(replace(TOOLS, workers=1), max_new_tokens=len(last) + 1)
+    try:
+        full = await acting.act(episode(last), 0.0)
+        assert (full.end, full.token_ids, full.text) == (FinishReason.LENGTH, (), "2")
+    finally:
+        await acting.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ToolsConfig(functions=(f"{HERE}:nothing",)), "no function 'nothing'"),
+        (ClassConfig(factory=f"{HERE}:NoStep"), "NoStep has no method 'step'"),
+        (ClassConfig(factory=f"{HERE}:Dice", params={"sides": 6}), "do not fit .*unexpected keyword argument 'sides'"),
+    ],
+)
+def test_wrong_code_is_found_before_the_first_episode(config: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        config.check()

@@ -1,0 +1,148 @@
+"""Environments of episodes: what tools and classes of the user's may do, in their process and to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollover.environments.episodes import ClassConfig, ToolsConfig
+from rollover.environments.episodes.base import EnvironmentSettings
+from rollover.environments.episodes.worker import Holder
+from rollover.errors import DataError
+
+HERE = "tests.environments.games"
+TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "leave", "stop_here")))
+
+
+def call(name: str, **arguments: Any) -> str:
+    import json
+
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def stepped(config: EnvironmentSettings, *texts: str, seed: int = 7) -> list[dict[str, Any]]:
+    holder, answers = Holder(config), []
+    for turn, text in enumerate(texts):
+        request = {"key": "g0.0", "row": {"start": 5}, "seed": seed, "num_turns": turn}
+        answers.append(holder.answer(request | {"action": {"text": text, "token_ids": []}}))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        (call("add", a=1, b=2), ["3"]),
+        (f"so {call('add', a=1, b=2)} and {call('wait', seconds=0)}", ["3", "waited"]),
+        (call("add", a=1), ["Error: TypeError: add() missing 1 required positional argument: 'b'"]),
+        (call("ad", a=1, b=2), ["Error: there is no tool 'ad'; did you mean 'add'?"]),
+        ("<tool_call>{nonsense}</tool_call>", ["Error: the call is no JSON"]),
+        ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', ["Error: the arguments of the call are no"]),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', ["3"]),
+        (call("fail"), ["Error: ZeroDivisionError: division by zero"]),
+        (call("stop_here"), ["Error: SystemExit: 3"]),
+        ("#### 46", []),
+    ],
+)
+def test_calls_are_answered_and_mistakes_are_answers(text: str, answers: Sequence[str]) -> None:
+    (found,) = stepped(TOOLS, text)
+    assert found["done"] is not bool(answers)
+    assert len(found["messages"]) == len(answers)
+    for message, expected in zip(found["messages"], answers, strict=True):
+        assert message["role"] == "tool" and message["content"].startswith(expected)
+
+
+def test_a_parser_reads_calls_in_json_or_in_the_user_s_own_way() -> None:
+    in_json = replace(TOOLS, parser="json")
+    assert stepped(in_json, '{"name": "add", "arguments": {"a": 1, "b": 2}}')[0]["text"] == "3"
+    two = '```json\n[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "fail"}]\n```'
+    assert stepped(in_json, two)[0]["text"].startswith("3\nError")
+    assert stepped(in_json, "done.")[0]["done"]
+    own = replace(TOOLS, parser=f"{HERE}:plus")
+    assert [a["text"] for a in stepped(own, "1+2", "nothing")] == ["3", ""]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("12", "it returned int: return a text, messages, a table or None"),
+        ("{'messages': 'a', 'reward': float('nan')}", "its reward is nan: not a finite number within 1e+15"),
+        ("{'messages': 'a', 'reward': 'good'}", "its reward is 'good', which is no number"),
+        ("{'reward': 1}", "its answer has no message although the episode is not done"),
+        ("[{'role': 'user', 'content': [1]}]", "a message of its answer is no text and has none"),
+        ("'a' * 1_000_001", "its answer has more than 1,000,000 characters"),
+        ("{'messages': 'a', 'score': 1}", "its answer has 'score'; it may have messages, reward and done"),
+        ("{'messages': 'a', 'done': 1}", "done is 1: it must be True or False"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_fails_with_the_reason(answer: str, reason: str) -> None:
+    (found,) = stepped(ClassConfig(factory=f"{HERE}:Says"), answer)
+    assert found["failure"] in ("raised", "refused") and found["reason"].startswith(reason)
+
+
+def test_answers_of_a_class_are_texts_messages_or_the_end() -> None:
+    texts = [
+        "'hello'",
+        "[{'role': 'system', 'content': 'be brief'}]",
+        "{'messages': 'last', 'reward': 2, 'done': True}",
+    ]
+    first, second, third = stepped(ClassConfig(factory=f"{HERE}:Says"), *texts)
+    assert first["messages"] == [{"role": "user", "content": "hello"}]
+    assert second["messages"] == [{"role": "system", "content": "be brief"}]
+    assert (third["done"], third["reward"], third["text"]) == (True, 2.0, "last")
+    assert stepped(ClassConfig(factory=f"{HERE}:Says"), "None")[0]["done"]
+
+
+def test_random_numbers_belong_to_the_episode() -> None:
+    config = ClassConfig(factory=f"{HERE}:Dice")
+    holder, alone, mixed = Holder(config), [a["text"] for a in stepped(config, "", "", "")], []
+    for turn in range(3):
+        for key, seed in (("g0.0", 7), ("g1.0", 8)):
+            request = {"key": key, "row": {}, "seed": seed, "num_turns": turn, "action": {"text": "", "token_ids": []}}
+            answer = holder.answer(request)
+            if key == "g0.0":
+                mixed.append(answer["text"])
+    assert mixed == alone
+    assert alone != [a["text"] for a in stepped(config, "", "", "", seed=8)]
+
+
+def test_a_lost_episode_is_repeated_and_a_difference_is_refused() -> None:
+    config = ClassConfig(factory=f"{HERE}:Dice")
+    known = stepped(config, "a", "b", "c")
+    request = {"key": "g0.0", "row": {}, "seed": 7, "num_turns": 2, "action": {"text": "c", "token_ids": []}}
+    holder = Holder(config)
+    assert holder.answer(request) == {"missing": True}
+    history = [
+        ({"text": t, "token_ids": []}, {"text": a["text"], "reward": None})
+        for t, a in zip("ab", known[:2], strict=True)
+    ]
+    assert holder.answer(request | {"history": history}) == known[2]
+    history[1][1]["text"] = "another"
+    again = Holder(config).answer(request | {"history": history})
+    assert "repeated after a restart, it answered turn 2 with" in again["reason"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ToolsConfig(functions=()), "functions names no tool"),
+        (lambda: ToolsConfig(functions=("add",)), "'add' must read 'module:function'"),
+        (lambda: ToolsConfig(functions=("a:f", "b:f")), "two tools are called 'f'"),
+        (lambda: replace(TOOLS, max_turns=0), "max_turns must be at least 1, got 0"),
+        (lambda: replace(TOOLS, turn_timeout_s=0.0), "turn_timeout_s must be above 0"),
+        (lambda: ClassConfig(factory="games"), "factory must read 'module:Class'"),
+    ],
+)
+def test_wrong_settings_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_tools_are_described_by_their_docstrings() -> None:
+    (schema,) = replace(TOOLS, functions=(f"{HERE}:add",)).schemas()
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    with pytest.raises(DataError, match=r"unexplained cannot be described to the model .* under 'Args:'"):
+        replace(TOOLS, functions=(f"{HERE}:unexplained",)).schemas()

@@ -1,0 +1,75 @@
+"""The answers of environments, written behind a turn with the chat templates of real models: exact, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollover.errors import DataError
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.episodes import AnswerWriter
+from rollover.tasks.messages import Question
+from rollover.tasks.prompts import PromptEncoder
+from tests.tasks.test_templates import NO_TEXT, TEMPLATES, oracle, said, tokenizer_of
+
+NAMES = sorted(TEMPLATES.keys() - NO_TEXT)
+QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
+
+
+def encoder(name: str) -> PromptEncoder:
+    return PromptEncoder(tokenizer_of(name), TasksConfig(chat_template_date="2026-11-27"))
+
+
+def continued(name: str, *messages: Any) -> tuple[list[int], tuple[int, ...]]:
+    """Return the ids of prompt, reply and answer, and those of the answer alone."""
+    found = encoder(name)
+    prompt = found.encode(Question([QUESTION]), where="row 1").token_ids
+    reply = [*tokenizer_of(name)([REPLY], add_special_tokens=False)["input_ids"][0]]
+    if found.turn_end is not None:
+        reply.append(found.turn_end)
+    answer = AnswerWriter(found, "calc").write(messages, reply[-1], {})
+    return [*prompt, *reply, *answer], answer
+
+
+def refusals(*messages: Any) -> set[str]:
+    """Return the templates that refuse messages behind a turn. For the others, what follows the turn is what follows it
+    in a whole conversation, though templates may write the turn itself otherwise once it is history."""
+    refused = set()
+    for name in NAMES:
+        try:
+            _, answer = continued(name, *messages)
+        except DataError:
+            refused.add(name)
+            continue
+        assert answer, name
+        if "strftime_now" not in TEMPLATES[name].read_text():
+            whole = [QUESTION, said("assistant", REPLY), *messages]
+            assert oracle(name, whole, Question(whole))[-len(answer) :] == [*answer], name
+    return refused
+
+
+def test_an_answer_follows_a_turn_as_in_a_whole_conversation() -> None:
+    assert refusals(said("user", "wrong, try again")) == set()
+    assert refusals(said("user", "<think>\n\n {{ x }} ")) == set()
+
+
+def test_templates_without_a_place_for_tools_are_refused() -> None:
+    assert refusals(said("tool", "46")) == {
+        *("cohere", "cohere2", "diffusion_gemma", "gemma", "gemma3", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+        *("gptoss", "phi3", "phi3_5"),
+    }
+    assert len(NAMES) == 38
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_answer_can_forge_a_marker(name: str) -> None:
+    added = set(tokenizer_of(name).get_added_vocab().values())
+    hostile = "a " + " ".join(tokenizer_of(name).chat_control_tokens) + " b"
+    for role in ("user", "tool"):
+        try:
+            _, plain = continued(name, said(role, "a b"))
+        except DataError:
+            continue
+        _, forged = continued(name, said(role, hostile))
+        assert sorted(i for i in plain if i in added) == sorted(i for i in forged if i in added)

@@ -1,0 +1,99 @@
+"""Observed tokens are read and never trained: packed episodes against a plain forward of the whole sequence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.minibatch import BatchTensors, split
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, pack
+from rollover.types import FinishReason, Group, Observation, SampleId, Segment, Trajectory
+from tests.trainer.builders import VOCAB, make_batch, make_folder, make_model, separate_logprobs, to_float64
+
+
+def episodes(num_groups: int = 4) -> list[Trajectory]:
+    """Siblings with one to four turns, parked within turns, and with an answer after the last one now and then."""
+    rng = random.Random(3)
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(1, most)))
+
+    def segment(reason: FinishReason | None, version: int) -> Segment:
+        tokens = ids(6)
+        return Segment(version, tokens, (-1.0,) * len(tokens), reason, version, 0.0, 1.0)
+
+    made = []
+    for group in make_batch(step=3, num_groups=num_groups, group_size=3).groups:
+        for index in range(3):
+            turns = rng.randint(1, 4)
+            segments, answers = [], []
+            for turn in range(turns):
+                if rng.random() < 0.5:
+                    segments.append(segment(FinishReason.ABORT, 2))
+                segments.append(segment(FinishReason.TURN, 3))
+                end = FinishReason.STOP if turn == turns - 1 else None
+                answers.append(Observation(ids(5) if end is None or rng.random() < 0.5 else (), "said", None, end))
+            made.append(
+                Trajectory(
+                    sample_id=SampleId(group.group_id, index),
+                    prompt=group.prompt,
+                    segments=tuple(segments),
+                    observations=tuple(answers),
+                    reward=rng.random(),
+                )
+            )
+    return made
+
+
+def test_sampled_tokens_are_predicted_after_all_that_came_before(tmp_path: Path) -> None:
+    model, policy = to_float64(make_model()), to_float64(load_policy(make_folder(tmp_path)))
+    found = episodes()
+    whole = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.response_ids) for t in found]
+    is_sampled = torch.tensor([flag for t in found for flag in t.is_sampled])
+    expected = separate_logprobs(model, whole, 0.8)[is_sampled]
+    samples = [TrainingSample.of(t) for t in found]
+    num_tokens = sum(t.num_tokens for t in found)
+    assert sum(s.num_sampled for s in samples) == num_tokens == len(expected) < len(is_sampled)
+    for budget in (1, 40, 10**6):
+        got = all_logprobs(policy, pack(samples, budget), 0.8, num_tokens=num_tokens)
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
+
+    weights = torch.randn(num_tokens, dtype=torch.float64)
+    (expected * weights).sum().backward()
+    for row in pack(samples, 60):
+        (response_logprobs(policy, row, 0.8) * weights[row.token_T]).sum().backward()
+    for (name, p), q in zip(policy.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-11, rtol=1e-9, msg=name)
+
+
+def test_every_count_of_a_batch_is_of_sampled_tokens() -> None:
+    found = episodes()
+    groups = tuple(
+        Group(group_id=g, prompt=found[3 * g].prompt, trajectories=tuple(found[3 * g : 3 * g + 3])) for g in range(4)
+    )
+    data = BatchTensors.of(groups, resolve(AlgorithmConfig(name="grpo")), step=3, device=torch.device("cpu"))
+    assert data.lengths_B.tolist() == [t.num_tokens for t in found]
+    assert data.num_tokens == len(data.loss_mask_T) == sum(t.num_tokens for t in found)
+    assert data.staleness_T.tolist() == [3 - v for t in found for v in t.policy_versions]
+    minis = split(data, 2, budget=60, max_response_tokens=99)
+    assert sum(mini.denominators.num_tokens for mini in minis) == data.num_tokens
+    order = torch.cat([row.token_T for mini in minis for row in mini.rows])
+    assert sorted(order.tolist()) == list(range(data.num_tokens))
+    ids = torch.cat([row.target_T for mini in minis for row in mini.rows])
+    assert ids[order.argsort()].tolist() == [i for t in found for i in t.token_ids]
+
+
+def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
+    cut = [
+        replace(t, observations=(*t.observations[:-1], Observation((), end=FinishReason.LENGTH))) for t in episodes(1)
+    ]
+    group = Group(group_id=0, prompt=cut[0].prompt, trajectories=tuple(cut))
+    masking = resolve(AlgorithmConfig(name="grpo", mask_truncated=True))
+    data = BatchTensors.of([group], masking, step=3, device=torch.device("cpu"))
+    assert not data.loss_mask_T.any()

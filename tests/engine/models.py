@@ -10,6 +10,35 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 64
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "num_hidden_layers": 3,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "qwen3_moe, a dense layer, a window": (
+        "qwen3_moe",
+        {**EXPERTS, **WINDOW, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    ),
+    "mistral with a window": ("mistral", {"sliding_window": 8}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2 with a window in one layer": ("qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen3 with yarn": ("qwen3", {"rope_parameters": YARN}),
+    "llama with yarn's other keys": (
+        "llama",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False, "beta_fast": 8}},
+    ),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "smollm3 with a window": ("smollm3", {**WINDOW, "no_rope_layers": [1, 0]}),
+    "granite": ("granite", {**SCALES, "attention_bias": True}),
+    "glm4": ("glm4", {}),
+    "glm4 with yarn": ("glm4", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+}
+"""Families beside Llama, Qwen2 and Qwen3, and what these have rarely: transformers' model type, and settings."""
 
 
 def tiny_model(kind: str = "qwen3", *, seed: int = 0, sharpness: float = 8.0, **config: Any) -> PreTrainedModel:

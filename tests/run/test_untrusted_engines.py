@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rollover import cli
 from rollover.hf import architecture
+from rollover.hf.rope import Rope
 from rollover.types import WasteCause
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
@@ -164,7 +165,7 @@ def test_a_single_liar_ends_the_run_and_the_run_goes_on_once_it_is_mended(
 def test_an_embedded_engine_that_computes_otherwise_ends_the_run_at_once(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(architecture, "_inv_freq", lambda config, head_dim: (1.0,) * (head_dim // 2))
+    monkeypatch.setattr(architecture, "read_rope", lambda keys, head_dim, **_: Rope((1.0,) * (head_dim // 2), 1.0))
     assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 2
     error = capsys.readouterr().err
     assert "the embedded engine does not sample from the trainer's policy" in error

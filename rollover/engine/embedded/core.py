@@ -295,6 +295,8 @@ class EngineCore:
                 f"request {name!r} has no budget left: it has {num_response} response tokens and "
                 f"max_new_tokens = {limit}"
             )
+        if request.params.returns_routes and self._arch.experts is None:
+            raise EngineError(f"request {name!r} wants the experts of each token, but the model has none")
         if num_prompt + limit > self._max_context:
             raise EngineError(
                 f"request {name!r} may need {num_prompt + limit} tokens ({num_prompt} of prompt, up to "

@@ -18,15 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollover.engine.embedded.experts import ApplyExperts, apply_to_all
 from rollover.engine.embedded.kv_cache import KVCache, SlotMapping
-from rollover.engine.embedded.model import Attention, Layer
-from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner
+from rollover.engine.embedded.model import Attention, Decoder, Layer
+from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, TorchModelRunner, wanted_routes
 from rollover.engine.embedded.ops import TorchMatrix
 from rollover.engine.embedded.rotary import Heads, Rotary
 from rollover.engine.embedded.sampler import Drawn, drawn, sample
 from rollover.hf.architecture import Architecture
 from rollover.types import SamplingParams
 
+_Outputs = tuple[Tensor, Tensor, Tensor | None]
 _STEPS = 16
 """Batch sizes between two powers of two."""
 
@@ -43,6 +45,7 @@ class GraphModelRunner(TorchModelRunner):
         self._recordings: dict[int, _Recording] = {}
         self._shared = _SharedMemory()
         self._fits_triton = device.type == "cuda" and has_triton(arch.head_dim, sizes.block_size)
+        self._recorded = Decoder(self._weights, dtype, _fixed_experts(device))
 
     def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         num_seqs = len(params)
@@ -52,21 +55,22 @@ class GraphModelRunner(TorchModelRunner):
         if recording is None:
             recording = _Recording(lambda: self._iteration(size), self._device, self._shared)
             self._recordings[size] = recording
-        logits_BV, drawn_2B = recording.replay(lambda: self._iteration(size))
+        logits_BV, drawn_2B, routes_BLK = recording.replay(lambda: self._iteration(size))
         kept: Sequence[bytes] = ()
         if any(p.is_cut for p in params):
             ids_B, logprobs_B, kept = sample(logits_BV[:num_seqs], params, uniforms_B)
             drawn_2B = torch.stack([ids_B.double(), logprobs_B.double()])
         ids, logprobs = drawn_2B[:, :num_seqs].tolist()  # waits for the device, once
-        return Drawn([int(i) for i in ids], logprobs, kept)
+        return Drawn([int(i) for i in ids], logprobs, kept, wanted_routes(routes_BLK, params, self._weights.arch))
 
-    def _iteration(self, size: int) -> tuple[Tensor, Tensor]:
-        """Compute logits ``[B, vocab]`` and, as float64, token ids and log-probs ``[2, B]``."""
+    def _iteration(self, size: int) -> _Outputs:
+        """Compute logits ``[B, vocab]``, token ids and log-probs ``[2, B]`` as float64, and experts chosen."""
         given = self._inputs
-        logits_BV = self._decoder.logits(given.token_ids[:size], self._attention(size)).float()
+        logits_BV, routes_BLK = self._recorded.logits(given.token_ids[:size], self._attention(size))
+        logits_BV = logits_BV.float()
         scales_B1, greedy_B1, noise_B1 = given.drawing[:, :size].unsqueeze(2)
         ids_B, logprobs_B = drawn(logits_BV, scales_B1.float(), noise_B1, greedy_B1 > 0)
-        return logits_BV, torch.stack([ids_B.double(), logprobs_B.double()])
+        return logits_BV, torch.stack([ids_B.double(), logprobs_B.double()]), routes_BLK
 
     def _attention(self, size: int) -> Attention:
         tables_BN, lengths_B = self._inputs.tables[:size], self._inputs.lengths[:size]
@@ -75,6 +79,15 @@ class GraphModelRunner(TorchModelRunner):
 
             return TritonAttention(self.kv, self._rotary, tables_BN, lengths_B)
         return GatheredAttention(self.kv, self._rotary, tables_BN, lengths_B)
+
+
+def _fixed_experts(device: torch.device) -> ApplyExperts:
+    """Return how to compute experts in launches of fixed sizes."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return apply_to_all
+    from rollover.engine.embedded.experts_triton import apply_with_triton
+
+    return apply_with_triton
 
 
 class GatheredAttention:
@@ -86,19 +99,24 @@ class GatheredAttention:
         tails_B = tables_BN.gather(1, lengths_B.unsqueeze(1) // kv.block_size).squeeze(1)
         self._slot_mapping = SlotMapping(tails_B, lengths_B % kv.block_size)
         places = torch.arange(tables_BN.shape[1] * kv.block_size, device=kv.device)
-        self._hidden_B1L = (places > lengths_B.unsqueeze(1)).unsqueeze(1)
+        ahead_B1L = (lengths_B.unsqueeze(1) - places).unsqueeze(1)
+        self._hidden_B11L = {
+            window: ((ahead_B1L < 0) | (ahead_B1L >= (window or len(places)))).unsqueeze(1)
+            for window in {layer.window for layer in rotary.layers}
+        }
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_BF: Tensor) -> Tensor:
         """Return ``[B, H * D]``."""
         kv, num_seqs = self._kv, len(qkv_BF)
-        q_BHD, keys_BKD, values_BKD = self._heads(layer, qkv_BF)
+        q_BHD, keys_BKD, values_BKD = self._heads(index, layer, qkv_BF)
         kv.write(index, self._slot_mapping, keys_BKD, values_BKD)
         keys = (
             kv.keys[index][self._tables_BN].permute(0, 2, 3, 1, 4).reshape(num_seqs, kv.num_kv_heads, kv.head_dim, -1)
         )
         values = kv.values[index][self._tables_BN].transpose(1, 2).reshape(num_seqs, kv.num_kv_heads, -1, kv.head_dim)
         scores = q_BHD.view(num_seqs, kv.num_kv_heads, -1, kv.head_dim) @ keys
-        scores = scores.float().mul_(self._rotary.scale).masked_fill_(self._hidden_B1L.unsqueeze(1), -torch.inf)
+        hidden_B11L = self._hidden_B11L[self._rotary.layers[index].window]
+        scores = scores.float().mul_(self._rotary.scale).masked_fill_(hidden_B11L, -torch.inf)
         weights = scores.mul_(math.log(2)).softmax(-1).to(values.dtype)
         return (weights @ values).view(num_seqs, -1)
 
@@ -138,9 +156,7 @@ class _SharedMemory:
 class _Recording:
     """A computation on fixed places in memory: recorded on a GPU, simply done on a CPU."""
 
-    def __init__(
-        self, compute: Callable[[], tuple[Tensor, Tensor]], device: torch.device, shared: _SharedMemory
-    ) -> None:
+    def __init__(self, compute: Callable[[], _Outputs], device: torch.device, shared: _SharedMemory) -> None:
         self._graph = None
         if device.type != "cuda":
             return
@@ -154,7 +170,7 @@ class _Recording:
             self._outputs = compute()
         shared.pool = self._graph.pool()
 
-    def replay(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def replay(self, compute: Callable[[], _Outputs]) -> _Outputs:
         """Compute, into places that the next replay overwrites; by ``compute`` where nothing is recorded. It is not
         kept: recordings that refer to their runner would keep its memory when it is dropped."""
         if self._graph is None:

@@ -101,18 +101,23 @@ static inline float inverse_rms(const float *x, int64_t n, float eps) {
     return 1.0f / sqrtf(sum / (float)n + eps);
 }
 
+/* A copy if weight is null. */
 static void rms_norm(const float *x, const float *weight, float eps, float *out, int64_t n) {
+    if (!weight) {
+        memcpy(out, x, n * 4);
+        return;
+    }
     float r = inverse_rms(x, n, eps);
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * r * weight[i];
 }
 
-/* One head: norm (unless weight is null), rotation by the angles of its position, scale. */
-static void rotate(const float *x, const float *weight, float eps, const float *cosine, const float *sine, float scale,
+/* One head: norm (unless weight is null), rotation by the angles of its position (unless cosine is null), scale. */
+static void rotate(const float *x, const float *weight, float r, const float *cosine, const float *sine, float scale,
                    float *out, int64_t stride) {
     float normed[HEAD_DIM];
-    float r = weight ? inverse_rms(x, HEAD_DIM, eps) : 1.0f;
     for (int i = 0; i < HEAD_DIM; i++) normed[i] = weight ? x[i] * r * weight[i] : x[i];
-    for (int i = 0; i < HALF; i++) {
+    for (int i = 0; !cosine && i < HEAD_DIM; i++) out[i * stride] = normed[i] * scale;
+    for (int i = 0; cosine && i < HALF; i++) {
         out[i * stride] = (normed[i] * cosine[i] - normed[i + HALF] * sine[i]) * scale;
         out[(i + HALF) * stride] = (normed[i + HALF] * cosine[i] + normed[i] * sine[i]) * scale;
     }
@@ -221,36 +226,44 @@ static void store_gated(const float *sums, float *out, int64_t columns) {
     for (int64_t i = 0; i < columns; i++) out[i] = results[i];
 }
 
-static void store(const float *sums, const float *bias, int add, float *out, int64_t columns) {
-    for (int64_t i = 0; i < columns; i++) out[i] = sums[i] + (bias ? bias[i] : 0.0f) + (add ? out[i] : 0.0f);
+static void store(const float *sums, const float *bias, float scale, int add, float *out, int64_t columns) {
+    for (int64_t i = 0; i < columns; i++) out[i] = (sums[i] + (bias ? bias[i] : 0.0f)) * scale + (add ? out[i] : 0.0f);
 }
 
-/* out[rows, stride] = x[rows, APART(m->in)] times the matrix, or that added to out. A task is a panel and some rows. */
-static void product(Member *me, const Matrix *m, const float *x, float *out, int64_t stride, int64_t rows, int add) {
-    int64_t panels = num_panels(m), stripes = (rows + STRIPE - 1) / STRIPE, width = width_of(m);
-    int64_t panel_bytes = m->in * PANEL * (m->bfloat16 ? 2 : 4), task = claim(me), next;
+/* Columns of out[first to end, stride] = x[first to end, APART(m->in)] times a panel, or that added to out. Meanwhile what
+ * lies at `later` is fetched. */
+INLINE void panel_product(const Matrix *m, int64_t index, const char *later, const float *x, float *out, int64_t stride,
+                          int64_t first, int64_t end, float scale, int add) {
+    int64_t width = width_of(m), left = index * width, columns = m->out - left < width ? m->out - left : width;
+    int64_t panel_bytes = m->in * PANEL * (m->bfloat16 ? 2 : 4), tiles = (end - first + TALL - 1) / TALL;
+    const char *panel = (const char *)m->packed + index * panel_bytes;
+    for (int64_t tile = 0, top = first; tile < tiles; tile++) {
+        int64_t height = (end - top + tiles - tile - 1) / (tiles - tile), fetched = tile * m->in * 32;
+        lanes sums[TALL][2];
+        of_height[height - 1][m->bfloat16](x + top * APART(m->in), m->in, panel,
+                                           fetched < panel_bytes ? later + fetched : panel, sums);
+        for (int64_t r = 0; r < height; r++) {
+            float *to = out + (top + r) * stride + left;
+            if (m->gated)
+                store_gated((const float *)sums[r], to, columns);
+            else
+                store((const float *)sums[r], m->bias ? m->bias + left : 0, scale, add, to, columns);
+        }
+        top += height;
+    }
+}
+
+/* out[rows, stride] = scale times x[rows, APART(m->in)] times the matrix, or that added to out. A task is a panel and some
+ * rows. */
+static void product(Member *me, const Matrix *m, const float *x, float *out, int64_t stride, int64_t rows, float scale,
+                    int add) {
+    int64_t panels = num_panels(m), stripes = (rows + STRIPE - 1) / STRIPE, task = claim(me), next;
+    int64_t panel_bytes = m->in * PANEL * (m->bfloat16 ? 2 : 4);
     for (; task < panels * stripes; task = next) {
         next = claim(me);
-        int64_t left = task % panels * width, first = task / panels * STRIPE;
-        int64_t columns = m->out - left < width ? m->out - left : width;
-        int64_t end = first + STRIPE < rows ? first + STRIPE : rows;
-        const char *panel = (const char *)m->packed + task % panels * panel_bytes;
+        int64_t first = task / panels * STRIPE, end = first + STRIPE < rows ? first + STRIPE : rows;
         const char *later = (const char *)m->packed + next % panels * panel_bytes;
-        int64_t tiles = (end - first + TALL - 1) / TALL;
-        for (int64_t tile = 0, top = first; tile < tiles; tile++) {
-            int64_t height = (end - top + tiles - tile - 1) / (tiles - tile), fetched = tile * m->in * 32;
-            lanes sums[TALL][2];
-            of_height[height - 1][m->bfloat16](x + top * APART(m->in), m->in, panel,
-                                               fetched < panel_bytes ? later + fetched : panel, sums);
-            for (int64_t r = 0; r < height; r++) {
-                float *to = out + (top + r) * stride + left;
-                if (m->gated)
-                    store_gated((const float *)sums[r], to, columns);
-                else
-                    store((const float *)sums[r], m->bias ? m->bias + left : 0, add, to, columns);
-            }
-            top += height;
-        }
+        panel_product(m, task % panels, later, x, out, stride, first, end, scale, add);
     }
     meet(me);
 }
@@ -306,15 +319,20 @@ static void draw_token(const float *x, int64_t n, float scale, double uniform, i
 
 /* ---- the decoder ---- */
 
+/* Queries and keys have a norm for each head (HEAD_DIM weights), or one over all heads if norms_all. */
 typedef struct {
-    Matrix qkv, output, gate_up, down;
-    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be null */
-    float *keys, *values;                                  /* [blocks, K, HEAD_DIM, BLOCK], [blocks, K, BLOCK, HEAD_DIM] */
+    Matrix qkv, output, gate_up, down;           /* the last two are undefined in a layer with experts */
+    Matrix router;                               /* undefined in a layer without */
+    const Matrix *gate_ups, *downs;              /* of each expert; null without */
+    int64_t window, rotates, norms_all;          /* window: the tokens that a token attends to; 0 for all */
+    const float *input_norm, *output_norm, *mlp_norm, *mlp_output_norm, *q_norm, *k_norm; /* each may be null */
+    float *keys, *values;                        /* [blocks, K, HEAD_DIM, BLOCK], [blocks, K, BLOCK, HEAD_DIM] */
 } Layer;
 
 typedef struct {
     int64_t hidden, num_kv, num_layers, bfloat16;
-    float eps;
+    int64_t num_experts, per_token, normalises; /* normalises: the weights of a token's experts sum to 1 */
+    float eps, embedding_scale, attention_scale, residual_scale, logit_scale;
     const void *embedding;
     const float *norm, *cosines, *sines;
     Matrix lm_head;
@@ -329,6 +347,11 @@ typedef struct {
     const int64_t *tables;                        /* [sequences, width] */
     float *x, *normed, *qkv, *mixed; /* [tokens, ...]: hidden, APART(hidden), qkv.out, APART(max(heads, intermediate)) */
     float *logits;                   /* [tokens, vocab] or null */
+    float *scores, *weights;         /* [tokens, experts], [tokens, per_token] */
+    int32_t *chosen;                 /* [layers with experts, tokens, per_token]: ids of experts, the best one first */
+    int64_t *places, *starts, *used; /* of each choice: its row among those sorted by expert; of each expert: its first
+                                        row, [experts + 1]; the experts that were chosen, [1 + experts], their number first */
+    float *gathered, *inner;         /* [tokens * per_token, ...]: APART(hidden), APART(inner size of an expert) */
     const float *scales;             /* of each token, as `draw_token` takes them; or null */
     const double *uniforms;
     int64_t *drawn;
@@ -349,20 +372,33 @@ static void embed(const Model *m, int64_t id, float *out) {
     } else {
         memcpy(out, (const float *)m->embedding + id * m->hidden, m->hidden * 4);
     }
+    for (int64_t i = 0; m->embedding_scale != 1.0f && i < m->hidden; i++) out[i] *= m->embedding_scale;
+}
+
+/* Head h of those at `heads`, normalised and rotated; r is the inverse root mean square of all of them, for norms_all. */
+static void place_head(const Model *m, const Layer *layer, const float *heads, int64_t h, const float *weight, float r,
+                       int64_t position, float scale, float *out, int64_t stride) {
+    const float *x = heads + h * HEAD_DIM, *cosine = layer->rotates ? m->cosines + position * HALF : 0;
+    if (weight && layer->norms_all)
+        weight += h * HEAD_DIM;
+    else if (weight)
+        r = inverse_rms(x, HEAD_DIM, m->eps);
+    rotate(x, weight, r, cosine, m->sines + position * HALF, scale, out, stride);
 }
 
 /* Rotates the queries of a token in place, scaled so that scores are exponents of 2; its key and value go to the cache. */
 static void place_heads(const Model *m, const Layer *layer, const Batch *b, int64_t token) {
     int64_t position = b->positions[token], block = b->tables[b->rows[token] * b->width + position / BLOCK];
-    const float *cosine = m->cosines + position * HALF, *sine = m->sines + position * HALF;
-    float *heads = b->qkv + token * layer->qkv.out;
-    for (int64_t h = 0; h < GROUP * m->num_kv; h++)
-        rotate(heads + h * HEAD_DIM, layer->q_norm, m->eps, cosine, sine, LOG2_E / sqrtf(HEAD_DIM), heads + h * HEAD_DIM, 1);
-    for (int64_t k = 0; k < m->num_kv; k++) {
-        const float *key = heads + (GROUP * m->num_kv + k) * HEAD_DIM, *value = key + m->num_kv * HEAD_DIM;
-        int64_t cell = (block * m->num_kv + k) * HEAD_DIM * BLOCK, offset = position % BLOCK;
-        rotate(key, layer->k_norm, m->eps, cosine, sine, 1.0f, layer->keys + cell + offset, BLOCK);
-        memcpy(layer->values + cell + offset * HEAD_DIM, value, HEAD_DIM * 4);
+    int64_t num_kv = m->num_kv, num_q = GROUP * num_kv, offset = position % BLOCK;
+    float *heads = b->qkv + token * layer->qkv.out, *keys = heads + num_q * HEAD_DIM, *values = keys + num_kv * HEAD_DIM;
+    float of_q = layer->norms_all ? inverse_rms(heads, num_q * HEAD_DIM, m->eps) : 1.0f;
+    float of_k = layer->norms_all ? inverse_rms(keys, num_kv * HEAD_DIM, m->eps) : 1.0f;
+    for (int64_t h = 0; h < num_q; h++)
+        place_head(m, layer, heads, h, layer->q_norm, of_q, position, m->attention_scale * LOG2_E, heads + h * HEAD_DIM, 1);
+    for (int64_t k = 0; k < num_kv; k++) {
+        int64_t cell = (block * num_kv + k) * HEAD_DIM * BLOCK;
+        place_head(m, layer, keys, k, layer->k_norm, of_k, position, 1.0f, layer->keys + cell + offset, BLOCK);
+        memcpy(layer->values + cell + offset * HEAD_DIM, values + k * HEAD_DIM, HEAD_DIM * 4);
     }
 }
 
@@ -378,6 +414,7 @@ INLINE void attend(const Model *m, const Layer *layer, const Batch *b, int64_t t
     enum { MOST = TOGETHER * GROUP };
     const int queries = count * GROUP;
     const int64_t *table = b->tables + b->rows[token] * b->width, last = b->positions[token] + count - 1;
+    const int64_t window = layer->window, oldest = window && last - count + 2 > window ? last - count + 2 - window : 0;
     const float *q[MOST];
     float top[MOST], total[MOST];
     some_numbers sum[MOST][HEAD_VECTORS];
@@ -387,7 +424,7 @@ INLINE void attend(const Model *m, const Layer *layer, const Batch *b, int64_t t
         top[r] = -INFINITY, total[r] = 0.0f;
         for (int i = 0; i < HEAD_VECTORS; i++) sum[r][i] = (some_numbers){0};
     }
-    for (int64_t j = 0; j <= last / BLOCK; j++) {
+    for (int64_t j = oldest / BLOCK; j <= last / BLOCK; j++) {
         int64_t cell = (table[j] * m->num_kv + k) * HEAD_DIM * BLOCK;
         const float *keys = layer->keys + cell, *values = layer->values + cell;
         const float *next = layer->keys + (table[j < last / BLOCK ? j + 1 : j] * m->num_kv + k) * HEAD_DIM * BLOCK;
@@ -416,11 +453,12 @@ INLINE void attend(const Model *m, const Layer *layer, const Batch *b, int64_t t
         int64_t seen = last - j * BLOCK + 1;
         for (int r = 0; r < queries; r++) {
             float *s = (float *)score[r], peak = top[r], part = 0.0f;
-            int64_t visible = seen - count + 1 + r / GROUP;
+            int64_t visible = seen - count + 1 + r / GROUP, hidden = window ? visible - window : 0;
+            for (int64_t t = 0; t < hidden && t < BLOCK; t++) s[t] = -INFINITY;
             for (int64_t t = visible < 0 ? 0 : visible; t < BLOCK; t++) s[t] = -INFINITY;
 #pragma omp simd reduction(max : peak)
             for (int t = 0; t < BLOCK; t++) peak = s[t] > peak ? s[t] : peak;
-            float shrink = power_of_2(top[r] - peak);
+            float shrink = top[r] == peak ? 1.0f : power_of_2(top[r] - peak); /* both may be minus infinity */
 #pragma omp simd reduction(+ : part)
             for (int t = 0; t < BLOCK; t++) part += s[t] = s[t] == -INFINITY ? 0.0f : power_of_2(s[t] - peak);
             top[r] = peak, total[r] = total[r] * shrink + part;
@@ -469,26 +507,117 @@ static void normalize(Member *me, const Model *m, const Batch *b, const float *w
     meet(me);
 }
 
+/* Adds a product, or its norm, to the hidden state. */
+static void add_product(Member *me, const Model *m, const Batch *b, const Matrix *matrix, const float *norm) {
+    if (!norm) {
+        product(me, matrix, b->mixed, b->x, m->hidden, b->num_tokens, m->residual_scale, 1);
+        return;
+    }
+    product(me, matrix, b->mixed, b->normed, APART(m->hidden), b->num_tokens, 1.0f, 0);
+    for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
+        for (; t < end; t++) {
+            float *added = b->normed + t * APART(m->hidden), *x = b->x + t * m->hidden;
+            rms_norm(added, norm, m->eps, added, m->hidden);
+            for (int64_t i = 0; i < m->hidden; i++) x[i] += m->residual_scale * added[i];
+        }
+    meet(me);
+}
+
+/* ---- experts ---- */
+
+/* The experts of a token by falling score, the lower id first where scores are equal, and their shares of e^score. */
+static void choose(const Model *m, float *scores, int32_t *ids, float *weights) {
+    float peak = scores[0], total = 0.0f, chosen = 0.0f;
+    for (int64_t e = 0; e < m->num_experts; e++) peak = scores[e] > peak ? scores[e] : peak;
+    for (int64_t e = 0; e < m->num_experts; e++) total += weight(scores[e], peak, LOG2_E);
+    for (int64_t j = 0; j < m->per_token; j++) {
+        int64_t best = 0;
+        for (int64_t e = 1; e < m->num_experts; e++) best = scores[e] > scores[best] ? e : best;
+        ids[j] = (int32_t)best, weights[j] = weight(scores[best], peak, LOG2_E), chosen += weights[j];
+        scores[best] = -INFINITY;
+    }
+    for (int64_t j = 0; j < m->per_token; j++) weights[j] /= m->normalises ? chosen : total;
+}
+
+/* Gives each choice a row, those of one expert after those of another (a counting sort). */
+static void sort_choices(const Model *m, const Batch *b, const int32_t *ids) {
+    int64_t num = b->num_tokens * m->per_token, *cursors = b->used + 1;
+    memset(b->starts, 0, (m->num_experts + 1) * sizeof(int64_t));
+    for (int64_t n = 0; n < num; n++) b->starts[ids[n] + 1]++;
+    for (int64_t e = 0; e < m->num_experts; e++) cursors[e] = b->starts[e], b->starts[e + 1] += b->starts[e];
+    for (int64_t n = 0; n < num; n++) b->places[n] = cursors[ids[n]]++;
+    b->used[0] = 0;
+    for (int64_t e = 0; e < m->num_experts; e++)
+        if (b->starts[e + 1] > b->starts[e]) b->used[++b->used[0]] = e;
+}
+
+/* The products of all rows with the matrices of their experts. A task is a panel of an expert. */
+static void expert_products(Member *me, const Matrix *matrices, const Batch *b, const float *x, float *out, int64_t stride) {
+    int64_t panels = num_panels(matrices), tasks = b->used[0] * panels, task = claim(me), next;
+    int64_t panel_bytes = matrices->in * PANEL * (matrices->bfloat16 ? 2 : 4);
+    for (; task < tasks; task = next) {
+        next = claim(me);
+        int64_t e = b->used[1 + task / panels], end = b->starts[e + 1], then = next < tasks ? next : task;
+        const char *later = (const char *)matrices[b->used[1 + then / panels]].packed + then % panels * panel_bytes;
+        for (int64_t first = b->starts[e]; first < end; first += STRIPE) {
+            int64_t last = first + STRIPE < end ? first + STRIPE : end;
+            panel_product(matrices + e, task % panels, later, x, out, stride, first, last, 1.0f, 0);
+        }
+    }
+    meet(me);
+}
+
+/* Adds the outputs of the experts of each token to its hidden state, the best expert's first. */
+static void add_experts(Member *me, const Model *m, const Layer *layer, const Batch *b, int32_t *ids) {
+    const int64_t k = m->per_token, width = APART(m->hidden);
+    product(me, &layer->router, b->normed, b->scores, m->num_experts, b->num_tokens, 1.0f, 0);
+    for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
+        for (; t < end; t++) choose(m, b->scores + t * m->num_experts, ids + t * k, b->weights + t * k);
+    meet(me);
+    if (claim(me) == 0) sort_choices(m, b, ids);
+    meet(me);
+    for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
+        for (int64_t n = t * k; n < end * k; n++)
+            memcpy(b->gathered + b->places[n] * width, b->normed + n / k * width, m->hidden * 4);
+    meet(me);
+    expert_products(me, layer->gate_ups, b, b->gathered, b->inner, APART(layer->downs->in));
+    expert_products(me, layer->downs, b, b->inner, b->gathered, width);
+    for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
+        for (; t < end; t++)
+            for (int64_t i = 0; i < m->hidden; i++) {
+                float sum = 0.0f;
+                for (int64_t n = t * k; n < (t + 1) * k; n++) sum += b->weights[n] * b->gathered[b->places[n] * width + i];
+                b->x[t * m->hidden + i] += sum;
+            }
+    meet(me);
+}
+
 static void iterate(Member *me, const Model *m, const Batch *b) {
+    int32_t *ids = b->chosen;
     for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
         for (; t < end; t++) embed(m, b->token_ids[t], b->x + t * m->hidden);
     meet(me);
     for (int64_t i = 0; i < m->num_layers; i++) {
         const Layer *layer = m->layers + i;
         normalize(me, m, b, layer->input_norm);
-        product(me, &layer->qkv, b->normed, b->qkv, layer->qkv.out, b->num_tokens, 0);
+        product(me, &layer->qkv, b->normed, b->qkv, layer->qkv.out, b->num_tokens, 1.0f, 0);
         for (int64_t t, end; claim_rows(me, b->num_tokens, &t, &end);)
             for (; t < end; t++) place_heads(m, layer, b, t);
         meet(me);
         attention(me, m, layer, b);
-        product(me, &layer->output, b->mixed, b->x, m->hidden, b->num_tokens, 1);
-        normalize(me, m, b, layer->post_norm);
-        product(me, &layer->gate_up, b->normed, b->mixed, APART(layer->gate_up.out), b->num_tokens, 0);
-        product(me, &layer->down, b->mixed, b->x, m->hidden, b->num_tokens, 1);
+        add_product(me, m, b, &layer->output, layer->output_norm);
+        normalize(me, m, b, layer->mlp_norm);
+        if (layer->gate_ups) {
+            add_experts(me, m, layer, b, ids);
+            ids += b->num_tokens * m->per_token;
+            continue;
+        }
+        product(me, &layer->gate_up, b->normed, b->mixed, APART(layer->gate_up.out), b->num_tokens, 1.0f, 0);
+        add_product(me, m, b, &layer->down, layer->mlp_output_norm);
     }
     if (!b->logits) return;
     normalize(me, m, b, m->norm);
-    product(me, &m->lm_head, b->normed, b->logits, m->lm_head.out, b->num_tokens, 0);
+    product(me, &m->lm_head, b->normed, b->logits, m->lm_head.out, b->num_tokens, m->logit_scale, 0);
     if (!b->scales) return;
     for (int64_t t; (t = claim(me)) < b->num_tokens;)
         draw_token(b->logits + t * m->lm_head.out, m->lm_head.out, b->scales[t], b->uniforms[t], b->drawn + t, b->logprobs + t);

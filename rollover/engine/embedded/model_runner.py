@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollover.engine.embedded.experts import apply_by_expert
 from rollover.engine.embedded.kv_cache import Ints, KVCache, SlotMapping
 from rollover.engine.embedded.model import Decoder, Layer, Slot, Weights
 from rollover.engine.embedded.ops import TorchLayout, TorchMatrix
 from rollover.engine.embedded.rotary import Heads, Rotary
 from rollover.engine.embedded.sampler import Drawn, sample
 from rollover.hf.architecture import Architecture
+from rollover.routes import expert_bytes
 from rollover.types import SamplingParams
 
 
@@ -109,19 +111,22 @@ class PrefillAttention:
         packed = np.zeros(self._batch * self._longest, dtype=np.int64)
         packed[padded_T] = np.arange(len(sequence_T))
         block_T = tables_BN[sequence_T, positions_T // kv.block_size]
-        visible = np.arange(tables_BN.shape[1] * kv.block_size) <= (
-            starts_B[:, None, None] + np.arange(self._longest)[None, :, None]
-        )
+        places = np.arange(tables_BN.shape[1] * kv.block_size)
+        ahead = starts_B[:, None, None] + np.arange(self._longest)[:, None] - places
         self._heads = Heads(rotary, kv.to_device(positions_T))
         self._slot_mapping = SlotMapping(kv.to_device(block_T), kv.to_device(positions_T % kv.block_size))
         self._packed, self._padded = kv.to_device(packed), kv.to_device(padded_T)
         self._tables = kv.to_device(tables_BN.reshape(-1))
-        self._visible_B1QL = kv.to_device(visible).unsqueeze(1)
+        self._scale, self._windows = rotary.attention_scale, [layer.window for layer in rotary.layers]
+        self._visible_B1QL = {
+            window: kv.to_device((ahead >= 0) & (ahead < (window or len(places)))).unsqueeze(1)
+            for window in {*self._windows}
+        }
 
     def __call__(self, index: int, layer: Layer[TorchMatrix], qkv_TF: Tensor) -> Tensor:
         """Return ``[T, H * D]``."""
         kv = self._kv
-        q_THD, keys_TKD, values_TKD = self._heads(layer, qkv_TF)
+        q_THD, keys_TKD, values_TKD = self._heads(index, layer, qkv_TF)
         kv.write(index, self._slot_mapping, keys_TKD, values_TKD)
         num_heads = q_THD.shape[1]
         q_BHQD = q_THD[self._packed].view(self._batch, self._longest, num_heads, -1).transpose(1, 2)
@@ -129,7 +134,8 @@ class PrefillAttention:
             q_BHQD,
             self._gathered(kv.keys[index].mT),
             self._gathered(kv.values[index]),
-            attn_mask=self._visible_B1QL,
+            attn_mask=self._visible_B1QL[self._windows[index]],
+            scale=self._scale,
             enable_gqa=num_heads != kv.num_kv_heads,
         )
         return out_BHQD.transpose(1, 2).reshape(-1, num_heads * kv.head_dim)[self._padded]
@@ -144,9 +150,9 @@ class TorchModelRunner:
     """Implements ``ModelRunner`` in PyTorch's operations, on any device that PyTorch knows."""
 
     def __init__(self, arch: Architecture, sizes: RunnerSizes, dtype: torch.dtype, device: torch.device) -> None:
-        weights = Weights(arch, device, TorchLayout(dtype, device))
-        self.slots = weights.slots
-        self._decoder = Decoder(weights, dtype)
+        self._weights = Weights(arch, device, TorchLayout(dtype, device))
+        self.slots = self._weights.slots
+        self._decoder = Decoder(self._weights, dtype, apply_by_expert)
         self._rotary = Rotary(arch, sizes.max_context, dtype, device)
         self.kv = KVCache(arch, sizes.num_blocks, sizes.block_size, dtype, device)
 
@@ -156,7 +162,18 @@ class TorchModelRunner:
 
     def decode(self, tokens: InputBatch, params: Sequence[SamplingParams], uniforms_B: NDArray[np.float64]) -> Drawn:
         attention = PrefillAttention(self.kv, self._rotary, tokens.tables_BN, tokens.starts_B, tokens.counts_B)
-        logits_BV = self._decoder.logits(self.kv.to_device(tokens.token_ids_T), attention)
+        logits_BV, routes_BLK = self._decoder.logits(self.kv.to_device(tokens.token_ids_T), attention)
         tokens_B, logprobs_B, kept = sample(logits_BV, params, uniforms_B)
         ids, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()  # waits for the device, once
-        return Drawn([int(i) for i in ids], logprobs, kept)
+        return Drawn([int(i) for i in ids], logprobs, kept, wanted_routes(routes_BLK, params, self._weights.arch))
+
+
+def wanted_routes(
+    routes_BLK: Tensor | NDArray[np.int32] | None, params: Sequence[SamplingParams], arch: Architecture
+) -> Sequence[bytes]:
+    """Return the routes of B sequences (``rollover.routes``); nothing if none wants one."""
+    if routes_BLK is None or arch.experts is None or not any(p.returns_routes for p in params):
+        return ()
+    ids = np.asarray(routes_BLK.cpu() if isinstance(routes_BLK, Tensor) else routes_BLK)
+    packed = ids[: len(params)].astype(f"<u{expert_bytes(arch.experts.num)}")
+    return [row.tobytes() for row in packed]

@@ -17,16 +17,18 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollover.engine.embedded.experts import Experts
 from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
-from rollover.engine.embedded.model import Layer, Weights
-from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes
-from rollover.engine.embedded.ops import same_bits
+from rollover.engine.embedded.model import Mlp, Weights
+from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, wanted_routes
+from rollover.engine.embedded.ops import ExpertMatrices, same_bits
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import Drawn, sample
 from rollover.errors import EngineError
@@ -57,15 +59,22 @@ class _Matrix(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")),
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down", "router")),
+        *((name, ctypes.POINTER(_Matrix)) for name in ("gate_ups", "downs")),
+        *((name, _SIZE) for name in ("window", "rotates", "norms_all")),
+        *(
+            (name, _POINTER)
+            for name in ("input_norm", "output_norm", "mlp_norm", "mlp_output_norm", "q_norm", "k_norm")
+        ),
+        *((name, _POINTER) for name in ("keys", "values")),
     )
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
         *((name, _SIZE) for name in ("hidden", "num_kv", "num_layers", "bfloat16")),
-        ("eps", _FLOAT),
+        *((name, _SIZE) for name in ("num_experts", "per_token", "normalises")),
+        *((name, _FLOAT) for name in ("eps", "embedding_scale", "attention_scale", "residual_scale", "logit_scale")),
         *((name, _POINTER) for name in ("embedding", "norm", "cosines", "sines")),
         ("lm_head", _Matrix),
         ("layers", ctypes.POINTER(_Layer)),
@@ -77,6 +86,10 @@ class _Batch(ctypes.Structure):
         *((name, _SIZE) for name in ("num_tokens", "num_runs", "width")),
         *((name, _POINTER) for name in ("token_ids", "positions", "rows", "run_starts", "run_lengths", "tables")),
         *((name, _POINTER) for name in ("x", "normed", "qkv", "mixed", "logits")),
+        *(
+            (name, _POINTER)
+            for name in ("scores", "weights", "chosen", "places", "starts", "used", "gathered", "inner")
+        ),
         *((name, _POINTER) for name in ("scales", "uniforms", "drawn", "logprobs")),
     )
 
@@ -195,6 +208,10 @@ class PackedLayout:
     def tied_matrix(self, embedding_OI: Tensor) -> PackedMatrix:
         return self.matrix(embedding_OI.shape[1], len(embedding_OI))
 
+    def expert_matrices(self, num: int, in_size: int, out_size: int, *, gated: bool) -> ExpertMatrices[PackedMatrix]:
+        make = self.gated_matrix if gated else self.matrix
+        return ExpertMatrices([make(in_size, out_size) for _ in range(num)], (1 + gated) * out_size)
+
 
 class NativeModelRunner:
     """Implements ``ModelRunner`` by compiled kernels."""
@@ -219,6 +236,7 @@ class NativeModelRunner:
         )
         self._workspace = [torch.empty(rows, width) for width in widths]
         self._logits = torch.empty(sizes.max_decoded, arch.vocab_size)
+        self._routing = _Routing(arch, rows, kernels.apart)
 
     def prefill(self, tokens: InputBatch) -> None:
         self._forward(tokens, None, None)
@@ -228,10 +246,13 @@ class NativeModelRunner:
         if any(p.is_cut for p in params):
             self._forward(tokens, logits_BV, None)
             tokens_B, logprobs_B, kept = sample(logits_BV, params, uniforms_B, self._kernels.draw_tokens)
-            return Drawn(tokens_B.tolist(), logprobs_B.tolist(), kept)
+            return Drawn(tokens_B.tolist(), logprobs_B.tolist(), kept, self._routes(params))
         drawing = Drawing(np.array([p.temperature for p in params], dtype=np.float32), uniforms_B)
         self._forward(tokens, logits_BV, drawing)
-        return Drawn(drawing.tokens_B.tolist(), drawing.logprobs_B.tolist())
+        return Drawn(drawing.tokens_B.tolist(), drawing.logprobs_B.tolist(), routes=self._routes(params))
+
+    def _routes(self, params: Sequence[SamplingParams]) -> Sequence[bytes]:
+        return wanted_routes(self._routing.chosen(len(params)), params, self._arch)
 
     def _forward(self, tokens: InputBatch, logits: Tensor | None, drawing: Drawing | None) -> None:
         starts_B, counts_B = tokens.starts_B, tokens.counts_B
@@ -245,17 +266,19 @@ class NativeModelRunner:
             *(array.ctypes.data for array in arrays),
             *(buffer.data_ptr() for buffer in self._workspace),
             _address(logits),
+            *self._routing.addresses,
             *(drawing.addresses if drawing else (None,) * 4),
         )
         self._kernels.forward(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
 
     def _layer(self, index: int) -> _Layer:
-        layer: Layer[PackedMatrix] = self._weights.layers[index]
-        vectors = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+        layer, shape = self._weights.layers[index], self._arch.layers[index]
+        norms = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm, layer.q_norm, layer.k_norm)
         return _Layer(
             *(layer.qkv.record(layer.qkv_bias), layer.output.record(layer.output_bias)),
-            *(layer.gate_up.record(), layer.down.record()),
-            *(_address(tensor) for tensor in (*vectors, self.kv.keys[index], self.kv.values[index])),
+            *_mlp_records(layer.mlp),
+            *(shape.window or 0, shape.rotates, self._arch.family.qk_norm == "all"),
+            *(_address(tensor) for tensor in (*norms, self.kv.keys[index], self.kv.values[index])),
         )
 
     def _record(self) -> _Model:
@@ -263,11 +286,49 @@ class NativeModelRunner:
         tensors = (weights.embedding, weights.norm, self._rotary.cosines, self._rotary.sines)
         return _Model(
             *(arch.hidden_size, arch.num_kv_heads, arch.num_layers, weights.embedding.dtype == torch.bfloat16),
-            arch.norm_eps,
+            *((e.num, e.per_token, e.is_normalised) if (e := arch.experts) else (0, 0, 0)),
+            *(arch.norm_eps, arch.embedding_scale, arch.attention_scale, arch.residual_scale, arch.logit_scale),
             *(_address(tensor) for tensor in tensors),
             weights.lm_head.record(),
             self._layers,
         )
+
+
+class _Routing:
+    """Holds the choices of experts of an iteration, and the rows that are computed for them."""
+
+    def __init__(self, arch: Architecture, rows: int, apart: int) -> None:
+        self._arrays: list[Tensor] = []
+        self._num_layers = sum(layer.has_experts for layer in arch.layers)
+        if (shape := arch.experts) is None:
+            return
+        choices = rows * shape.per_token
+        self._per_token = shape.per_token
+        self._chosen = torch.empty(self._num_layers * choices, dtype=torch.int32)
+        self._arrays = [
+            *(torch.empty(rows, shape.num), torch.empty(choices), self._chosen),
+            *(torch.empty(n, dtype=torch.int64) for n in (choices, shape.num + 1, shape.num + 1)),
+            *(torch.empty(choices, width + apart) for width in (arch.hidden_size, shape.intermediate_size)),
+        ]
+
+    @property
+    def addresses(self) -> tuple[int | None, ...]:
+        return tuple(array.data_ptr() for array in self._arrays) or (None,) * 8
+
+    def chosen(self, num_tokens: int) -> NDArray[np.int32] | None:
+        """Return the experts chosen in an iteration over so many tokens, ``[T, layers with experts, k]``."""
+        if not self._arrays:
+            return None
+        ids: NDArray[np.int32] = self._chosen.numpy()[: self._num_layers * num_tokens * self._per_token]
+        return ids.reshape(self._num_layers, num_tokens, self._per_token).swapaxes(0, 1)
+
+
+def _mlp_records(mlp: Mlp[PackedMatrix] | Experts[PackedMatrix]) -> tuple[Any, ...]:
+    """Return what a layer's record has of its MLP: two matrices or, of experts, a router and two arrays of them."""
+    if isinstance(mlp, Mlp):
+        return mlp.gate_up.record(), mlp.down.record(), _Matrix(), None, None
+    arrays = [[matrix.record() for matrix in each.matrices] for each in (mlp.gate_up, mlp.down)]
+    return _Matrix(), _Matrix(), mlp.router.record(), *((_Matrix * len(records))(*records) for records in arrays)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +31,9 @@ class Matrix(Protocol):
 
 
 M = TypeVar("M", bound=Matrix)
-MC = TypeVar("MC", bound=Matrix, covariant=True)
 
 
-class Layout(Protocol[MC]):
+class Layout(Protocol[M]):
     """``weight_dtype`` is what weights are rounded to, ``dtype`` that of activations and cache.
 
     Example: ``TorchLayout(torch.bfloat16, device).matrix(1024, 4096)`` is a ``TorchMatrix`` for products of
@@ -43,15 +43,38 @@ class Layout(Protocol[MC]):
     weight_dtype: torch.dtype
     dtype: torch.dtype
 
-    def matrix(self, in_size: int, out_size: int) -> MC: ...
+    def matrix(self, in_size: int, out_size: int) -> M: ...
 
-    def gated_matrix(self, in_size: int, out_size: int) -> MC:
+    def gated_matrix(self, in_size: int, out_size: int) -> M:
         """Make a matrix of ``out_size`` gates and, after them, as many numbers to be gated."""
         ...
 
-    def tied_matrix(self, embedding_OI: Tensor) -> MC:
+    def tied_matrix(self, embedding_OI: Tensor) -> M:
         """Make the transposed embedding, kept equal to it by ``fill``."""
         ...
+
+    def expert_matrices(self, num: int, in_size: int, out_size: int, *, gated: bool) -> ExpertMatrices[M]:
+        """Make a matrix for each expert; ``gated`` as in ``gated_matrix``."""
+        ...
+
+
+class ExpertMatrices(Generic[M]):
+    """The same matrix of every expert, filled as one: the outputs of one expert after those of another.
+
+    Example: with 48 outputs of each expert, ``fill(96, weights_OI)`` is ``matrices[2].fill(0, weights_OI)``.
+    """
+
+    def __init__(self, matrices: Sequence[M], num_rows: int, stack_EIO: Tensor | None = None) -> None:
+        self.matrices, self._num_rows, self.stack_EIO = matrices, num_rows, stack_EIO
+
+    def fill(self, first_row: int, weights_OI: Tensor) -> None:
+        self.matrices[first_row // self._num_rows].fill(first_row % self._num_rows, weights_OI)
+
+    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
+        return self.matrices[first_row // self._num_rows].holds(first_row % self._num_rows, weights_OI)
+
+    def read(self, first_row: int, num_rows: int) -> Tensor:
+        return self.matrices[first_row // self._num_rows].read(first_row % self._num_rows, num_rows)
 
 
 class TorchMatrix:
@@ -73,9 +96,13 @@ class TorchMatrix:
         """Compute ``[T, out]``, all outputs."""
         return torch.mm(x_TI, self._weights_IO)
 
-    def add_times(self, x_TI: Tensor, sum_TO: Tensor) -> None:
-        """Add ``times(x)`` to ``sum`` in place."""
-        sum_TO.addmm_(x_TI, self._weights_IO)
+    def float32_times(self, x_TI: Tensor) -> Tensor:
+        """Compute ``times`` in float32, whatever the number format."""
+        return torch.mm(x_TI.float(), self._weights_IO.float())
+
+    def add_times(self, x_TI: Tensor, sum_TO: Tensor, scale: float) -> None:
+        """Add ``scale * times(x)`` to ``sum`` in place."""
+        sum_TO.addmm_(x_TI, self._weights_IO, alpha=scale)
 
 
 class TorchLayout:
@@ -93,6 +120,11 @@ class TorchLayout:
 
     def tied_matrix(self, embedding_OI: Tensor) -> TorchMatrix:
         return TorchMatrix(embedding_OI.t())
+
+    def expert_matrices(self, num: int, in_size: int, out_size: int, *, gated: bool) -> ExpertMatrices[TorchMatrix]:
+        num_rows = 2 * out_size if gated else out_size
+        stack_EIO = torch.empty(num, in_size, num_rows, dtype=self.dtype, device=self._device)
+        return ExpertMatrices([TorchMatrix(weights_IO) for weights_IO in stack_EIO], num_rows, stack_EIO)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

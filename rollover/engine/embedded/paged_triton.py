@@ -17,7 +17,7 @@ from torch import Tensor
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Layer
 from rollover.engine.embedded.ops import TorchMatrix
-from rollover.engine.embedded.rotary import Rotary
+from rollover.engine.embedded.rotary import Rotary, norm_all_heads
 
 _LEAST_ROWS = 16
 """The least number of rows of a matrix that Triton multiplies."""
@@ -28,7 +28,7 @@ _PROGRAMS = 1024
 @triton.jit
 def _place(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cosines, sines, keys, values, tables, lengths, row_stride, table_stride, eps,
-    num_heads, num_kv, NORM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    num_heads, num_kv, NORM: tl.constexpr, ROTATE: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate a query head in place, or write a key or value head to the cache. Program (b, h): head h of
     sequence b."""
@@ -45,9 +45,10 @@ def _place(  # type: ignore[no-untyped-def]
             scale = 1 / tl.sqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
             low *= scale * tl.load(weight + half).to(tl.float32)
             high *= scale * tl.load(weight + D // 2 + half).to(tl.float32)
-        cosine = tl.load(cosines + position * (D // 2) + half).to(tl.float32)
-        sine = tl.load(sines + position * (D // 2) + half).to(tl.float32)
-        low, high = low * cosine - high * sine, high * cosine + low * sine
+        if ROTATE:
+            cosine = tl.load(cosines + position * (D // 2) + half).to(tl.float32)
+            sine = tl.load(sines + position * (D // 2) + half).to(tl.float32)
+            low, high = low * cosine - high * sine, high * cosine + low * sine
         if h < num_heads:
             tl.store(head + half, low.to(qkv.dtype.element_ty))
             tl.store(head + D // 2 + half, high.to(qkv.dtype.element_ty))
@@ -65,25 +66,31 @@ def _place(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     qkv, keys, values, tables, lengths, sums, peaks, totals, row_stride, table_stride, num_kv, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split).
+    """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split). With
+    WINDOW 0 there is no window.
 
     ``input_precision`` concerns float32 alone; "ieee" is the only one that all GPUs know.
     """
     b, k, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b) + 1
     num_blocks = tl.cdiv(length, S)
-    share = tl.cdiv(num_blocks, SPLITS)
+    oldest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    share = tl.cdiv(num_blocks - oldest // S, SPLITS)
+    start = oldest // S + split * share
     g, d, s = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, S)
     mine = g[:, None] < GROUP
     q = tl.load(qkv + b * row_stride + (k * GROUP + g[:, None]) * D + d[None, :], mask=mine, other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, D], tl.float32)
-    for j in range(split * share, tl.minimum(split * share + share, num_blocks)):
+    for j in range(start, tl.minimum(start + share, num_blocks)):
         cell = (tl.load(tables + b * table_stride + j) * num_kv + k) * D * S
         scores = tl.dot(q, tl.load(keys + cell + d[:, None] * S + s[None, :]), input_precision="ieee") * scale
         scores = tl.where(j * S + s[None, :] < length, scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(j * S + s[None, :] >= oldest, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
@@ -128,19 +135,23 @@ class TritonAttention:
         kv, rotary, splits = self._kv, self._rotary, self._splits
         num_seqs, num_heads, num_kv, size = len(qkv_BF), rotary.num_heads, kv.num_kv_heads, kv.head_dim
         group = num_heads // num_kv
+        if not rotary.norms_heads:
+            norm_all_heads(rotary, layer, qkv_BF)
+        norms, shape = rotary.norms_heads, rotary.layers[index]
         stored = (kv.keys[index], kv.values[index], self._tables_BN, self._lengths_B)
         strides = (qkv_BF.stride(0), self._tables_BN.stride(0))
         _place[num_seqs, num_heads + 2 * num_kv](
-            *(qkv_BF, layer.q_norm, layer.k_norm, rotary.cosines, rotary.sines, *stored, *strides),
+            *(qkv_BF, *((layer.q_norm, layer.k_norm) if norms else (None, None))),
+            *(rotary.cosines, rotary.sines, *stored, *strides),
             *(rotary.norm_eps, num_heads, num_kv),
-            **{"NORM": layer.q_norm is not None, "D": size, "S": kv.block_size},
+            **{"NORM": norms, "ROTATE": shape.rotates, "D": size, "S": kv.block_size},
         )
         sums = qkv_BF.new_empty(num_seqs * num_heads, splits, size, dtype=torch.float32)
         peaks, totals = sums.new_empty(2, num_seqs * num_heads, splits).unbind()
         _attend[num_seqs, num_kv, splits](
             *(qkv_BF, *stored, sums, peaks, totals, *strides, num_kv, rotary.scale),
             **{"GROUP": group, "ROWS": max(_LEAST_ROWS, triton.next_power_of_2(group)), "D": size},
-            **{"S": kv.block_size, "SPLITS": splits},
+            **{"S": kv.block_size, "SPLITS": splits, "WINDOW": shape.window or 0},
         )
         out_BF = qkv_BF.new_empty(num_seqs, num_heads * size)
         _combine[(num_seqs * num_heads,)](sums, peaks, totals, out_BF, D=size, SPLITS=splits)

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rollover.engine.embedded import paged_triton
+from rollover.engine.embedded import experts_triton, paged_triton
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,19 +33,34 @@ def variants(number: str) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     norms = {name: f"*{number}" for name in ("q_norm", "k_norm")}
     angles = {name: f"*{number}" for name in ("cosines", "sines")}
     return [
-        (paged_triton._place, {**tensors, **norms, **angles, **placed, **heads}, {"NORM": True, **SIZES}),
+        (
+            paged_triton._place,
+            {**tensors, **norms, **angles, **placed, **heads},
+            {"NORM": True, "ROTATE": True, **SIZES},
+        ),
         (
             paged_triton._place,
             {**tensors, **angles, **placed, **heads},
-            {"NORM": False, "q_norm": None, "k_norm": None, **SIZES},
+            {"NORM": False, "ROTATE": False, "q_norm": None, "k_norm": None, **SIZES},
         ),
         *(
             (
                 paged_triton._attend,
                 {**tensors, **placed, **parts, "num_kv": "i32", "scale": "fp32"},
-                {"GROUP": group, "ROWS": max(16, group), "SPLITS": splits, **SIZES},
+                {"GROUP": group, "ROWS": max(16, group), "SPLITS": splits, "WINDOW": window, **SIZES},
             )
-            for group, splits in ((4, 1), (4, 16))
+            for group, splits, window in ((4, 1, 0), (4, 16, 0), (4, 16, 4096))
+        ),
+        *(
+            (
+                experts_triton._products,
+                {
+                    **{name: f"*{number}" for name in ("x", "weights", "out")},
+                    **{"order": "*i64", "starts": "*i64", "in_size": "i32", "out_size": "i32"},
+                },
+                {"SHARED": shared, "GATED": gated, "ROWS": rows, "COLUMNS": 64, "DEPTH": 32},
+            )
+            for shared, gated, rows in ((8, True, 16), (1, False, 64))
         ),
         (paged_triton._combine, {**parts, "out": f"*{number}"}, {"D": SIZES["D"], "SPLITS": 16}),
     ]
@@ -53,7 +68,8 @@ def variants(number: str) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
 
 def compile_all(number: str) -> None:
     made = {kernel for kernel, _, _ in variants(number)}
-    assert made == {each for each in vars(paged_triton).values() if isinstance(each, triton.JITFunction)}
+    ours = (*vars(paged_triton).values(), *vars(experts_triton).values())
+    assert made == {each for each in ours if isinstance(each, triton.JITFunction)}
     for kernel, types, constants in variants(number):
         # Every argument has a type or a constant, in the order of the kernel's own signature.
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}

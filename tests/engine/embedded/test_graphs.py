@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rollover.engine.embedded.core import EngineCore
+from rollover.engine.embedded.experts import Experts, apply_by_expert, apply_to_all, choose
 from rollover.engine.embedded.graphs import GatheredAttention, GraphModelRunner, bucket
 from rollover.engine.embedded.kv_cache import KVCache
 from rollover.engine.embedded.model import Weights
@@ -22,7 +23,7 @@ from rollover.hf.architecture import Architecture
 from tests.engine.contract import request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import Calls, run
-from tests.engine.models import greedy, logprobs, saved, tiny_model
+from tests.engine.models import EXPERTS, FAMILIES, greedy, logprobs, saved, tiny_model
 from tests.speed import within
 
 ROOT = Path(__file__).parents[3]
@@ -43,9 +44,10 @@ def graph_core(folder: Path, **settings: Any) -> EngineCore:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_greedy_tokens_and_their_logprobs_equal_transformers(kind: str, device: str, tmp_path: Path) -> None:
-    model = tiny_model(kind)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", *FAMILIES])
+def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, device: str, tmp_path: Path) -> None:
+    kind, config = FAMILIES.get(name, (name, {}))
+    model = tiny_model(kind, **config)
     prompts = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
     asked = [request(str(i), prompt_ids=p, max_new_tokens=20 + i, temperature=0.0) for i, p in enumerate(prompts)]
     core = graph_core(saved(model, tmp_path), max_running=5, device=device, dtype="float32", block_size_tokens=16)
@@ -88,16 +90,19 @@ def test_a_batch_is_filled_up_by_an_eighth_at_most() -> None:
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter on NumPy 1
 @pytest.mark.parametrize("splits", [1, 4])
-def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "olmo2", "smollm3 with a window"])
+def test_triton_kernels_attend_as_torch_does(name: str, splits: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from rollover.engine.embedded import paged_triton
 
-    arch = Architecture.from_folder(saved(tiny_model(), tmp_path))
+    kind, config = FAMILIES.get(name, (name, {}))
+    arch = Architecture.from_folder(saved(tiny_model(kind, **config), tmp_path))
     generator = torch.Generator().manual_seed(0)
-    layer = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0]
+    index = 1  # of SmolLM3, the layer that slides and does not rotate
+    layer = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[index]
     for norm in (layer.q_norm, layer.k_norm):
-        assert norm is not None
-        norm.uniform_(0.5, 1.5, generator=generator)
+        if norm is not None:
+            norm.uniform_(0.5, 1.5, generator=generator)
     rotary = Rotary(arch, 128, torch.float32, CPU)
     inputs = torch.tensor([[47, 1, 2, 3], [0, 4, 0, 0], [16, 5, 6, 0]])
     lengths, tables = inputs[:, 0], inputs[:, 1:]
@@ -105,15 +110,47 @@ def test_triton_kernels_attend_as_torch_does(splits: int, tmp_path: Path, monkey
     outputs, pools = [], []
     for attention in (GatheredAttention, paged_triton.TritonAttention):
         kv = KVCache(arch, 7, 16, torch.float32, CPU)
-        for pool in (kv.keys[0], kv.values[0]):
+        for pool in (kv.keys[index], kv.values[index]):
             pool[1:].normal_(generator=torch.Generator().manual_seed(1))
         made = attention(kv, rotary, tables, lengths)
         if isinstance(made, paged_triton.TritonAttention):
             made._splits = splits
-        outputs.append(made(0, layer, qkv.clone()))
-        pools.append((kv.keys[0], kv.values[0]))
+        outputs.append(made(index, layer, qkv.clone()))
+        pools.append((kv.keys[index], kv.values[index]))
     torch.testing.assert_close(outputs[0], outputs[1])
     torch.testing.assert_close(pools[0], pools[1])
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("num_tokens", [1, 5, 50])
+def test_all_ways_to_compute_experts_agree(num_tokens: int, tmp_path: Path) -> None:
+    """With sizes that fill no block, and experts that nobody chose."""
+    pytest.importorskip("triton")
+    from rollover.engine.embedded.experts_triton import apply_with_triton
+
+    sizes = {"hidden_size": 40, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
+    arch = Architecture.from_folder(saved(tiny_model("qwen3_moe", **EXPERTS | sizes), tmp_path))
+    experts = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0].mlp
+    assert isinstance(experts, Experts)
+    generator = torch.Generator().manual_seed(num_tokens)
+    for stack in (experts.gate_up.stack_EIO, experts.down.stack_EIO):
+        assert stack is not None
+        stack.normal_(0, 0.2, generator=generator)
+    x = torch.randn(num_tokens, 40, generator=generator)
+    weights, ids = torch.rand(num_tokens, 2, generator=generator), torch.randint(0, 6, (num_tokens, 1))
+    ids = torch.cat([ids, (ids + 1) % 7], 1)
+    found = [apply(experts, x, weights, ids) for apply in (apply_by_expert, apply_to_all, apply_with_triton)]
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
+
+
+def test_of_equal_experts_the_lower_id_is_chosen(tmp_path: Path) -> None:
+    arch = Architecture.from_folder(saved(tiny_model("qwen3_moe", **EXPERTS), tmp_path))
+    experts = Weights(arch, CPU, TorchLayout(torch.float32, CPU)).layers[0].mlp
+    assert isinstance(experts, Experts)
+    experts.router.fill(0, torch.tensor([1.0, 2, 2, 1, 3, 1, 2, 3])[:, None].expand(8, 32))
+    weights, ids = choose(experts, torch.ones(1, 32) / 32)
+    assert ids.tolist() == [[4, 7, 1]] and weights.sum().item() == pytest.approx(1)
 
 
 def test_the_gpu_benchmark_goes_through_all_its_steps_without_a_gpu(tmp_path: Path) -> None:

@@ -26,4 +26,4 @@ def test_kernels_compile_ahead_of_time(number: str) -> None:
         command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3], timeout=within(600)
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert Counter(line.split()[1] for line in done.stdout.splitlines()) == dict.fromkeys(TARGETS, 5)
+    assert Counter(line.split()[1] for line in done.stdout.splitlines()) == dict.fromkeys(TARGETS, 8)

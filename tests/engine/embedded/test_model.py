@@ -18,7 +18,7 @@ from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import request
 from tests.engine.embedded import harness
 from tests.engine.embedded.harness import core_of, run
-from tests.engine.models import greedy, logprobs, saved, tiny_model
+from tests.engine.models import FAMILIES, greedy, logprobs, saved, tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with tied embeddings": ("qwen3", {"tie_word_embeddings": True}),
 }
+MODELS |= FAMILIES
 PROMPTS = [tuple(range(1, n)) for n in (2, 5, 6, 20, 41)]
 
 
@@ -195,17 +196,14 @@ def test_a_refused_load_changes_no_weight(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            {"model_type": "mistral"},
-            "'mistral' is not supported by the embedded engine",
+            {"model_type": "gemma2"},
+            "'gemma2' is not supported by the embedded engine",
         ),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "Qwen3ForSequenceClassification.*Qwen3ForCausalLM"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope.*yarn"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
-        (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding",
-        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {}}, "quantised"),
@@ -224,7 +222,7 @@ def test_what_is_not_a_model_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         core_of(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match="lacks 'num_attention_heads'"):
+    with pytest.raises(ModelError, match="lacks 'hidden_size'"):
         core_of(tmp_path)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from rollover.errors import ModelError, parse_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Models that the embedded engine runs: the class in transformers by ``model_type``, which is what transformers goes
-by. The trainer takes any decoder that it proves (``trainer.proof``)."""
+"""Models that several devices can train and that take adapters: the class in transformers by ``model_type``. One device
+trains any decoder that is proved (``trainer.proof``); the embedded engine has a table (``hf.architecture``)."""
 
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size"),

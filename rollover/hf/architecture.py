@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollover.errors import ModelError
-from rollover.hf.config import read_config
+from rollover.hf.config import num_experts, read_config
 from rollover.hf.rope import Rope, read_rope
 
 
@@ -269,7 +269,7 @@ def _check_count(key: str, value: object) -> None:
 
 def matrix_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the numbers of outputs and inputs of each matrix of a decoder, by the last part of its name, from the
-    contents of ``config.json``.
+    contents of ``config.json``; of a mixture of experts only the matrices of attention.
 
     Example: ``{"q_proj": (896, 896), "k_proj": (128, 896), ...}`` of Qwen2.5-0.5B.
     """
@@ -277,11 +277,15 @@ def matrix_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     keys = {**(family.defaults if family else {}), **config}
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], _head_dim(keys)
     queries, keys_size = config["num_attention_heads"] * head_dim, _num_kv_heads(keys) * head_dim
-    return {
+    attention = {
         "q_proj": (queries, hidden),
         "k_proj": (keys_size, hidden),
         "v_proj": (keys_size, hidden),
         "o_proj": (hidden, queries),
+    }
+    if num_experts(config):
+        return attention
+    return attention | {
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
@@ -317,6 +321,12 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
 def _num_kv_heads(keys: Mapping[str, Any]) -> int:
     heads: int = keys["num_attention_heads"]
     return keys.get("num_key_value_heads") or heads
+
+
+def num_kv_heads(config: Mapping[str, Any]) -> int:
+    """Return the number of key-value heads, from the contents of ``config.json``."""
+    family = FAMILIES.get(config["model_type"])
+    return _num_kv_heads({**(family.defaults if family else {}), **config})
 
 
 def _layers(keys: Mapping[str, Any], family: Family) -> Iterator[LayerShape]:

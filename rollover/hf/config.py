@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 """Models that several devices can train and that take adapters: the class in transformers by ``model_type``. One device
 trains any decoder that is proved (``trainer.proof``); the embedded engine has a table (``hf.architecture``)."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys by which configs of several families name the number of experts."""
+
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads"),
 )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts in a layer of a model; 0 if it has none."""
+    return next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

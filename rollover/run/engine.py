@@ -37,6 +37,7 @@ async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: C
         longest_tokens=longest_tokens(config),
         max_staleness=config.rollout.staleness_bound,
         returns_kept=config.rollout.replays_truncation,
+        returns_routes=config.trainer.replay_routes,
         device=sending_device(config),
         notify=notify,
     )

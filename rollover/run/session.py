@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -281,7 +281,7 @@ def _driver(config: RunConfig, parts: _Parts, observe: Observer) -> RolloutDrive
         source=EachSample(parts.source, rollout.num_siblings),
         scorer=parts.scorer,
         environment=parts.environment,
-        sampling=rollout.sampling(parts.stops),
+        sampling=replace(rollout.sampling(parts.stops), returns_routes=config.trainer.replay_routes),
         seed=config.seed,
         clock=parts.clock,
         state=parts.state,

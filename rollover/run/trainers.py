@@ -81,12 +81,17 @@ def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, prog
 def check_devices(config: RunConfig) -> list[str]:
     """Return what a user should know about the trainer's devices. This loads nothing, and so comes before the warm-up.
 
-    Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model.
+    Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model, ``ModelError``
+    for a model whose routes cannot be replayed.
     """
     model = model_shape(config)
     sections = [section for section in (config.sft, config.trainer) if section is not None]
     for section in sections:
         check_suits(section, model)
+    if config.trainer.replay_routes:
+        from rollover.trainer.proof import prove_routes
+
+        prove_routes(model)
     if config.cluster is not None:
         lines = _check_cluster(config.cluster, sections)
     else:

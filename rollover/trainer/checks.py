@@ -7,9 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollover.errors import ConfigError
-from rollover.hf.architecture import Architecture, matrix_shapes
-from rollover.hf.config import MODEL_CLASSES
+from rollover.hf.architecture import matrix_shapes, num_kv_heads
+from rollover.hf.config import num_experts
 from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
+
+SHARDED = (
+    *("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
+    "minimax_m2",
+)
+"""Types of models that several devices share."""
+ADAPTED = tuple(model_type for model_type in SHARDED if model_type != "deepseek_v3")
+"""Types of models beside whose matrices adapters are trained: their matrices have the usual names."""
 
 
 def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> None:
@@ -18,26 +26,35 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
     Args:
         model: the content of its ``config.json``.
 
-    Raises ``ConfigError`` when a model cannot be sharded, when rows cannot be shared as ``context_parallel`` says, and
-    when adapters are requested beside matrices that the model does not have, or of a rank above what a matrix can have.
+    Raises ``ConfigError`` when a model cannot be sharded, when rows cannot be shared as ``context_parallel`` says, when
+    adapters are requested beside matrices that the model does not have, or of a rank above what a matrix can have,
+    or routes of a model without experts.
 
     Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
-    if config.num_devices > 1 and model["model_type"] not in MODEL_CLASSES:
+    if config.num_devices > 1 and model["model_type"] not in SHARDED:
         raise ConfigError(
             f"{config.section}.num_devices is {config.num_devices}, and a model of type {model['model_type']!r} trains"
-            f" on one device; models that several devices share: {', '.join(MODEL_CLASSES)}"
+            f" on one device; models that several devices share: {', '.join(SHARDED)}"
         )
-    if isinstance(config, TrainerConfig) and config.lora is not None and model["model_type"] not in MODEL_CLASSES:
+    if isinstance(config, TrainerConfig) and config.lora is not None and model["model_type"] not in ADAPTED:
         raise ConfigError(
             f"adapters of a model of type {model['model_type']!r} are not supported: train without [trainer.lora], or a"
-            f" model of type {', '.join(MODEL_CLASSES)}"
+            f" model of type {', '.join(ADAPTED)}"
+        )
+    if isinstance(config, TrainerConfig) and config.replay_routes and not num_experts(model):
+        raise ConfigError(
+            f"trainer.replay_routes = true, but a model of type {model['model_type']!r} has no experts: set it to false"
         )
     if config.context_parallel > 1:
-        shape = Architecture.from_config(model)
-        check_heads(config, shape.num_heads, shape.num_kv_heads)
+        check_heads(config, model["num_attention_heads"], num_kv_heads(model))
     if isinstance(config, TrainerConfig) and config.lora is not None:
         shapes = matrix_shapes(model)
+        if num_experts(model) and not {*config.lora.targets} <= shapes.keys():
+            raise ConfigError(
+                "trainer.lora.targets: adapters of a mixture of experts are beside its attention alone: set it to"
+                f" {list(shapes)} or some of them"
+            )
         check_targets(config.lora.targets, shapes)
         _check_rank(config.lora, shapes)
 

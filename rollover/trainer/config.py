@@ -127,6 +127,9 @@ class TrainerConfig(StepConfig):
     batch, so the clip bounds the movement of the whole step."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the model's own weights."""
+    replay_routes: bool = False
+    """For mixtures of experts: train each token with the experts that the engine chose when it sampled the token
+    (arXiv 2510.11370); their scores are computed as ever. Engines have to return them."""
     num_devices: Inexact[int] = 1
     """Devices over which weights, gradients and optimizer state are sharded (FSDP2), each with its own process: the
     first `num_devices` GPUs of this machine, or that many processes on the CPU; with `[cluster]`, devices of its nodes.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollover.trainer.experts import RowRoutes
 from rollover.trainer.world import World
 
 
@@ -161,6 +162,15 @@ class RowShare:
         row = torch.cat([row, row[:1].expand(self.num_padding, -1, -1)])
         parts: Tensor = _Exchange.apply(self.context, row.unflatten(0, (self.context.size, -1)))
         return parts.transpose(0, 1).flatten(1, 2)
+
+    def own_routes(self, routes: RowRoutes) -> RowRoutes:
+        """Return the routes of this rank's positions; those of padding are not known."""
+        num = len(self.input_ids_N)
+        own = slice(self.context.place * num, (self.context.place + 1) * num)
+        return RowRoutes(
+            bytes_NB=F.pad(routes.bytes_NB, (0, 0, 0, self.num_padding))[own],
+            is_known_N=F.pad(routes.is_known_N, (0, self.num_padding))[own],
+        )
 
     def gathered(self, values_T: Tensor) -> Tensor:
         """Combine the values of each rank's targets, ``[t, ...]``, into ``[T, ...]``."""

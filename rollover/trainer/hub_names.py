@@ -6,6 +6,7 @@ names of the hub, so weights leave under those, by the conversion with which tra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from rollover.weights.base import unmade
 
@@ -52,6 +59,23 @@ def hub_weights(model: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     names are the same."""
     parts = hub_parts(model, own)
     return own if all(found.keys() == {name} for name, found in parts.items()) else HubWeights(model, own, parts)
+
+
+def joined(model: Any, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor of the model from its parts on the hub; of experts, from the parts of some of them."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    converter: WeightConverter | None = None
+    for part, tensor in parts.items():
+        key, pattern = rename_source_key(part, renamings, converters)
+        assert key == name and pattern is not None, f"{part} is no part of {name}"
+        if converter is None:
+            converter = copy.deepcopy(next(one for one in converters if pattern in one.source_patterns))
+        converter.add_tensor(key, part, pattern, tensor)  # type: ignore[arg-type]  # loading passes futures of tensors
+    assert converter is not None, f"{name} has no parts"
+    whole: Tensor = converter.convert(name, model=model, config=model.config)[name]
+    return whole
 
 
 class HubWeights(Mapping[str, Tensor]):

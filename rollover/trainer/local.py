@@ -169,7 +169,13 @@ class LocalTrainer:
         config, world = self._config, self._world
         with reporting_out_of_memory(config), deterministic_kernels(self._setup.deterministic):
             groups = shuffled(batch.groups, config.mini_batches, seed=self._setup.seed, step=batch.step)
-            data = BatchTensors.of(groups, self._algorithm, step=batch.step, device=self._device)
+            data = BatchTensors.of(
+                groups,
+                self._algorithm,
+                step=batch.step,
+                device=self._device,
+                replays_routes=config.replay_routes,
+            )
             minis = split(
                 data,
                 config.mini_batches,
@@ -204,6 +210,7 @@ class LocalTrainer:
             **entropy_metrics(data.lengths_B.cpu().numpy(), entropy_T),
             **_batch_metrics(data, minis),
             **_kept_metrics(data, mass_T),
+            **_route_metrics(data, config),
             **metrics.finalize(),
         }
         return TrainedStep(metrics=metrics_of_step, untrained=metrics.untrained(), drift=drift)
@@ -377,6 +384,13 @@ def _batch_metrics(data: BatchTensors, minis: tuple[MiniBatch, ...]) -> dict[str
         "tokens/response": float(data.num_tokens),
         "tokens/forward": float(sum(mini.num_positions for mini in minis)),
     }
+
+
+def _route_metrics(data: BatchTensors, config: TrainerConfig) -> dict[str, float]:
+    """Return the share of the batch's tokens whose recorded routes were replayed."""
+    if not config.replay_routes:
+        return {}
+    return {"routes/replayed": sum(bool(route) for s in data.samples for route in s.routes) / data.num_tokens}
 
 
 def _kept_metrics(data: BatchTensors, mass_T: NDArray[np.float64]) -> dict[str, float]:

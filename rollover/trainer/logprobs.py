@@ -163,6 +163,7 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
     """Return the last hidden states ``[T, D]`` at the predicting positions; only this rank's if several share the
     row."""
     own = row.share or row
+    model.routes.given = row.routes if row.share is None or row.routes is None else row.share.own_routes(row.routes)
     hidden_ND = model.base_model(
         input_ids=own.input_ids_N[None],
         attention_mask=torch.ones_like(own.input_ids_N)[None],  # without one, jumps of positions would cut the row

@@ -150,7 +150,7 @@ def adapter_settings(model: Any, config: LoraConfig, base: Path) -> PeftConfig:
 
     matrices = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     check_targets(config.targets, matrices)
-    if "lm_head" in config.targets and model.lm_head.weight is model.model.embed_tokens.weight:
+    if "lm_head" in config.targets and model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         raise ConfigError(
             "trainer.lora.targets names 'lm_head', which is also the model's embedding and must not change"
         )

@@ -12,15 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import moe
 
 from rollover.trainer.attention import PACKED_ATTENTION
 from rollover.trainer.config import TrainerConfig
+from rollover.trainer.experts import prepare_experts
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
 from rollover.trainer.models import recompute_layers
@@ -30,6 +33,8 @@ _TRACED_LAYERS = (2, 3)
 _FLOAT32_BYTES = 4
 _MOMENT_BYTES = 8
 """Both moments of AdamW, in float32."""
+_ALIKE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+"""Settings that let all layers of a mixture of experts have experts, which dense ones then count as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,8 @@ def _trace(
     temperature: float,
     base_dtype: torch.dtype,
 ) -> _Trace:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # PyTorch's own grouped product has no fake form in float32; the one of transformers takes the same memory.
+    with FakeTensorMode(allow_non_fake_inputs=True), patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
         row = _largest_row(*row_of)
         network = _without_values(config, model, base_dtype)
         parameters = list(network.parameters())
@@ -175,10 +181,13 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
     if _gathers_halves(config):
         dtype = torch.bfloat16
     with unset_fake_temporarily(), torch.device("meta"):
-        shape = AutoConfig.for_model(**{**model, "layer_types": None})
+        shape = AutoConfig.for_model(
+            **{**model, "layer_types": None, **{k: _ALIKE[k] for k in _ALIKE.keys() & model.keys()}}
+        )
         network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
         if config.lora is not None:
             with_adapters(network, adapter_settings(network, config.lora, base=Path()), seed=0)
+        prepare_experts(network)
     network.to_empty(device="cpu").tie_weights()
     if config.gradient_checkpointing:
         recompute_layers(network)

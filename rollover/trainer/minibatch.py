@@ -54,9 +54,17 @@ class BatchTensors:
         return len(self.sample_T)
 
     @classmethod
-    def of(cls, groups: Sequence[Group], algorithm: Algorithm, *, step: int, device: torch.device) -> BatchTensors:
-        """Build the tensors of a batch. ``step`` is the batch's: tokens sampled by version ``step`` have staleness
-        0."""
+    def of(
+        cls,
+        groups: Sequence[Group],
+        algorithm: Algorithm,
+        *,
+        step: int,
+        device: torch.device,
+        replays_routes: bool = False,
+    ) -> BatchTensors:
+        """Build the tensors of a batch. ``step`` is the batch's: tokens sampled by version ``step`` have staleness 0.
+        ``replays_routes``: with the routes that were recorded."""
         trajectories = [t for g in groups for t in g.trajectories]
         lengths = np.array([t.num_tokens for t in trajectories])
         masks, rewards = [], []
@@ -72,7 +80,7 @@ class BatchTensors:
             return torch.as_tensor(values, dtype=dtype).to(device)
 
         return cls(
-            samples=tuple(TrainingSample.of(t) for t in trajectories),
+            samples=tuple(TrainingSample.of(t, replays_routes=replays_routes) for t in trajectories),
             sample_ids=tuple(t.sample_id for t in trajectories),
             samples_per_group=tuple(sizes),
             rewards_B=put(rewards, torch.float64),

@@ -6,7 +6,7 @@ are safetensors only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from rollover.errors import ConfigError, ModelError
 from rollover.hf.companions import Companions, without_own_files, write_companions
 from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
+from rollover.trainer.experts import Routes, prepare_experts
 from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.proof import prove
 
@@ -81,6 +82,7 @@ def load_policy(
         )
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # as in the weights, which override the config
+    prepare_experts(model)
     if gradient_checkpointing:
         recompute_layers(model)
     return model.to(device or "cpu")
@@ -99,7 +101,17 @@ def recompute_layers(model: Any) -> None:
     """Let the backward pass recompute the activations of each layer instead of keeping them."""
     layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(_recomputed, layer.forward, model.routes)
+
+
+def _recomputed(forward: Callable[..., Any], routes: Routes, *arguments: Any, **named: Any) -> Any:
+    given = routes.given
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        routes.given = given  # other rows may have followed by the time of the backward pass
+        return forward(*arguments, **named)
+
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
 
 
 def named_weights(model: Any) -> Mapping[str, Tensor]:

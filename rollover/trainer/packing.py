@@ -7,7 +7,7 @@ are tensors on the model's device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.trainer.context import Context, RowShare
+from rollover.trainer.experts import RowRoutes
 from rollover.trainer.kept_sets import KeptSets
 from rollover.types import Trajectory
 
@@ -36,10 +37,13 @@ class TrainingSample:
     """True for each response token that was sampled and not observed; empty if all were sampled."""
     kept: tuple[bytes, ...] = ()
     """Kept set of each sampled token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
+    routes: tuple[bytes, ...] = ()
+    """Route of each sampled token (``rollover.routes``) if they are replayed."""
 
     def __post_init__(self) -> None:
         assert len(self.is_sampled) in (0, len(self.response_ids)), "a response token of which nothing is known"
         assert len(self.kept) in (0, self.num_sampled), "a sampled token without its kept set"
+        assert len(self.routes) in (0, self.num_sampled), "a sampled token without its route"
         if not self.prompt_ids or not self.num_sampled:
             raise ValueError(
                 f"a sample needs at least one prompt and one response token, "
@@ -47,9 +51,9 @@ class TrainingSample:
             )
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> TrainingSample:
+    def of(cls, trajectory: Trajectory, *, replays_routes: bool = False) -> TrainingSample:
         """Return what a forward pass needs of a trajectory. Tokens observed after the last turn are left out, since
-        nothing was sampled after them."""
+        nothing was sampled after them; routes, unless they are replayed."""
         ids, is_sampled = trajectory.response_ids, trajectory.is_sampled if trajectory.observations else ()
         end = len(is_sampled) - is_sampled[::-1].index(True) if is_sampled else len(ids)
         return cls(
@@ -57,6 +61,7 @@ class TrainingSample:
             response_ids=ids[:end],
             is_sampled=() if all(is_sampled[:end]) else is_sampled[:end],
             kept=trajectory.kept,
+            routes=trajectory.routes if replays_routes else (),
         )
 
     @property
@@ -66,6 +71,12 @@ class TrainingSample:
     def sampled(self, values_R: Ints) -> Ints:
         """Return the values of sampled tokens among those of all response tokens."""
         return values_R[np.array(self.is_sampled)] if self.is_sampled else values_R
+
+    @property
+    def num_shared(self) -> int:
+        """Return how many positions it shares with siblings: those of its prompt, without the last one if the route
+        with which that one predicts the first response token is its own."""
+        return len(self.prompt_ids) - bool(self.routes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +110,8 @@ class PackedRow:
     """Index of each input position in the flattened, concatenated blocks."""
     kept: KeptSets | None = None
     """Kept sets of the targets, unless all were drawn from the whole vocabulary."""
+    routes: RowRoutes | None = None
+    """Routes of the positions that predict, if they are replayed."""
     share: RowShare | None = None
     """This rank's part of the row, when several share it; the fields above describe the whole row."""
 
@@ -138,10 +151,10 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
     """Group members with the same prompt, which a row holds once; a group is cut where it would exceed the
     ``budget``."""
-    siblings: dict[tuple[int, ...], list[list[int]]] = {}
+    siblings: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
     for index in members:
-        prompt = samples[index].prompt_ids
-        parts = siblings.setdefault(prompt, [[]])
+        sample = samples[index]
+        parts = siblings.setdefault((sample.prompt_ids, sample.num_shared), [[]])
         if parts[-1] and num_positions(samples, (*parts[-1], index)) > budget:
             parts.append([])
         parts[-1].append(index)
@@ -190,7 +203,8 @@ def shared(row: PackedRow, context: Context | None) -> PackedRow:
 
 def num_positions(samples: Sequence[TrainingSample], family: Sequence[int]) -> int:
     """Count the input positions of siblings that share their prompt; the last response token is not an input."""
-    return len(samples[family[0]].prompt_ids) + sum(len(samples[i].response_ids) - 1 for i in family)
+    prompt, shared = len(samples[family[0]].prompt_ids), samples[family[0]].num_shared
+    return shared + sum(prompt - shared + len(samples[i].response_ids) - 1 for i in family)
 
 
 def _row(
@@ -207,15 +221,15 @@ def _row(
     lines: list[Ints] = []
     predict: list[Ints] = []
     for family in parts:
-        prompt_ids = samples[family[0]].prompt_ids
-        prompt_P = np.arange(len(input_ids), len(input_ids) + len(prompt_ids))
-        input_ids.extend(prompt_ids)
-        position_ids.append(np.arange(len(prompt_ids)))
+        prompt_ids, num_shared = samples[family[0]].prompt_ids, samples[family[0]].num_shared
+        shared_P = np.arange(len(input_ids), len(input_ids) + num_shared)
+        input_ids.extend(prompt_ids[:num_shared])
+        position_ids.append(np.arange(num_shared))
         for index in family:
-            fed_ids = samples[index].response_ids[:-1]
-            line = np.concatenate([prompt_P, np.arange(len(input_ids), len(input_ids) + len(fed_ids))])
+            fed_ids = prompt_ids[num_shared:] + samples[index].response_ids[:-1]
+            line = np.concatenate([shared_P, np.arange(len(input_ids), len(input_ids) + len(fed_ids))])
             input_ids.extend(fed_ids)
-            position_ids.append(np.arange(len(prompt_ids), len(line)))
+            position_ids.append(np.arange(num_shared, len(line)))
             lines.append(line)
             predict.append(samples[index].sampled(line[len(prompt_ids) - 1 :]))
     members = tuple(i for family in parts for i in family)
@@ -235,7 +249,26 @@ def _row(
         buckets=tuple(map(put, buckets)),
         unpad_N=put(unpad_N),
         kept=KeptSets.of(kept, put) if any(kept) else None,
+        routes=_routes([samples[i].routes for i in members], predict, len(input_ids), put),
     )
+
+
+def _routes(
+    routes: Sequence[Sequence[bytes]],
+    predict: Sequence[Ints],
+    num_positions: int,
+    put: Callable[[NDArray[Any]], Tensor],
+) -> RowRoutes | None:
+    """Lay the routes of samples over the positions that predict their tokens."""
+    if not any(routes):
+        return None
+    width = max(len(route) for of_sample in routes for route in of_sample)
+    bytes_NB, is_known_N = np.zeros((num_positions, width), dtype=np.uint8), np.zeros(num_positions, dtype=np.bool_)
+    for of_sample, places in zip(routes, predict, strict=True):
+        for route, place in zip(of_sample, places, strict=bool(of_sample)):
+            if route:
+                bytes_NB[place], is_known_N[place] = np.frombuffer(route, dtype=np.uint8), True
+    return RowRoutes(bytes_NB=put(bytes_NB), is_known_N=put(is_known_N))
 
 
 def _attention_layout(lines: Sequence[Ints], num_positions: int) -> tuple[tuple[Ints, ...], Ints]:

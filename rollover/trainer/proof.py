@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from rollover.errors import ModelError
 from rollover.hf.config import MODEL_CLASSES
 from rollover.trainer.attention import PACKED_ATTENTION
+from rollover.trainer.experts import RowRoutes, prepare_experts
 from rollover.trainer.logprobs import response_logprobs
-from rollover.trainer.packing import TrainingSample, pack
+from rollover.trainer.packing import PackedRow, TrainingSample, pack
 
 BOUND = 1e-3
 """Largest difference in nats. Rounding gives up to 3e-4, and the mildest fault that is known 0.04."""
@@ -55,17 +57,54 @@ def prove(config: Any) -> None:
 
 
 @torch.no_grad()
+def prove_routes(config: Mapping[str, Any]) -> None:
+    """Prove that a model of this ``config.json`` can be given the routes that it took, which changes nothing. Raises
+    ``ModelError``."""
+    from transformers import AutoConfig
+
+    model = _model(_small(AutoConfig.for_model(**config)))
+    row, _ = _row()
+    taken: dict[int, Tensor] = {}
+    model.routes.taken = taken
+    own = response_logprobs(model, row, 1.0)
+    model.routes.taken = None
+    ids_NS = torch.cat([taken[number] for number in sorted(taken)], dim=1)
+    known_N = torch.ones(len(ids_NS), dtype=torch.bool)
+    again = response_logprobs(model, replace(row, routes=RowRoutes(bytes_NB=ids_NS.byte(), is_known_N=known_N)), 1.0)
+    if not torch.equal(own, again):
+        raise ModelError(
+            f"routes of model_type {config['model_type']!r} cannot be replayed: set trainer.replay_routes = false"
+        )
+
+
+@torch.no_grad()
 def largest_difference(config: Any) -> float:
     """Return the largest difference between the log-probs of packed and of separate samples, in nats."""
+    model = _model(config)
+    row, samples = _row()
+    packed = torch.empty(len(row.token_T)).index_copy_(0, row.token_T, response_logprobs(model, row, 1.0))
+    model.set_attn_implementation("eager")
+    alone = torch.cat([_alone(model, sample) for sample in samples])
+    return float((packed - alone).abs().max())
+
+
+def _model(config: Any) -> Any:
+    """Return a model with peaked attention."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
     model.eval()
+    prepare_experts(model)
     for key, weight in model.named_parameters():
         if any(part in key for part in ("q_proj", "k_proj", "qkv", "query_key_value")):
-            weight.mul_(3)
+            weight.data.mul_(3)
+    return model
+
+
+def _row() -> tuple[PackedRow, list[TrainingSample]]:
+    """Return all samples in one row, and one by one."""
     draw = random.Random(0)
     prompts: dict[int, tuple[int, ...]] = {}
     samples = []
@@ -74,11 +113,7 @@ def largest_difference(config: Any) -> float:
         response = tuple(draw.randrange(3, _VOCABULARY) for _ in range(num_response))
         samples.append(TrainingSample(prompt_ids=prompt, response_ids=response))
     (row,) = pack(samples, 1000)
-    num_tokens = sum(len(sample.response_ids) for sample in samples)
-    packed = torch.empty(num_tokens).index_copy_(0, row.token_T, response_logprobs(model, row, 1.0))
-    model.set_attn_implementation("eager")
-    alone = torch.cat([_alone(model, sample) for sample in samples])
-    return float((packed - alone).abs().max())
+    return row, samples
 
 
 def _alone(model: Any, sample: TrainingSample) -> Tensor:

@@ -8,7 +8,7 @@ each rank reads its own rows. Three settings differ from FSDP2's defaults, and t
 after a forward pass without a backward one, and an optimizer that is created then trains tensors that are never used.
 * Gradients are summed over ranks rather than averaged, since every denominator counts the whole batch. gloo has no
 scaled sum, so a plain sum has to be requested explicitly.
-* The rotary module is built again, since its buffers are in no checkpoint.
+* Modules with buffers that no checkpoint has, such as the rotary one, compute them again.
 
 Master weights are float32. With ``dtype = "bfloat16"`` they are gathered in bfloat16 for the passes, and gradients are
 summed in float32.
@@ -35,10 +35,12 @@ from rollover.hf.companions import Companions, without_own_files, write_companio
 from rollover.hf.config import read_model_config
 from rollover.hf.weights import EMBEDDING, HEAD, TensorInfo, read_weight_infos
 from rollover.trainer.config import StepConfig
+from rollover.trainer.experts import prepare_experts, routers
+from rollover.trainer.hub_names import hub_parts, hub_weights, named_tensors
 from rollover.trainer.logprobs import OneForward
 from rollover.trainer.models import recompute_layers
 from rollover.trainer.moments import read_moments, write_moments
-from rollover.trainer.shares import fill_rows, publish_share, take_rows
+from rollover.trainer.shares import fill_joined, fill_rows, publish_share, take_rows
 from rollover.trainer.world import World
 from rollover.weights.base import WeightSource
 
@@ -71,8 +73,8 @@ class ShardedPolicy:
         self._ref_model = load(initial).requires_grad_(False) if needs_ref else None
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the sharded weights by Hugging Face name."""
-        return sharded_weights(self.model)
+        """Return the weights by their names on the hub, sharded if they have the same name in the model."""
+        return hub_weights(self.model.hf, sharded_tensors(self.model))
 
     def source(self, version: int) -> WeightSource:
         raise AssertionError("no rank has all weights to publish: each writes its share")
@@ -115,15 +117,15 @@ def _parameters(hf: Any) -> list[str]:
     return [name for name, _ in hf.named_parameters()]
 
 
-def sharded_weights(model: OneForward) -> dict[str, Tensor]:
-    """Return the parameters by their Hugging Face names, in their sharded form; a tied matrix appears once.
+def sharded_tensors(model: OneForward) -> dict[str, Tensor]:
+    """Return the parameters by their names in the model, in their sharded form, and its buffers; a tied matrix appears
+    once.
 
     All are sharded: a parameter that is not was left behind by a pass, and changes to it would be lost.
     """
-    found = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
-    whole = [name for name, tensor in found.items() if not isinstance(tensor, DTensor)]
+    whole = [name for name, parameter in model.hf.named_parameters() if not isinstance(parameter, DTensor)]
     assert not whole, f"{whole[0]} is not sharded"
-    return found
+    return named_tensors(model.hf)
 
 
 def load_sharded(
@@ -149,10 +151,11 @@ def load_sharded(
     read_model_config(folder)
     infos = read_weight_infos(folder)
     hf = _without_storage(folder, infos, dtype)
-    names = _names_in_files(folder, hf, infos)
+    parts = _parts_in_files(folder, hf, infos)
     is_tied = HEAD not in _parameters(hf)
     adapters = adapt(hf)
-    names |= {name: names.get(plain, plain) for name in _parameters(hf) if (plain := without_adapter(name)) != name}
+    parts |= {name: parts[without_adapter(name)] for name in _parameters(hf) if name not in adapters}
+    prepare_experts(hf)
     if config.gradient_checkpointing:
         recompute_layers(hf)
     model = OneForward(hf)
@@ -161,12 +164,17 @@ def load_sharded(
     model.to_empty(device=device)
     if is_tied:  # giving it memory has split the tied matrix in two
         hf.lm_head.weight = hf.model.embed_tokens.weight
-    with device:
-        hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
+    for module in hf.modules():
+        if module._non_persistent_buffers_set:  # they are in no file
+            hf._init_weights(module)
+    stored = {name: info.file for name, info in infos.items()}
     try:
-        weights = sharded_weights(model)
-        base = {name: weights[name] for name in weights.keys() - adapters.keys()}
-        fill_rows(world, base, {name: info.file for name, info in infos.items()}, names)
+        weights = sharded_tensors(model)
+        base = {name: weights[name] for name in weights if name not in adapters}
+        cut = {name: tensor for name, tensor in base.items() if len(parts[name]) > 1}
+        plain = {name: tensor for name, tensor in base.items() if name not in cut}
+        fill_rows(world, plain, stored, {name: next(iter(parts[name])) for name in plain})
+        fill_joined(world, hf, cut, parts, stored)
         take_rows(world, {name: weights[name] for name in adapters}, adapters)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
@@ -210,12 +218,13 @@ def _may_be_one(infos: Mapping[str, TensorInfo]) -> bool:
         return all(torch.equal(embedding[part].float(), head[part].float()) for part in parts)
 
 
-def _names_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Return the names of parameters in the files where they differ from the model's. Raises ``ModelError`` when the
-    files do not fit the model."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
-    names = {EMBEDDING: HEAD} if HEAD not in shapes and EMBEDDING not in infos and HEAD in infos else {}
-    expected = {names.get(name, name): shape for name, shape in shapes.items()}
+def _parts_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> dict[str, Mapping[str, Tensor]]:
+    """Return which tensors of the files make up each tensor of the model. Raises ``ModelError`` when the files do not
+    fit the model."""
+    parts = dict(hub_parts(hf, named_tensors(hf)))
+    if HEAD not in parts and EMBEDDING not in infos and HEAD in infos:
+        parts[EMBEDDING] = {HEAD: parts[EMBEDDING][EMBEDDING]}
+    expected = {name: tuple(tensor.shape) for found in parts.values() for name, tensor in found.items()}
     for name, shape in expected.items():
         problem = None
         if name not in infos:
@@ -224,15 +233,18 @@ def _names_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
             problem = "mismatched keys"
         if problem is not None:
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: {problem}: {name}")
-    twin = {EMBEDDING, HEAD} if HEAD not in shapes else set()
+    twin = {EMBEDDING, HEAD} if HEAD not in parts else set()
     for name in sorted(infos.keys() - expected.keys() - twin):
         if not name.endswith("rotary_emb.inv_freq"):
             raise ModelError(f"model folder {str(folder)!r}: weights do not fit config.json: unexpected keys: {name}")
-    return names
+    return parts
 
 
 def _shard(model: OneForward, precision: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
-    """Shard each layer, and the rest with the root; all weights are freed after each pass."""
+    """Shard each layer, and the rest with the root; all weights are freed after each pass. Routers are gathered in
+    float32."""
+    for router in routers(model.hf):
+        fully_shard(router, mesh=mesh, reshard_after_forward=True)
     for layer in model.hf.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rollover.hf.weights import INDEX_FILE, read_weight_infos, weight_files
 from rollover.trainer.balancing import by_longest_first
+from rollover.trainer.hub_names import Parts, joined
 from rollover.trainer.world import World
 from rollover.weights.base import unmade
 
@@ -124,14 +126,38 @@ def fill_rows(world: World, wanted: Mapping[str, Tensor], stored: Mapping[str, P
         with safe_open(file, framework="pt") as opened:
             for name, own_name in inside:
                 target = wanted[name]
-                assert isinstance(target, DTensor), f"{name} is not sharded"
-                rows = local_rows(target, world)
-                local = target.to_local()
+                whole = slice(0, len(target))  # a buffer is not sharded
+                rows = local_rows(target, world) if isinstance(target, DTensor) else whole
+                local = target.to_local() if isinstance(target, DTensor) else target
                 assert local.shape[0] == rows.stop - rows.start, f"{name} is sharded in another way"
                 if rows.stop > rows.start:
                     with torch.no_grad():
                         local.copy_(opened.get_slice(own_name)[rows])
                 world.tick()
+
+
+def fill_joined(world: World, hf: Any, wanted: Mapping[str, Tensor], parts: Parts, stored: Mapping[str, Path]) -> None:
+    """Read only this rank's rows of tensors that files hold in parts, such as one for each expert.
+
+    Args:
+        wanted: sharded tensors by their names in the model ``hf``, each with several ``parts``.
+        stored: the file of each part by its name there.
+    """
+    for name, target in wanted.items():
+        assert isinstance(target, DTensor), f"{name} is not sharded"
+        rows, num, names = local_rows(target, world), len(target), list(parts[name])
+        own = [part for start in range(0, len(names), num) for part in names[start : start + num][rows]]
+        if own:
+            whole = joined(hf, name, {part: _read(stored[part], part) for part in own})
+            with torch.no_grad():
+                target.to_local().copy_(whole)
+        world.tick()
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _by_file(

@@ -10,15 +10,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rollover.errors import ConfigError
+from rollover.trainer.checks import SHARDED, check_suits
+from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.logprobs import response_logprobs
+from rollover.trainer.memory import training_memory
 from rollover.trainer.models import load_policy, named_weights, save_model
 from rollover.trainer.packing import pack
 from rollover.trainer.proof import prove
 from rollover.weights.base import specs_of
 from rollover.weights.sources import MemoryWeights
-from tests.trainer.builders import make_samples, separate_logprobs
+from tests.trainer.builders import make_batch, make_samples, separate_logprobs
+from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_families import config_of
+from tests.trainer.test_sharded import EPSILON, assert_alike, train
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
@@ -38,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2},
     "hunyuan_v1_moe": {"num_experts": 4},
 }
+
+SHARDED_FAMILIES = [family for family in FAMILIES if family in SHARDED]
 
 
 def make_experts(folder: Path, family: str = "qwen3_moe", **changes: Any) -> Any:
@@ -98,3 +106,70 @@ def test_one_tensor_is_cut_once_for_all_its_parts(tmp_path: Path, monkeypatch: p
     )
     assert len(specs_of(weights)) == len(dict(weights.items())) == 69
     assert len(cuts) == 4
+
+
+@pytest.mark.parametrize("family", SHARDED_FAMILIES)
+def test_two_and_three_ranks_train_and_save_what_one_process_does(
+    two: RankPool, three: RankPool, family: str, tmp_path: Path
+) -> None:
+    """Three ranks do not divide eight experts."""
+    make_experts(tmp_path, family)
+    given = [make_batch(step=step, num_groups=5) for step in range(2)]
+    settings = {"algorithm": "dapo", "micro_batch_tokens": 40}
+    alone = train(None, folder=tmp_path, given=given, **settings)
+    for pool in (two, three):
+        for other in pool.call(train, folder=tmp_path, given=given, **settings):
+            assert_alike(other, alone)
+
+
+def test_adapters_beside_attention_are_those_of_one_process_and_reach_engines_merged(
+    two: RankPool, tmp_path: Path
+) -> None:
+    make_experts(tmp_path)
+    given = [make_batch(step=step, num_groups=5) for step in range(2)]
+    lora = LoraConfig(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    settings = {"lora": lora, "learning_rate": 1e-2, "micro_batch_tokens": 40, "adam_epsilon": EPSILON}
+    alone = train(None, folder=tmp_path, given=given, **settings)
+    for other in two.call(train, folder=tmp_path, given=given, **settings):
+        assert_alike(other, alone, weights=5e-6)
+    before = load_file(tmp_path / "model.safetensors")
+    assert alone.weights.keys() == before.keys()
+    moved = {name for name, tensor in alone.weights.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.split(".")[-2] in lora.targets}
+
+
+def test_adapters_beside_experts_are_refused_by_name() -> None:
+    model = config_of("qwen3_moe", **FAMILIES["qwen3_moe"]).to_dict()
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: .* its attention alone: set it to \['q_proj',"):
+        check_suits(TrainerConfig(lora=LoraConfig()), model)
+
+
+def test_bfloat16_reaches_experts_and_leaves_routers_in_float32(two: RankPool, tmp_path: Path) -> None:
+    make_experts(tmp_path)
+    policy, seen = load_policy(tmp_path), {}
+    layer = policy.model.layers[0].mlp
+
+    def note(name: str) -> Any:
+        return lambda module, given, output: seen.update({name: output[0].dtype})
+
+    layer.gate.register_forward_hook(note("router"))
+    layer.experts.act_fn.register_forward_hook(lambda module, given, output: seen.update({"experts": output.dtype}))
+    (row,) = pack(make_samples(6), 1000)
+    response_logprobs(policy, row, 1.0, autocast=True).sum().backward()
+    assert seen == {"router": torch.float32, "experts": torch.bfloat16}
+    assert layer.experts.down_proj.grad.dtype == torch.float32
+    given = {"folder": tmp_path, "given": [make_batch(num_groups=5)]}
+    exact = train(None, **given).metrics[0]["grad_norm"]
+    halves = [two.call(train, **given, dtype="bfloat16")[0], train(None, **given, dtype="bfloat16")]
+    assert [half.metrics[0]["grad_norm"] for half in halves] == pytest.approx([exact] * 2, rel=0.05)
+
+
+def test_memory_counts_experts_of_all_layers() -> None:
+    config = config_of("deepseek_v3", **FAMILIES["deepseek_v3"], num_hidden_layers=6)
+    found = training_memory(
+        TrainerConfig(device="cpu"), config.to_dict(), max_prompt_tokens=9, max_response_tokens=9, batch_samples=4
+    )
+    config.first_k_dense_replace = 0
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    assert found.num_parameters == sum(parameter.numel() for parameter in model.parameters())

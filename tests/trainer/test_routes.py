@@ -1,0 +1,142 @@
+"""Routing replay: a model that is given the experts it chose computes the same, whatever the layout of its passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollover.errors import ConfigError, ModelError, RolloverError
+from rollover.trainer.checks import check_suits
+from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.logprobs import response_logprobs
+from rollover.trainer.models import load_policy
+from rollover.trainer.packing import TrainingSample, num_positions, pack
+from rollover.trainer.proof import prove_routes
+from rollover.types import Batch
+from tests.trainer.builders import make_batch, make_samples
+from tests.trainer.rank_pool import RankPool
+from tests.trainer.test_experts import FAMILIES, make_experts
+from tests.trainer.test_families import config_of
+from tests.trainer.test_sharded import assert_alike, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("experts")
+    make_experts(made)
+    return made
+
+
+@torch.no_grad()
+def routes_of(model: Any, sample: TrainingSample) -> tuple[bytes, ...]:
+    """The experts that ``model`` chooses where it predicts the tokens of a sample, alone."""
+    (row,) = pack([replace(sample, routes=())], 1000)
+    model.routes.taken = taken = {}
+    response_logprobs(model, row, 1.0)
+    model.routes.taken = None
+    ids_NS = torch.cat([taken[number] for number in sorted(taken)], dim=1)[len(sample.prompt_ids) - 1 :]
+    return tuple(bytes(ids) for ids in ids_NS.tolist())
+
+
+def logprobs(model: Any, samples: list[TrainingSample], budget: int = 64) -> torch.Tensor:
+    num = sum(len(sample.response_ids) for sample in samples)
+    out = torch.zeros(num)
+    for row in pack(samples, budget):
+        out = out.index_copy(0, row.token_T, response_logprobs(model, row, 1.0))
+    return out
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "phimoe"])
+def test_own_routes_change_nothing(family: str) -> None:
+    prove_routes(config_of(family, **FAMILIES[family]).to_dict())
+
+
+def test_a_model_that_chooses_in_another_way_is_refused() -> None:
+    with pytest.raises(ModelError, match="routes cannot be replayed in PhimoeSparseMoeBlock"):
+        prove_routes(config_of("phimoe", **FAMILIES["phimoe"]).to_dict())
+
+
+def test_siblings_each_follow_their_own_route_from_the_first_token_on(folder: Path) -> None:
+    """Routes of another model: the siblings share their prompt, whose last position predicts a first token of each."""
+    model, other = load_policy(folder), load_policy(folder)
+    with torch.no_grad():
+        for layer in other.model.layers:
+            layer.mlp.gate.weight.neg_()
+    samples = make_samples(9)
+    replayed = [replace(s, routes=routes_of(model if i % 2 else other, s)) for i, s in enumerate(samples)]
+    together = logprobs(model, replayed, budget=100)
+    alone = torch.cat([logprobs(model, [sample]) for sample in replayed])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert (together - logprobs(model, samples)).abs().max() > 0.1
+    for row in pack(replayed, 100):
+        assert len(row.input_ids_N) <= 100
+    assert num_positions(replayed, (0,)) == num_positions(samples, (0,))
+
+
+def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path) -> None:
+    model, again = load_policy(folder), load_policy(folder, gradient_checkpointing=True)
+    samples = [replace(s, routes=tuple(bytes([1, 5, 0, 7]) for _ in s.response_ids)) for s in make_samples(6)]
+    for policy in (model, again):
+        logprobs(policy, samples).sum().backward()
+    own = load_policy(folder)
+    logprobs(own, [replace(sample, routes=()) for sample in samples]).sum().backward()
+    for (name, one), other, without in zip(model.named_parameters(), again.parameters(), own.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+        assert not torch.equal(one.grad, without.grad), name
+
+
+def with_routes(batch: Batch, step: int) -> Batch:
+    """A batch whose tokens were routed in some way, all but one sample's."""
+    groups = []
+    for group in batch.groups:
+        trajectories = []
+        for t in group.trajectories:
+            (segment,) = t.segments
+            ids = [bytes([(7 * i + step) % 8, (7 * i + step + 3) % 8] * 2) for i in range(len(segment.token_ids))]
+            is_known = t.sample_id != batch.groups[0].trajectories[0].sample_id
+            trajectories.append(replace(t, segments=(segment._replace(routes=tuple(ids) if is_known else ()),)))
+        groups.append(replace(group, trajectories=tuple(trajectories)))
+    return replace(batch, groups=tuple(groups))
+
+
+LORA = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LORA, "learning_rate": 1e-2}], ids=["full", "adapters"])
+def test_ranks_replay_what_one_process_does(two: RankPool, folder: Path, settings: dict[str, Any]) -> None:
+    given = [with_routes(make_batch(step=step, num_groups=5), step) for step in range(2)]
+    settings = {**settings, "algorithm": "dapo", "micro_batch_tokens": 40, "replay_routes": True}
+    alone = train(None, folder=folder, given=given, **settings)
+    total = sum(t.num_tokens for g in given[0].groups for t in g.trajectories)
+    known = total - given[0].groups[0].trajectories[0].num_tokens
+    assert alone.metrics[0]["routes/replayed"] == known / total
+    for other in two.call(train, folder=folder, given=given, **settings):
+        assert_alike(other, alone, weights=5e-6)
+    off = train(None, folder=folder, given=given, **{**settings, "replay_routes": False})
+    assert off.metrics[0]["grad_norm"] != pytest.approx(alone.metrics[0]["grad_norm"], rel=1e-3)
+
+
+def test_ranks_that_share_rows_replay_their_own_positions(two: RankPool, folder: Path) -> None:
+    given = [with_routes(make_batch(num_groups=5), 0)]
+    settings = {"micro_batch_tokens": 40, "replay_routes": True}
+    alone = train(None, folder=folder, given=given, **settings)
+    for other in two.call(train, folder=folder, given=given, context_parallel=2, num_devices=2, **settings):
+        assert_alike(other, alone)
+
+
+def test_routes_of_another_model_are_refused(folder: Path) -> None:
+    model = load_policy(folder)
+    (sample,) = make_samples(3)[:1]
+    for route, message in ((bytes(6), "routes of 6 bytes are not of this model"), (bytes([8] * 4), "expert 8 of 8")):
+        given = replace(sample, routes=tuple(route for _ in sample.response_ids))
+        with pytest.raises(RolloverError, match=message):
+            logprobs(model, [given])
+
+
+def test_a_model_without_experts_has_no_routes() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.replay_routes = true, but a model of type 'qwen3' has no experts"):
+        check_suits(TrainerConfig(replay_routes=True), config_of("qwen3").to_dict())

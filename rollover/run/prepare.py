@@ -21,8 +21,10 @@ from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir, replace_json
 from rollover.run.engine import check_engine
 from rollover.run.trainers import check_devices, cluster_launcher
+from rollover.tasks.config import TasksConfig
+from rollover.tasks.episodes import demonstrations
 from rollover.tasks.open import eval_sources, held_out_texts, reply_end, train_source
-from rollover.tasks.prompt_source import PromptSource, examples
+from rollover.tasks.prompt_source import Example, PromptSource, examples
 
 NUM_TOKENIZER_TEXTS = 2000
 """Number of prompts, with their solutions, on which a tokenizer from scratch is trained."""
@@ -128,7 +130,7 @@ def _warm_up(config: RunConfig, base: Path, folder: Path, progress: Progress, me
 
     run_sft(
         base,
-        _Worked(source, tokenizer, end=reply_end(tokenizer, tasks), bare_answers=warmup.bare_answers),
+        _Worked(source, tokenizer, reply_end(tokenizer, tasks), warmup.bare_answers, tasks),
         warmup,
         output=folder,
         deterministic=config.deterministic,
@@ -149,9 +151,11 @@ class _Worked:
     tokenizer: Any
     end: int
     bare_answers: float
+    tasks: TasksConfig
 
-    def __iter__(self) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        return examples(self.source, self.tokenizer, end=self.end, bare_answers=self.bare_answers)
+    def __iter__(self) -> Iterator[Example]:
+        lessons = demonstrations(self.tasks, self.tokenizer, end=self.end)
+        return examples(self.source, self.tokenizer, end=self.end, bare_answers=self.bare_answers, lessons=lessons)
 
 
 def _warmup_seed(config: RunConfig) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment, environment_seed
+from rollover.environments.episodes.base import Action, EnvironmentSettings, read_outcome
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import row_arguments
+from rollover.tasks.prompt_source import Example
 from rollover.tasks.prompts import PromptEncoder
 from rollover.tasks.sources.base import SourceSettings
+from rollover.types import Prompt
 
 
 def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: Any) -> PromptEncoder:
@@ -55,6 +58,47 @@ def check_environment(config: SourceSettings, encoder: PromptEncoder | None) -> 
     except DataError as error:
         mend = '; set environment.tool_role = "user"' if environment.role == "tool" else ""
         raise DataError(f"{error}{mend}") from None
+
+
+class Demonstration:
+    """The lesson of an environment whose objects have ``demonstrate(row)``, which returns the turns of a good episode;
+    the answers between them are the environment's own.
+
+    Args:
+        end: the token that ends a turn.
+
+    Example: with the packaged calculator, the turns after ``12 + 34 - 5 =`` are ``12 + 34 =``, ``46 - 5 =`` and
+    ``#### 41``.
+    """
+
+    def __init__(self, config: EnvironmentSettings, writer: AnswerWriter, tokenizer: Any, *, end: int) -> None:
+        self._config = config
+        self._writer = writer
+        self._tokenizer = tokenizer
+        self._end = end
+
+    def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
+        live: Any = self._config.begin(prompt.columns, environment_seed(0, prompt))
+        turns = list(live.demonstrate(dict(prompt.columns)))
+        response, is_own = tuple[int, ...](), tuple[bool, ...]()
+        for text in turns[-1:] if is_bare else turns:
+            turn = (*self._tokenizer([text], add_special_tokens=False)["input_ids"][0], self._end)
+            outcome = read_outcome(live.step(Action(text=text, token_ids=turn)), self._config.role)
+            answer = () if outcome.done else self._writer.write(outcome.messages, self._end, prompt.columns)
+            response += (*turn, *answer)
+            is_own += (True,) * len(turn) + (False,) * len(answer)
+        live.close()
+        return prompt.token_ids, response, is_own
+
+
+def demonstrations(config: TasksConfig, tokenizer: Any, *, end: int) -> dict[str, Demonstration]:
+    """Return the lessons of the training sources whose environments give any."""
+    found = {}
+    for source in config.train:
+        if source.environment is not None and source.environment.demonstrates:
+            writer = AnswerWriter(encoder_of(source, config, tokenizer), source.name)
+            found[source.name] = Demonstration(source.environment, writer, tokenizer, end=end)
+    return found
 
 
 def open_environments(config: TasksConfig, tokenizer: Any, *, limit: Callable[[str], int], seed: int) -> EpisodeActor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from rollover.environments.rewards.base import RewardSpec
@@ -172,19 +173,44 @@ class EndlessSource(_DatasetSource):
         raise self._nothing_left(f"each of {_NUM_LANES} items in a row")
 
 
+Example = tuple[tuple[int, ...], tuple[int, ...]] | tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
+"""Prompt ids and response ids; for an episode also whether each response token is the model's own."""
+
+
+class Lesson(Protocol):
+    """Shows how an episode goes on a prompt.
+
+    Example: for a sum and a calculator, ``example(prompt, is_bare=False)`` has the operations, their results, which the
+    model does not learn to write, and the answer.
+    """
+
+    def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
+        """Return all turns and the answers between them; with ``is_bare``, the last turn alone."""
+        ...
+
+
 def examples(
-    source: PromptSource, tokenizer: Any, *, end: int, bare_answers: float = 0.0
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    source: PromptSource,
+    tokenizer: Any,
+    *,
+    end: int,
+    bare_answers: float = 0.0,
+    lessons: Mapping[str, Lesson] = MappingProxyType({}),
+) -> Iterator[Example]:
     """Yield (prompt ids, response ids) without end. Responses end with the token ``end``; a share ``bare_answers`` of
-    them, spread evenly over the examples, are cut down to their last line.
+    them, spread evenly over the examples, are cut down to their last line. ``lessons``: by source, in place of
+    solutions.
 
     Raises:
         DataError: a response thinks although its prompt has closed the thought.
     """
     for index in count():
-        prompt = source.prompt(index)
+        prompt, is_bare = source.prompt(index), _spread(index) < bare_answers
+        if prompt.source in lessons:
+            yield lessons[prompt.source].example(prompt, is_bare=is_bare)
+            continue
         text = source.solution(prompt)
-        if _spread(index) < bare_answers:
+        if is_bare:
             text = text.rsplit("\n", 1)[-1]
         if "<think>" in text and prompt.text.rstrip().endswith("</think>"):
             raise DataError(

@@ -39,8 +39,9 @@ from rollover.trainer.world import ALONE, World
 if TYPE_CHECKING:
     from rollover.trainer.sharded import ShardedPolicy
 
-Example = tuple[Sequence[int], Sequence[int]]
-"""Prompt ids and response ids; the response ends with the end token if the model should learn to stop."""
+Example = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[bool]]
+"""Prompt ids and response ids; the response ends with the end token if the model should learn to stop. For an episode
+also whether each response token is the model's own: only these are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class SFTTrainer:
         config, world, model = self._setup.config, self._world, self._policy.model
         with reporting_out_of_memory(config), deterministic_kernels(self._setup.deterministic):
             self._optimizer.zero_grad(set_to_none=True)
-            num_tokens = sum(len(s.response_ids) for s in samples)
+            num_tokens = sum(s.num_sampled for s in samples)
             rows, padding, _ = rows_of_rank(
                 samples,
                 range(len(samples)),
@@ -185,7 +186,7 @@ def _warmed_up(
     total_tokens, losses = 0, []
     for step in range(config.num_steps):
         samples = _take(source, config, step)
-        num_tokens = sum(len(s.response_ids) for s in samples)
+        num_tokens = sum(s.num_sampled for s in samples)
         loss, grad_norm = trainer.step(step, samples)
         losses.append(loss)
         total_tokens += num_tokens
@@ -216,7 +217,10 @@ def _take(source: Iterator[Example], config: SFTConfig, step: int) -> list[Train
             f"the examples ran out at step {step} of {config.num_steps}: "
             "lower sft.num_steps or sft.batch_size, or give more examples"
         )
-    return [TrainingSample(prompt_ids=tuple(p), response_ids=tuple(r)) for p, r in examples]
+    return [
+        TrainingSample(prompt_ids=tuple(prompt), response_ids=tuple(response), is_sampled=tuple(*is_own))
+        for prompt, response, *is_own in examples
+    ]
 
 
 _BATCH_BYTES = 2**28

@@ -168,6 +168,11 @@ class EnvironmentSettings(ABC):
         """Return whether an answer depends on earlier turns."""
         return True
 
+    @property
+    def demonstrates(self) -> bool:
+        """Return whether its episodes have ``demonstrate(row)``, which returns the turns that a warm-up teaches."""
+        return False
+
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """Return the descriptions of tools for the chat template."""
         return ()

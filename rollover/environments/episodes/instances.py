@@ -25,6 +25,8 @@ class ClassConfig(EnvironmentSettings):
     recorded turns are repeated, and each answer has to be what it was. Global random numbers (``random``, NumPy) are
     the episode's own, so they repeat too.
 
+    A supervised warm-up teaches the turns that ``demonstrate(row)`` returns, if there is this method.
+
     Example: ``factory = "mine:Maze"`` calls ``Maze()``, then ``reset({"size": 4}, seed=7)``, then ``step`` for each
     turn.
     """
@@ -40,6 +42,10 @@ class ClassConfig(EnvironmentSettings):
         EnvironmentSettings.__post_init__(self)
         if not re.fullmatch(r"[\w.]+:\w+", self.factory):
             raise ValueError(f"environment.factory must read 'module:Class', got {self.factory!r}")
+
+    @property
+    def demonstrates(self) -> bool:
+        return callable(getattr(load_function(self.factory), "demonstrate", None))
 
     def check(self) -> None:
         check_import(self.factory)
@@ -61,8 +67,9 @@ class ClassConfig(EnvironmentSettings):
 
 
 class _WithClose:
-    """An object of the user's, whether or not it has ``close``."""
+    """An object of the user's, whether or not it has ``close`` and ``demonstrate``."""
 
     def __init__(self, inner: Any) -> None:
         self.step = inner.step
         self.close = getattr(inner, "close", lambda: None)
+        self.demonstrate = getattr(inner, "demonstrate", None)

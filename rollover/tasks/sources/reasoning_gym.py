@@ -142,8 +142,16 @@ def _fold(value: int, steps: Sequence[tuple[str, int]]) -> Work:
 
 
 def _line(a: int, op: str, b: int) -> tuple[str, int]:
-    result = _OPERATIONS[op](a, b)
+    result = apply(op, a, b)
     return f"{a} {op} {b} = {result}", result
+
+
+def apply(op: str, a: int, b: int) -> int:
+    """Return the result of an operation.
+
+    Example: ``apply("%", 36, 24)`` is 12.
+    """
+    return _OPERATIONS[op](a, b)
 
 
 def _places(number: int) -> list[int]:

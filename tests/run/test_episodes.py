@@ -1,0 +1,164 @@
+"""Runs with episodes, from the command line to the weights: kills, resumes, evaluation and what a person sees."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.rollout.events import BatchConsumed, CheckpointSaved, Observed, SegmentEnded
+from rollover.types import FinishReason
+from tests import runs
+from tests.run.test_resume import succeeded
+from tests.runs import Cue, Processes
+
+GAME = """\
+import random, time
+
+class Digits:
+    "Answers each turn with a random digit, until the model has had three turns."
+    def __init__(self, slow_s=0.0):
+        self.slow_s = slow_s
+    def reset(self, row, seed):
+        self.letter, self.turns, self.draw = row["answer"], 0, random.random()
+    def step(self, action):
+        time.sleep(self.slow_s)
+        self.turns += 1
+        with open("log.txt", "a") as file:
+            file.write(f"{self.letter} {self.turns}\\n")
+        answer = f"{random.randint(0, 9)}{self.letter}="
+        return {"messages": answer, "reward": action.text.count(self.letter) / 8, "done": self.turns == 3}
+
+def lookup(letter: str) -> str:
+    '''Look a letter up.
+
+    Args:
+        letter: the letter
+    '''
+    return letter.upper()
+
+def calls(text):
+    return [("lookup", {"letter": text[-1:]})] if "4" in text else []
+"""
+TOML = """\
+steps = 6
+model.path = "model"
+[[tasks.train]]
+kind = "jsonl"
+name = "letters"
+path = "letters.jsonl"
+reward = { kind = "environment" }
+environment = { kind = "class", factory = "game:Digits", max_turn_tokens = 10, workers = 1 }
+[[tasks.eval]]
+kind = "jsonl"
+name = "unseen"
+path = "unseen.jsonl"
+reward = { kind = "environment" }
+environment = { kind = "class", factory = "game:Digits", max_turn_tokens = 10, workers = 1 }
+"""
+SIZES = (
+    *("--tasks.max_prompt_tokens", "16", "--rollout.max_new_tokens", "40", "--engine.kv_cache_bytes", "4194304"),
+    *("--rollout.rollout_batch_size", "4", "--rollout.group_size", "3", "--logging.progress", "off"),
+    *("--engine.max_running", "10", "--engine.block_size_tokens", "4", "--rollout.stop_strings", '["#", "7"]'),
+    *("--checkpoint.every_steps", "2"),
+)
+
+
+@pytest.fixture
+def processes(experiment: Path) -> Processes:
+    Path("game.py").write_text(GAME)
+    Path("run.toml").write_text(TOML)
+    return Processes(experiment)
+
+
+def trained(run: Path) -> list[object]:
+    found = [t for batch in runs.batches(run) for t in batch.trajectories]
+    return [
+        (t.sample_id, t.response_ids, t.rollout_logprobs, t.policy_versions, [o.text for o in t.observations], t.reward)
+        for t in found
+    ]
+
+
+def test_a_deterministic_run_of_episodes_ends_the_same_however_it_is_killed(processes: Processes) -> None:
+    argv = ["train", "run.toml", "--deterministic", "true", *SIZES]
+    succeeded(processes.run(*argv, "--run-dir", "whole"))
+    cues = [
+        Cue(SegmentEnded, 20),
+        Cue(Observed, 30, before=True),
+        Cue(BatchConsumed, 1),
+        Cue(Observed, 12),
+        Cue(CheckpointSaved, 1),
+    ]
+    for number, cue in enumerate(cues):
+        resumed = ["train", "--resume", "killed"] if number else [*argv, "--run-dir", "killed"]
+        assert processes.run(*resumed, kill_at=cue).code == -9
+    succeeded(processes.run("train", "--resume", "killed"))
+    assert trained(Path("killed")) == trained(Path("whole"))
+    assert runs.weights(Path("killed"), 6) == runs.weights(Path("whole"), 6)
+    turns = [t.num_turns for batch in runs.batches(Path("whole")) for t in batch.trajectories]
+    assert max(turns) == 3 and any(
+        t.policy_versions[0] != t.policy_versions[-1]
+        for b in runs.batches(Path("whole"))
+        for t in b.trajectories
+        if t.num_turns > 1
+    )
+
+
+def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(processes: Processes) -> None:
+    argv = ["train", "run.toml", "--tasks.train.0.environment.params.slow_s", "0.02", *SIZES]
+    for number, cue in enumerate([Cue(Observed, 15), Cue(SegmentEnded, 12), Cue(Observed, 9, before=True)]):
+        resumed = ["train", "--resume", "out"] if number else [*argv, "--run-dir", "out"]
+        assert processes.run(*resumed, kill_at=cue).code == -9
+    succeeded(processes.run("train", "--resume", "out"))
+    ledger = runs.ledger(Path("out"))
+    assert ledger.tokens.observed_in_batches > 0
+    answered = Counter[tuple[object, int]]()
+    ended = Counter[object]()
+    for event in runs.events(Path("out")):
+        if isinstance(event, SegmentEnded) and event.segment.finish_reason is FinishReason.TURN:
+            ended[event.sample_id] += 1
+        elif isinstance(event, Observed):
+            answered[event.sample_id, ended[event.sample_id]] += 1
+    assert max(answered.values()) == 1, "a turn has two answers"
+    seen = Counter(Path("log.txt").read_text().split("\n"))
+    assert seen, "the environment has acted"
+    assert cli.main(["samples", "out", "--show", "2"]) == 0
+
+
+def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = 'environment = { kind = "tools", functions = ["game:lookup"], parser = "game:calls", workers = 1 }'
+    config = re.sub(r"environment = .*", tools, TOML).replace(
+        '{ kind = "environment" }', '{ kind = "function", function = "game:score" }'
+    )
+    Path("run.toml").write_text(config)
+    with Path("game.py").open("a") as file:
+        file.write(
+            "def score(prompts, completions, answer, transcripts, **columns):\n"
+            "    turns = [m for m in transcripts[0] if m['role'] == 'assistant']\n"
+            "    assert completions[0] == turns[-1]['content']\n"
+            "    return [transcripts[0][-1]['content'].count(answer[0]) + len(turns) / 8]\n"
+        )
+    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "2", *SIZES]) == 0
+    assert cli.main(["eval", "out", "--logging.progress", "off"]) == 0
+    found = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    assert max(t.num_turns for t in found) > 1 and all(t.reward for t in found)
+    assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
+    capsys.readouterr()
+    assert cli.main(["samples", "out", "--sort", "length", "--show", "1"]) == 0
+    assert "⟦environment:" in capsys.readouterr().out
+    assert "the environment answered with" in Path("out/report.html").read_text()
+
+
+def test_a_broken_environment_is_named_before_anything_runs(
+    processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value, told in [
+        ("factory", "game:Digit", "no function 'Digit' in game"),
+        ("factory", "nowhere:Digits", "cannot import 'nowhere'"),
+        ("params.sides", "6", "environment.params do not fit game:Digits"),
+    ]:
+        assert cli.main(["train", "run.toml", "--dry-run", f"--tasks.train.0.environment.{key}", value, *SIZES]) == 2
+        assert told in capsys.readouterr().err

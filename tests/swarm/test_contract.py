@@ -22,7 +22,8 @@ from rollover.swarm.worker.joining import work_for
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 from tests.engine.contract import LONG, EngineContract, FullEngine, assert_wellformed, collect, request, tokens
-from tests.engine.models import saved, tiny_model
+from tests.engine.embedded.test_experts import chosen, routes_of
+from tests.engine.models import EXPERTS, saved, tiny_model
 from tests.swarm.test_worker_real import ENGINE, swarm
 
 CONTEXT = 16384
@@ -106,3 +107,16 @@ class TestASwarmInPushPullMode(TestASwarmInPullMode):
             assert all(len(names) == 1 for names in by) and set.union(*by) == {*self.workers}
 
         self.run(law)
+
+
+def test_workers_send_the_routes_of_their_engines(tmp_path: Path) -> None:
+    contract, model = TestASwarmInPullMode(), tiny_model("qwen3_moe", max_position_embeddings=CONTEXT, **EXPERTS)
+    contract.tmp_path, contract.model = tmp_path, saved(model, tmp_path / "model")
+
+    async def law(engine: FullEngine) -> None:
+        req = request("a", returns_routes=True, max_new_tokens=20)
+        chunks = await collect(engine, req)
+        assert [list(route) for route in routes_of(chunks)] == chosen(model, req, tokens(chunks))
+        assert routes_of(await collect(engine, request("b"))) == ()
+
+    contract.run(law)

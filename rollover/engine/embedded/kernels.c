@@ -116,8 +116,11 @@ static void rotate(const float *x, const float *weight, float r, const float *co
                    float *out, int64_t stride) {
     float normed[HEAD_DIM];
     for (int i = 0; i < HEAD_DIM; i++) normed[i] = weight ? x[i] * r * weight[i] : x[i];
-    for (int i = 0; !cosine && i < HEAD_DIM; i++) out[i * stride] = normed[i] * scale;
-    for (int i = 0; cosine && i < HALF; i++) {
+    if (!cosine) {
+        for (int i = 0; i < HEAD_DIM; i++) out[i * stride] = normed[i] * scale;
+        return;
+    }
+    for (int i = 0; i < HALF; i++) {
         out[i * stride] = (normed[i] * cosine[i] - normed[i + HALF] * sine[i]) * scale;
         out[(i + HALF) * stride] = (normed[i + HALF] * cosine[i] + normed[i] * sine[i]) * scale;
     }

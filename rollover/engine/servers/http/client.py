@@ -24,8 +24,9 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.http.answer import Reader, ServerBusy
 from rollover.errors import ConfigError, EngineError, EngineTimeout
 
-MAX_EVENT_CHARS = 1 << 24
-"""An event longer than this is no stream of tokens."""
+MAX_EVENT_CHARS = 1 << 27
+"""An event longer than this is no stream of tokens. SGLang's last one has 67 million for the routes of 32,768 tokens of
+Qwen3-30B-A3B."""
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 10.0
 
 T = TypeVar("T", bound=BaseModel)

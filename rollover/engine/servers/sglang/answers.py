@@ -154,6 +154,8 @@ class Meta(Answer):
     """The tokens among which each one was drawn."""
     output_token_sampling_logprobs: list[float] | None = None
     """Log-probs among these."""
+    routed_experts: str | None = None
+    """Experts of each row from ``routed_experts_start_len`` on, int32 in base64; in the last event of a call only."""
     weight_versions: list[WeightSpan] | None = None
     cached_tokens: Count | None = None
 

@@ -46,6 +46,7 @@ class SGLangConfig(ServerConfig):
         return DeclaredCapabilities(
             keeps_kv=keeps,
             gives_kept=True,
+            gives_routes=True,
             is_colocated=self.colocated,
             max_context_tokens=self.launched_context("--context-length"),
             context_key="--context-length in engine.launch_args",

@@ -32,7 +32,7 @@ from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
 from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.errors import EngineError
-from rollover.hf.config import read_config
+from rollover.hf.config import num_experts, read_config
 from rollover.types import AdapterShape
 
 DELIMITER = ";"
@@ -139,7 +139,13 @@ class SGLangDialect:
         """Send a call and stream what comes back. Tokens that come before any weights are sent are those of the label
         in force; others wait for the server's word."""
         shown = self._client.reader.shown
-        reply = Reply(call.request, label=call.label, incremental=self._is_incremental, shown=shown)
+        reply = Reply(
+            call.request,
+            label=call.label,
+            incremental=self._is_incremental,
+            num_experts=num_experts(read_config(self._model.path)),
+            shown=shown,
+        )
         num_sends, is_first = self.weights.num_sends, True
         stream = self._client.events(Generation, "/generate", self._body(call), call.patience)
         async with aclosing(stream) as events:
@@ -186,6 +192,7 @@ class SGLangDialect:
             "extra_key": call.label,
             "stream": True,
             **({"return_sampling_mask": True} if params.returns_kept else {}),
+            **({"return_routed_experts": True, **_from_last_row(request)} if params.returns_routes else {}),
             **self._adapter(),
         }
 
@@ -217,3 +224,8 @@ class SGLangDialect:
     def _rid(self, request_id: str) -> str:
         """Return the server's id of a call: no other one begins with it, and none is ever used again."""
         return f"{self._prefix}{request_id}{DELIMITER}"
+
+
+def _from_last_row(request: GenerateRequest) -> dict[str, int]:
+    """Return the setting that leaves out the rows before the one that gives the first token of the call."""
+    return {"routed_experts_start_len": len(request.prompt_ids) + len(request.response_ids) - 1}

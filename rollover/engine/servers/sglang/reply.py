@@ -12,6 +12,7 @@ which it was sent.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ from rollover.engine.servers.calls.call import Delta
 from rollover.engine.servers.sglang.answers import Generation, Meta, ReportedEnd, WeightSpan
 from rollover.errors import EngineError
 from rollover.kept_codec import encode_kept
+from rollover.routes import expert_bytes
 from rollover.types import FinishReason
 
 _NO_TOKENS = "Abort before prefill"
@@ -33,6 +35,7 @@ class Reply:
     Args:
         label: of the weights in force when the call was sent.
         incremental: events carry new tokens only.
+        num_experts: of a layer of the model.
         shown: makes a text of the server's fit for a message.
     """
 
@@ -42,12 +45,14 @@ class Reply:
         *,
         label: str,
         incremental: bool,
+        num_experts: int = 0,
         shown: Callable[[str], str] = str,
     ) -> None:
         self._request = request
         self._label = label
         self._shown = shown
         self._incremental = incremental
+        self._num_experts = num_experts
         self._held: list[tuple[int, float, bytes]] = []
         """Tokens that have come and are not labelled yet."""
         self._num_labelled = 0
@@ -72,9 +77,12 @@ class Reply:
             self._refuse_failure(reason)
         if reason is None or not (reason.message or "").startswith(_NO_TOKENS):
             self._take(event)
+        wants_routes = self._request.params.returns_routes
         if reason is not None:
-            return self._labelled(_spans(meta, self.num_tokens, self._shown), self._finish_reason(reason))
-        if not certain or not self._held:
+            spans = _spans(meta, self.num_tokens, self._shown)
+            routes = self._routes(meta, spans) if wants_routes and self.num_tokens else ()
+            return self._labelled(spans, self._finish_reason(reason), routes)
+        if not certain or not self._held or wants_routes:  # routes come last
             return []
         return self._labelled([WeightSpan(version=self._label, start=0, end=self.num_tokens)], None)
 
@@ -107,8 +115,35 @@ class Reply:
         kept = encode_kept(counts, np.array([token for mask in masks for token in mask], dtype=np.int64))
         return list(zip(ids, logprobs, kept, strict=True))
 
-    def _labelled(self, spans: list[WeightSpan], reason: FinishReason | None) -> list[Delta]:
-        """Return all that is held, cut where the weights changed; ``reason`` goes with the last piece."""
+    def _routes(self, meta: Meta, spans: list[WeightSpan]) -> tuple[bytes, ...]:
+        """Return the route of each token of the reply, whose rows the server gives."""
+        if meta.routed_experts is None:
+            raise EngineError(
+                f"{self._name}: the server does not return the experts that it chose: start it with"
+                " --enable-return-routed-experts (engine.launch_args)"
+            )
+        if len({span.version for span in spans}) > 1:
+            raise EngineError(
+                f"{self._name}: its weights changed while it ran, after which the server returns the experts of the new"
+                " weights for tokens that the old ones sampled: use a strategy that stops for new weights"
+            )
+        try:
+            ids = np.frombuffer(b64decode(meta.routed_experts, validate=True), dtype="<i4")
+        except ValueError as e:
+            raise EngineError(f"{self._name}: the server sent experts that cannot be read: {e}") from None
+        if len(ids) % self.num_tokens or ids.min(initial=0) < 0 or ids.max(initial=0) >= self._num_experts:
+            raise EngineError(
+                f"{self._name}: the server sent {len(ids)} ids from {ids.min(initial=0)} to {ids.max(initial=0)} as the"
+                f" experts of {self.num_tokens} tokens of a model with {self._num_experts} experts"
+            )
+        rows = ids.reshape(self.num_tokens, -1).astype(f"<u{expert_bytes(self._num_experts)}")
+        return tuple(row.tobytes() for row in rows)
+
+    def _labelled(
+        self, spans: list[WeightSpan], reason: FinishReason | None, routes: tuple[bytes, ...] = ()
+    ) -> list[Delta]:
+        """Return all that is held, cut where the weights changed; ``reason`` goes with the last piece. Routes come with
+        a whole reply, of one piece."""
         pieces = []
         for span in spans:
             old, new = max(span.start, self._num_labelled), span.end
@@ -126,6 +161,7 @@ class Reply:
                 token_ids=tuple(token for token, *_ in tokens),
                 logprobs=tuple(logprob for _, logprob, _ in tokens),
                 kept=tuple(kept for *_, kept in tokens) if self._request.params.returns_kept else (),
+                routes=routes,
                 finish_reason=reason if number == len(pieces) else None,
                 label=label,
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollover.engine.servers.http.answer import Reader
@@ -34,8 +36,8 @@ def spans(*parts: tuple[str, int, int]) -> list[dict[str, Any]]:
     return [{"version": version, "start": start, "end": end} for version, start, end in parts]
 
 
-def reply(*, incremental: bool = False, **asked: Any) -> Reply:
-    return Reply(request("a", **asked), label="3", incremental=incremental)
+def reply(*, incremental: bool = False, num_experts: int = 0, **asked: Any) -> Reply:
+    return Reply(request("a", **asked), label="3", incremental=incremental, num_experts=num_experts)
 
 
 def tokens_of(deltas: list[Any]) -> list[tuple[tuple[int, ...], int | None]]:
@@ -202,3 +204,33 @@ def test_kept_sets_come_with_their_own_log_probs(incremental: bool) -> None:
 def test_tokens_without_the_kept_sets_that_were_asked_for_are_refused() -> None:
     with pytest.raises(EngineError, match=r"2 tokens with 0 kept sets and 0 log-probs .* SGLang 0\.5\.23 or later"):
         reply(top_k=3, returns_kept=True).read(event(2, IDS[:2]), certain=True)
+
+
+def as_sent(ids: list[list[int]]) -> str:
+    return b64encode(np.array(ids, dtype="<i4").tobytes()).decode()
+
+
+@pytest.mark.parametrize(("num_experts", "width"), [(256, "B"), (257, "H")])
+def test_routes_come_with_the_whole_reply(num_experts: int, width: str) -> None:
+    stream = reply(returns_routes=True, num_experts=num_experts)
+    assert stream.read(event(2, IDS[:2]), certain=True) == []
+    ids = [[0, 255, 3, 4], [9, 8, 7, 6], [1, 2, 3, 4]]
+    last = {"weight_versions": spans(("3", 0, 3)), "routed_experts": as_sent(ids)}
+    [delta] = stream.read(event(3, IDS[:3], {"type": "abort"}, **last), certain=True)
+    assert delta.token_ids == IDS[:3] and delta.finish_reason is FinishReason.ABORT
+    assert [memoryview(route).cast(width).tolist() for route in delta.routes] == ids
+
+
+@pytest.mark.parametrize(
+    ("meta", "reason"),
+    [
+        ({"weight_versions": spans(("3", 0, 2))}, "start it with --enable-return-routed-experts"),
+        ({"weight_versions": spans(("3", 0, 1), ("4", 1, 2)), "routed_experts": as_sent([[0], [1]])}, "stops for new"),
+        ({"weight_versions": spans(("3", 0, 2)), "routed_experts": as_sent([[0, 1, 2]])}, "3 ids .* of 2 tokens"),
+        ({"weight_versions": spans(("3", 0, 2)), "routed_experts": as_sent([[0], [8]])}, "with 8 experts"),
+    ],
+)
+def test_routes_that_cannot_be_those_of_the_tokens_are_refused(meta: dict[str, Any], reason: str) -> None:
+    stream = reply(returns_routes=True, num_experts=8)
+    with pytest.raises(EngineError, match=reason):
+        stream.read(event(2, IDS[:2], {"type": "abort"}, **meta), certain=True)

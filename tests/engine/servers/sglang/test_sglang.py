@@ -93,6 +93,15 @@ async def test_kept_sets_are_asked_for_and_missed(folder: Path) -> None:
     assert body["return_sampling_mask"] is True
 
 
+async def test_routes_are_asked_for_from_the_row_before_the_first_token(folder: Path) -> None:
+    async with serving(folder) as (engine, server):
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            await collect(engine, request("a", returns_routes=True, response_ids=(8, 9)))
+    [body] = bodies(server, "/generate")
+    assert body["return_routed_experts"] is True
+    assert body["routed_experts_start_len"] == len(body["input_ids"]) - 1
+
+
 async def test_a_resumed_call_sends_ids_and_the_remaining_budget(folder: Path) -> None:
     async with serving(folder) as (engine, server):
         await collect(engine, request("a", max_new_tokens=50))

@@ -245,7 +245,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     if config.trainer.replay_routes and not can.gives_routes:
         yield (
             f"trainer.replay_routes = true, but engine.kind {engine.kind!r} does not return the experts that it chose:"
-            " use engine.kind 'embedded' or 'embedded_server', or set it to false"
+            " use engine.kind 'embedded', 'embedded_server' or 'sglang', or set it to false"
         )
     running = rollout.strategy.num_running if isinstance(rollout.strategy, NumRunning) else None
     if running is not None and can.max_running is not None and running > can.max_running:

@@ -6,6 +6,7 @@ file is forced to disk, and by the clock; and it is resumed in between, or begun
 every kill the journal is folded and conservation proved. When the run is over:
 
 * each step was trained, each group at most once, no token older than the bound allows;
+* no turn of an episode has two answers;
 * every token that any of its processes wrote down as decoded was trained, is accounted for as waste, or is live;
 * the newest checkpoints are there, as many as the default keeps, and whole;
 * a deterministic run has the weights and the batches of one that nobody killed, bit for bit.
@@ -28,6 +29,7 @@ from rollover.rollout.journal import read_events
 from rollover.rollout.strategies import STRATEGIES
 from rollover.run.loading import load
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest, verify_files
+from rollover.types import FinishReason
 from tests import runs
 from tests.runs import Cue, Outcome, Processes
 
@@ -61,6 +63,24 @@ learning_rate = 3e-3
 every_steps = 2
 """
 """Sizes, and what has no default."""
+GAME = """\
+import random
+
+class Digits:
+    def reset(self, row, seed):
+        self.turns = 0
+    def step(self, action):
+        self.turns += 1
+        return {"messages": f"{random.randint(0, 9)}=", "reward": len(action.text) / 20, "done": self.turns == 4}
+"""
+"""An environment that needs its own random numbers and every turn to answer as before."""
+
+_ENVIRONMENT = "--tasks.train.0.environment"
+_EPISODES = (
+    *(f"{_ENVIRONMENT}.kind", "class", f"{_ENVIRONMENT}.factory", "letter_game:Digits"),
+    *(f"{_ENVIRONMENT}.max_turn_tokens", "14", f"{_ENVIRONMENT}.workers", "1"),
+    *("--tasks.train.0.reward.kind", "environment", "--rollout.stop_strings", '["#", "7", "a"]'),
+)
 
 _WAYS = {"event": 0.45, "flush": 0.2, "clock": 0.35}
 _EVENTS: dict[type[recorded.Event], int] = {
@@ -68,6 +88,7 @@ _EVENTS: dict[type[recorded.Event], int] = {
     recorded.SampleStarted: 30,
     recorded.SegmentEnded: 50,
     recorded.SampleScored: 24,
+    recorded.Observed: 40,
     recorded.BatchConsumed: 4,
     recorded.VersionPublished: 4,
     recorded.CheckpointSaved: 2,
@@ -85,10 +106,12 @@ class Case:
     deterministic: bool = False
     adapters: bool = False
     """Adapters are trained, and published alone."""
+    episodes: bool = False
+    """An environment answers each turn."""
 
     @property
     def name(self) -> str:
-        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters
+        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters + "-episodes" * self.episodes
         return f"{self.strategy}-{self.unit}{ends}"
 
     @property
@@ -98,6 +121,7 @@ class Case:
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
+            *(_EPISODES if self.episodes else ()),
         )
 
 
@@ -108,7 +132,8 @@ def cases() -> list[Case]:
         for unit in ("group", "sample"):
             made.append(Case(strategy=strategy, unit=unit))
             made += [] if config().overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
-    return made
+    made += [Case(strategy=name, episodes=True) for name in ("april", "bounded_async")]
+    return [*made, Case(strategy="april", deterministic=True, episodes=True)]
 
 
 @dataclass(slots=True)
@@ -142,6 +167,7 @@ def kill_and_resume(case: Case, model: Path, folder: Path, *, num_kills: int, se
     folder.mkdir(parents=True)
     runs.write_experiment(folder, model)
     (folder / "run.toml").write_text(CONFIG)
+    (folder / "letter_game.py").write_text(GAME)
     whole, began_s = folder / "whole", time.monotonic()
     _succeeded(processes.run("train", "run.toml", "--run-dir", "whole", *case.argv))
     whole_s = time.monotonic() - began_s
@@ -209,6 +235,15 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
     assert tokens.decoded == sum(_decoded(run)), "a token that was decoded is not in the account"
     assert tokens.decoded == tokens.trained + tokens.wasted.total() + tokens.live
     assert not ledger.running, "a sample of a finished run is running"
+    turns = Counter[tuple[object, int]]()
+    ended = Counter[object]()
+    for event in runs.events(run):
+        if isinstance(event, SegmentEnded):
+            ended[event.sample_id] += event.segment.finish_reason is FinishReason.TURN
+        elif isinstance(event, recorded.Observed):
+            turns[event.sample_id, ended[event.sample_id]] += 1
+    assert not turns or max(turns.values()) == 1, "a turn has two answers"
+    assert bool(turns) is case.episodes
     kept = list_checkpoints(run / "checkpoints")
     assert [path.name for path in kept] == [f"step_{STEPS - 2}", f"step_{STEPS}"], "other checkpoints than the default"
     for checkpoint in kept:
@@ -234,4 +269,4 @@ def _sampled(run: Path) -> Iterator[Any]:
     """All that was trained, but not when it was decoded."""
     for batch in runs.batches(run):
         for t in batch.trajectories:
-            yield t.sample_id, t.token_ids, t.rollout_logprobs, t.policy_versions, t.reward
+            yield t.sample_id, t.response_ids, t.rollout_logprobs, t.policy_versions, t.reward

@@ -76,7 +76,7 @@ class Digits:
 """An environment that needs its own random numbers and every turn to answer as before."""
 
 _ENVIRONMENT = "--tasks.train.0.environment"
-_EPISODES = (
+EPISODES = (
     *(f"{_ENVIRONMENT}.kind", "class", f"{_ENVIRONMENT}.factory", "letter_game:Digits"),
     *(f"{_ENVIRONMENT}.max_turn_tokens", "14", f"{_ENVIRONMENT}.workers", "1"),
     *("--tasks.train.0.reward.kind", "environment", "--rollout.stop_strings", '["#", "7", "a"]'),
@@ -121,7 +121,7 @@ class Case:
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
-            *(_EPISODES if self.episodes else ()),
+            *(EPISODES if self.episodes else ()),
         )
 
 

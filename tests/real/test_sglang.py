@@ -44,6 +44,7 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.contract import request as call
 from tests.engine.servers.vllm.kit import model_folder
+from tests.kills import EPISODES, GAME
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
@@ -516,9 +517,9 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
 # -- a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [("april",), ("bounded_async", "--rollout.max_staleness", "1")])
+@pytest.mark.parametrize("strategy", [("april", *EPISODES), ("bounded_async", "--rollout.max_staleness", "1")])
 def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path, strategy: tuple[str, ...]) -> None:
-    """With ``bounded_async``, weights come under running samples."""
+    """With ``bounded_async``, weights come under running samples; with ``april``, responses are episodes."""
     model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
     with runs.working_in(tmp_path, model):
         before, _, after = Path("run.toml").read_text().partition("[engine]")
@@ -533,6 +534,7 @@ def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
         lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
+        Path("letter_game.py").write_text(GAME)
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.
         options = (*EVERY_VERSION, "--rollout.max_new_tokens", "100", "--rollout.strategy", *strategy)
@@ -544,3 +546,4 @@ def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path
         assert max(v for t in trajectories for v in t.policy_versions) >= 2
         assert largest_logprob_error(run, model, trajectories) < TOLERANCE
         assert any(t.num_resumes or len(t.segments) > 1 for t in trajectories)
+        assert (max(t.num_turns for t in trajectories) > 1) is (strategy[0] == "april")

@@ -13,6 +13,7 @@ from rollover.rollout.events import BatchConsumed, CheckpointSaved, Observed, Se
 from rollover.types import FinishReason
 from tests import runs
 from tests.run.test_resume import succeeded
+from tests.run.test_train import EVERY_VERSION, LOGPROB_TOLERANCE, largest_logprob_error
 from tests.runs import Cue, Processes
 
 GAME = """\
@@ -141,10 +142,12 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
             "    assert completions[0] == turns[-1]['content']\n"
             "    return [transcripts[0][-1]['content'].count(answer[0]) + len(turns) / 8]\n"
         )
-    assert cli.main(["train", "run.toml", "--run-dir", "out", "--steps", "2", *SIZES]) == 0
+    argv = ["train", "run.toml", "--run-dir", "out", "--steps", "2", *SIZES[:-2], *EVERY_VERSION]
+    assert cli.main(argv) == 0
     assert cli.main(["eval", "out", "--logging.progress", "off"]) == 0
     found = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
     assert max(t.num_turns for t in found) > 1 and all(t.reward for t in found)
+    assert largest_logprob_error(Path("out"), Path("model"), found) < LOGPROB_TOLERANCE
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
     capsys.readouterr()
     assert cli.main(["samples", "out", "--sort", "length", "--show", "1"]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.cluster.config import ClusterConfig
-from rollover.hf.config import read_model_config
+from rollover.hf.config import MODEL_CLASSES, read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import number_format
 from rollover.report.progress import Progress
@@ -82,20 +82,17 @@ def check_devices(config: RunConfig) -> list[str]:
     """Return what a user should know about the trainer's devices. This loads nothing, and so comes before the warm-up.
 
     Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model, ``ModelError``
-    for a model whose routes cannot be replayed.
+    for a model that cannot be trained or whose routes cannot be replayed.
     """
     model = model_shape(config)
     sections = [section for section in (config.sft, config.trainer) if section is not None]
     for section in sections:
         check_suits(section, model)
-    if config.trainer.replay_routes:
-        from rollover.trainer.proof import prove_routes
-
-        prove_routes(model)
+    lines = [] if model["model_type"] in MODEL_CLASSES else [*_proved(config, model)]
     if config.cluster is not None:
-        lines = _check_cluster(config.cluster, sections)
+        lines += _check_cluster(config.cluster, sections)
     else:
-        lines = [line for section in sections for line in _check_machine(section)]
+        lines += [line for section in sections for line in _check_machine(section)]
     shared = [section for section in sections if section.context_parallel > 1]
     return lines + [
         f"{section.role}: each pass is shared by {section.context_parallel} devices, along the sequence"
@@ -118,6 +115,17 @@ def model_shape(config: RunConfig) -> Mapping[str, Any]:
         return config.model.scratch.model_config(config.model.scratch.vocab_size)
     assert config.model.path is not None
     return read_model_config(resolve_model(config.model.path, weights=False), weights=False)
+
+
+def _proved(config: RunConfig, model: Mapping[str, Any]) -> Iterator[str]:
+    from transformers import AutoConfig
+
+    from rollover.trainer.proof import prove, prove_routes
+
+    if prove(AutoConfig.for_model(**model)) == "padded":
+        yield f"trainer: a pass takes samples of model_type {model['model_type']!r} one by one, without shared prompts"
+    if config.trainer.replay_routes:
+        prove_routes(model)
 
 
 def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:

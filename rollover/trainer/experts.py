@@ -33,6 +33,10 @@ class RowRoutes:
     is_known_N: Tensor
     """False for positions without a route, whose experts the model chooses."""
 
+    def of_positions(self, index_M: Tensor) -> RowRoutes:
+        """Return the routes of some of the positions."""
+        return RowRoutes(bytes_NB=self.bytes_NB[index_M], is_known_N=self.is_known_N[index_M])
+
 
 class Routes:
     """The experts that the layers of a model take: their own choice or a given one, whose scores are computed as ever.
@@ -96,7 +100,7 @@ class _Choice(TorchFunctionMode):
 def prepare_experts(model: Any) -> None:
     """Let routers compute in float32, products of experts follow autocast, and choices follow ``model.routes``."""
     layers = {int(re.search(r"\d+", name)[0]): layer for name, layer in _expert_layers(model)}  # type: ignore[index]
-    model.routes = Routes(layers, model.config.num_hidden_layers)
+    model.routes = Routes(layers, getattr(model.config, "num_hidden_layers", 0))
     for number, layer in layers.items():
         for router in routers(layer):
             router.float().forward = _in_float32(router.forward)

@@ -162,6 +162,8 @@ def all_logprobs(
 def response_hidden(model: Any, row: PackedRow) -> Tensor:
     """Return the last hidden states ``[T, D]`` at the predicting positions; only this rank's if several share the
     row."""
+    if model.is_padded:
+        return _padded_hidden(model, row)
     own = row.share or row
     model.routes.given = row.routes if row.share is None or row.routes is None else row.share.own_routes(row.routes)
     hidden_ND = model.base_model(
@@ -172,6 +174,18 @@ def response_hidden(model: Any, row: PackedRow) -> Tensor:
         packed_row=row,
     ).last_hidden_state[0]
     hidden_TD: Tensor = hidden_ND.index_select(0, own.predict_T)
+    return hidden_TD
+
+
+def _padded_hidden(model: Any, row: PackedRow) -> Tensor:
+    """Return the last hidden states of a model to which each sample is a line of its own, ``L`` positions wide."""
+    found = []
+    for positions_SL in row.buckets:
+        if row.routes is not None:
+            model.routes.given = row.routes.of_positions(positions_SL.view(-1))
+        block_SLD = model.base_model(input_ids=row.input_ids_N[positions_SL], use_cache=False).last_hidden_state
+        found.append(block_SLD.flatten(0, 1))
+    hidden_TD: Tensor = torch.cat(found).index_select(0, row.unpad_N[row.predict_T])
     return hidden_TD
 
 

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
-from rollover.trainer.attention import PACKED_ATTENTION
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.experts import prepare_experts
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
 from rollover.trainer.models import recompute_layers
 from rollover.trainer.packing import PackedRow, TrainingSample, pack
+from rollover.trainer.proof import attention_of, prove
 
 _TRACED_LAYERS = (2, 3)
 _FLOAT32_BYTES = 4
@@ -180,11 +180,14 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
     dtype = torch.float32 if config.lora is None else base_dtype
     if _gathers_halves(config):
         dtype = torch.bfloat16
+    with unset_fake_temporarily():
+        layout = prove(AutoConfig.for_model(**model))
     with unset_fake_temporarily(), torch.device("meta"):
         shape = AutoConfig.for_model(
             **{**model, "layer_types": None, **{k: _ALIKE[k] for k in _ALIKE.keys() & model.keys()}}
         )
-        network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=PACKED_ATTENTION, dtype=dtype)
+        network: Any = AutoModelForCausalLM.from_config(shape, attn_implementation=attention_of(layout), dtype=dtype)
+        network.is_padded = layout == "padded"
         if config.lora is not None:
             with_adapters(network, adapter_settings(network, config.lora, base=Path()), seed=0)
         prepare_experts(network)

@@ -24,7 +24,7 @@ from rollover.hf.config import read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.trainer.experts import Routes, prepare_experts
 from rollover.trainer.hub_names import hub_weights, named_tensors
-from rollover.trainer.proof import prove
+from rollover.trainer.proof import attention_of, prove
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,11 +54,9 @@ def load_policy(
     """
     from transformers import AutoModelForCausalLM
 
-    from rollover.trainer.attention import PACKED_ATTENTION
-
     folder = resolve_model(name)
     read_model_config(folder)
-    prove(_transformers_config(folder))
+    layout = prove(_transformers_config(folder))
     try:
         with _quiet_transformers():
             model: Any
@@ -66,7 +64,7 @@ def load_policy(
             model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
                 folder,
                 dtype=dtype or torch.float32,
-                attn_implementation=PACKED_ATTENTION,
+                attn_implementation=attention_of(layout),
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
@@ -82,6 +80,7 @@ def load_policy(
         )
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # as in the weights, which override the config
+    model.is_padded = layout == "padded"
     prepare_experts(model)
     if gradient_checkpointing:
         recompute_layers(model)

@@ -1,8 +1,9 @@
-"""Proves that packed rows give a model's own log-probs, before anything is trained.
+"""Proves that rows of several samples give a model's own log-probs, before anything is trained.
 
 A decoder may look along the whole row in a way that packing does not reproduce: a recurrent state, a convolution, a
 bias by position. So a model of a family that the tests do not cover computes the log-probs of a few samples twice:
-packed into one row, and each alone with the attention of transformers. A small model with the same settings and a layer
+packed into one row, and each alone with the attention of transformers. If these differ, the samples are tried as lines
+of their own, padded on the right, where a causal model does not look. A small model with the same settings and a layer
 of each kind does, because windows are then short enough to matter.
 """
 
@@ -12,7 +13,7 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,28 +33,42 @@ _LENGTHS = ((5, 22), (5, 9), (7, 13), (1, 1))
 """Tokens of prompt and response of the samples. The first two share their prompt; the longest exceeds the window."""
 
 
-def prove(config: Any) -> None:
-    """Prove that a model of this config can be packed.
+Layout = Literal["packed", "padded"]
+"""Samples share a row, or each is a line of its own."""
+
+
+def attention_of(layout: Layout) -> str | None:
+    """Return the attention of transformers with which a model runs rows; ``None`` for the model's own."""
+    return PACKED_ATTENTION if layout == "packed" else None
+
+
+def prove(config: Any) -> Layout:
+    """Prove that a model of this config can be trained, and return how.
 
     Args:
         config: of transformers.
 
     Raises:
-        ModelError: packed rows and separate ones differ, or the model takes no packed rows.
+        ModelError: packed rows and padded ones differ from separate samples, or the model takes neither.
     """
     if config.model_type in MODEL_CLASSES and not _has_windows(config.to_dict()):
-        return
-    name = f"model_type {config.model_type!r}"
-    try:
-        difference = largest_difference(_small(config))
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name} cannot be trained: it does not take packed rows ({reason})") from error
-    if not difference <= BOUND:
-        raise ModelError(
-            f"{name} cannot be trained: log-probs of packed rows differ from those of separate ones by {difference:.2g}"
-            f" nats, and {BOUND:g} is allowed"
+        return "packed"
+    found = []
+    for layout in get_args(Layout):
+        try:
+            difference, token = largest_difference(_small(config), layout)
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            found.append(f"it does not take {layout} rows ({reason})")
+            continue
+        if difference <= BOUND:
+            return layout
+        found.append(
+            f"log-probs of {layout} rows differ from those of separate samples by {difference:.2g} nats at token"
+            f" {token} of a response"
         )
+    reasons = ", and ".join(found)
+    raise ModelError(f"model_type {config.model_type!r} cannot be trained: {reasons}; {BOUND:g} nats are allowed")
 
 
 @torch.no_grad()
@@ -62,7 +77,8 @@ def prove_routes(config: Mapping[str, Any]) -> None:
     ``ModelError``."""
     from transformers import AutoConfig
 
-    model = _model(_small(AutoConfig.for_model(**config)))
+    shape = AutoConfig.for_model(**config)
+    model = _model(_small(shape), prove(shape))
     row, _ = _row()
     taken: dict[int, Tensor] = {}
     model.routes.taken = taken
@@ -78,24 +94,31 @@ def prove_routes(config: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-def largest_difference(config: Any) -> float:
-    """Return the largest difference between the log-probs of packed and of separate samples, in nats."""
-    model = _model(config)
+def largest_difference(config: Any, layout: Layout) -> tuple[float, int]:
+    """Return the largest difference between the log-probs of samples together and alone, in nats, and the place of its
+    token in its response."""
+    model = _model(config, layout)
     row, samples = _row()
     packed = torch.empty(len(row.token_T)).index_copy_(0, row.token_T, response_logprobs(model, row, 1.0))
-    model.set_attn_implementation("eager")
+    if layout == "packed":
+        model.set_attn_implementation("eager")
     alone = torch.cat([_alone(model, sample) for sample in samples])
-    return float((packed - alone).abs().max())
+    place = int((packed - alone).abs().nan_to_num(torch.inf).argmax())
+    places = [place for sample in samples for place in range(len(sample.response_ids))]
+    return float((packed - alone).abs()[place]), places[place]
 
 
-def _model(config: Any) -> Any:
+def _model(config: Any, layout: Layout) -> Any:
     """Return a model with peaked attention."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention_of(layout), dtype=torch.float32
+        )
     model.eval()
+    model.is_padded = layout == "padded"
     prepare_experts(model)
     for key, weight in model.named_parameters():
         if any(part in key for part in ("q_proj", "k_proj", "qkv", "query_key_value")):

@@ -197,6 +197,7 @@ def _without_storage(folder: Path, infos: Mapping[str, TensorInfo], dtype: torch
             hf = make(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
+    hf.is_padded = False
     if config.tie_word_embeddings:
         hf.lm_head.weight = hf.model.embed_tokens.weight
     return hf.eval()

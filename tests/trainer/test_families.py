@@ -23,7 +23,9 @@ FAMILIES = (
     *("glm", "glm4", "gemma", "gemma2", "gemma3_text", "granite", "cohere", "cohere2", "exaone4", "starcoder2"),
     *("nanochat", "gpt_neox", "helium", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "arcee", "vaultgemma"),
 )
-REFUSED = ("stablelm", "nemotron", "bloom", "opt", "gpt2")
+CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+PADDED: dict[str, dict[str, Any]] = {"stablelm": {}, "nemotron": {}, "bloom": {"n_head": 4}, "lfm2": CONVOLVED}
+REFUSED = ("opt", "gpt2")
 
 
 def config_of(family: str, **changes: Any) -> Any:
@@ -46,20 +48,35 @@ def config_of(family: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_packed_exactly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollover.trainer.proof.MODEL_CLASSES", {})
-    prove(config_of(family))
+    assert prove(config_of(family)) == "packed"
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_cannot_be_packed_is_refused(family: str) -> None:
-    reason = "log-probs of packed rows differ" if family == "bloom" else "it does not take packed rows"
-    with pytest.raises(ModelError, match=f"model_type '{family}' cannot be trained: {reason}"):
-        prove(config_of(family) if family != "bloom" else AutoConfig.for_model("bloom", hidden_size=32, n_head=4))
+    found = "it does not take packed rows .*, and it does not take padded rows"
+    with pytest.raises(ModelError, match=f"model_type '{family}' cannot be trained: {found}"):
+        prove(config_of(family))
 
 
-def test_convolutions_along_the_row_are_refused() -> None:
-    kinds = ["conv", "full_attention", "conv", "full_attention"]
-    with pytest.raises(ModelError, match=r"cannot be trained: log-probs of packed rows differ .* by \d"):
-        prove(config_of("lfm2", num_hidden_layers=4, layer_types=kinds))
+@pytest.mark.parametrize("family", PADDED)
+def test_what_is_not_packed_exactly_is_padded(family: str, tmp_path: Path) -> None:
+    """With the log-probs and gradients of separate samples, also of rows of several lengths."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config_of(family, **PADDED[family])).eval()
+    model.save_pretrained(tmp_path)
+    policy, samples = load_policy(tmp_path), make_samples(6)
+    assert policy.is_padded
+    alone = separate_logprobs(model, samples, 1.0)
+    alone.sum().backward()
+    found = torch.zeros(len(alone))
+    for row in pack(samples, 64):
+        logprobs_T = logprobs.response_logprobs(policy, row, 1.0)
+        logprobs_T.sum().backward()
+        found[row.token_T] = logprobs_T.detach()
+    torch.testing.assert_close(found, alone.detach(), atol=1e-4, rtol=1e-4)
+    expected = dict(model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +101,14 @@ def test_a_planted_fault_is_found(family: str, fault: str, monkeypatch: pytest.M
         "mistral": {"sliding_window": 64},
         "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     }
-    with pytest.raises(ModelError, match="differ from those of separate ones by"):
-        prove(config_of(family, **changes.get(family, {})))
+    config = config_of(family, **changes.get(family, {}))
+    if "head" not in fault:  # the model's own attention has no such fault
+        assert prove(config) == "padded"
+        return
+    with pytest.raises(
+        ModelError, match=r"packed rows differ .* nats at token .*, and log-probs of padded rows differ"
+    ):
+        prove(config)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("mistral", {"sliding_window": 6}), ("gemma2", {"sliding_window": 6})])

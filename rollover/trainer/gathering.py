@@ -1,7 +1,9 @@
 """Combines the results of the ranks for a batch: losses add up, and metrics merge as between micro-batches.
 
 The drift compares tokens that were sampled with the weights at the start of the step and a cache of the same weights:
-there, engine and trainer computed the same number, and differ only by rounding.
+there, engine and trainer computed the same number, and differ only by rounding. A response with replayed routes counts
+if all of it was sampled so: the trainer computes its older tokens with the experts of their versions, and the engine
+computed them again with those of the newest.
 """
 
 from __future__ import annotations
@@ -105,11 +107,14 @@ def measured_drift(
     """
     by_engine: dict[str, list[NDArray[np.float64]]] = {}
     start = 0
-    for segment in (s for t in trajectories for s in t.segments):
-        end = start + len(segment.token_ids)
-        if segment.policy_version == segment.kv_version == step:
-            by_engine.setdefault(segment.engine, []).append(distance_T[start:end])
-        start = end
+    for trajectory in trajectories:
+        is_replayed = any(segment.routes for segment in trajectory.segments)
+        is_same = not is_replayed or trajectory.oldest_version == step
+        for segment in trajectory.segments:
+            end = start + len(segment.token_ids)
+            if is_same and segment.policy_version == segment.kv_version == step:
+                by_engine.setdefault(segment.engine, []).append(distance_T[start:end])
+            start = end
     drift = {}
     for engine, parts in sorted(by_engine.items()):
         distances = np.concatenate(parts)

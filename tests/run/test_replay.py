@@ -23,7 +23,12 @@ CUT = ("--rollout.top_p", "0.9")
 def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
     """Between the log-probs on record and those of the trainer under the version that each token is labelled with."""
     samples = [
-        TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.token_ids, kept=t.kept if replays else ())
+        TrainingSample(
+            prompt_ids=t.prompt.token_ids,
+            response_ids=t.token_ids,
+            kept=t.kept if replays else (),
+            routes=t.routes if replays else (),
+        )
         for t in trajectories
     ]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
@@ -55,6 +60,26 @@ def test_a_killed_run_trains_each_token_over_the_set_it_was_drawn_from(
     rows = runs.rows(run)
     assert all(row["kept/tokens"] > 1 and 0.8 < row["kept/mass"] < 1 for row in rows)
     assert rows[0]["is_weight/max"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_killed_run_trains_each_token_with_the_experts_that_sampled_it(tmp_path: Path) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = runs.save_model(tmp_path / "model of experts", "qwen3_moe", **sizes)
+    with runs.working_in(tmp_path, folder):
+        processes, run = Processes(tmp_path), Path("out")
+        argv = ("train", "run.toml", "--run-dir", "out", "--steps", "4", "--trainer.replay_routes", "true")
+        every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+        assert processes.run(*argv, *every, kill_at=Cue(SegmentEnded, 30)).code == -9
+        resumed = processes.run("train", "--resume", "out")
+        assert resumed.code == 0, resumed.err
+        trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
+        assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
+        routes = [route for t in trajectories for route in t.routes]
+        assert len(routes) == sum(t.num_tokens for t in trajectories)
+        assert {len(route) for route in routes} == {2 * 2} and {e for route in routes for e in route} == {*range(8)}
+        of_one_version = [t for t in trajectories if len(set(t.policy_versions)) == 1]
+        assert largest_error(run, folder, of_one_version) < 1e-4
+        runs.ledger(run)
 
 
 def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:

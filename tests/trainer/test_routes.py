@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rollover.errors import ConfigError, ModelError, RolloverError
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.gathering import measured_drift
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, num_positions, pack
 from rollover.trainer.proof import prove_routes
-from rollover.types import Batch
+from rollover.types import Batch, Drift, FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.trainer.builders import make_batch, make_samples
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_experts import FAMILIES, make_experts
@@ -140,3 +142,16 @@ def test_routes_of_another_model_are_refused(folder: Path) -> None:
 def test_a_model_without_experts_has_no_routes() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.replay_routes = true, but a model of type 'qwen3' has no experts"):
         check_suits(TrainerConfig(replay_routes=True), config_of("qwen3").to_dict())
+
+
+def test_drift_is_of_responses_whose_tokens_all_replay_the_newest_routes() -> None:
+    prompt = Prompt(prompt_id="p/0@0", token_ids=(1,), text="1", source="p")
+    old = Segment(6, (7, 8), (-1.0, -1.0), FinishReason.ABORT, 6, 0.0, 1.0, engine="one")
+    new = Segment(7, (9,), (-1.0,), FinishReason.STOP, 7, 1.0, 2.0, engine="one")
+    distance_T = np.array([9.0, 9.0, 0.5, 0.1])
+    for routes, expected in (((), Drift(2, 0.3)), ((b"\x01",), Drift(1, 0.1))):
+        pair = (old._replace(routes=routes * 2), new._replace(routes=routes))
+        segments = (pair, (new._replace(routes=routes),))
+        made = [Trajectory(sample_id=SampleId(0, i), prompt=prompt, segments=s) for i, s in enumerate(segments)]
+        (found,) = measured_drift(made, distance_T, step=7).values()
+        assert found.num_tokens == expected.num_tokens and found.mean_abs == pytest.approx(expected.mean_abs)

@@ -43,6 +43,11 @@ async def finish(stage: Stage) -> None:
     check_members(stage.proxy.record)
 
 
+def states(stage: Stage) -> dict[str, str]:
+    """The state of each member that has joined, by name, as it was written last."""
+    return {worker.name: worker.state for worker in stage.status().workers}
+
+
 async def until_step(stage: Stage, step: int) -> None:
     await stage.until(f"step {step}", lambda: stage.steps_done() > step)
 
@@ -56,7 +61,7 @@ async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
         stage.spawn(stage.pause("laptop", 2 * LEASE_S))
         paused_s, steps = time.monotonic(), stage.steps_done()
         away = "the end of the laptop's lease"
-        await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["laptop"] == "away")
+        await stage.until(away, lambda: states(stage).get("laptop") == "away")
         assert time.monotonic() - paused_s > LEASE_S / 2
         await stage.until("a step without the laptop", lambda: stage.steps_done() > steps)
         back = "the laptop's return"
@@ -152,12 +157,13 @@ async def test_a_second_coordinator_is_refused_and_a_revoked_worker_leaves(
         finally:
             second.kill()
         assert second.exit_code == 2 and "is in use by pid" in second.last_words()
+        await stage.until("the phone", lambda: "phone" in states(stage))
         phone = stage.cast.pop("phone")
         assert cli.main(["workers", str(stage.run), "--revoke", "phone"]) == 0
         await stage.until("the end of the phone", lambda: phone.exit_code is not None)
         assert phone.exit_code == 2 and "revoked" in phone.last_words()
         away = "sent away"
-        await stage.until(away, lambda: {w.name: w.state for w in stage.status().workers}["phone"] == away)
+        await stage.until(away, lambda: states(stage).get("phone") == away)
         capsys.readouterr()
         assert cli.main(["workers", str(stage.run)]) == 0 and "sent away" in capsys.readouterr().out
         await finish(stage)
@@ -170,7 +176,9 @@ async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(exper
         log = experiment_folder / "phone.log"
         await stage.until("what the phone says of it", lambda: "no source has blob" in log.read_text())
         too_old = "weights of the phone that are too old for any step"
-        await stage.until(too_old, lambda: {w.name: w.lag or 0 for w in stage.status().workers}["phone"] > BOUND)
+        await stage.until(
+            too_old, lambda: any(w.name == "phone" and (w.lag or 0) > BOUND for w in stage.status().workers)
+        )
         await finish(stage)
         ages = [row["rollout/starvation_age"] for row in runs.rows(stage.run)]
         assert 1 <= max(ages) <= BOUND, "what the phone has begun is waited for, and is reported while it is"

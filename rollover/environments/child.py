@@ -113,6 +113,10 @@ class Child:
             raise self._garbled()
         return message
 
+    async def exit_code(self) -> int:
+        """Wait until its work has ended, and return the exit code."""
+        return await self._keeper.wait()
+
     def end(self) -> asyncio.Task[None]:
         """Start killing its processes; the task is done when they are gone. Later calls return the same task."""
         if self._ending is None:

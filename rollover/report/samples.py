@@ -147,7 +147,8 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
             if event.group_id in groups:
                 prompts[event.group_id] = event.prompt
         elif isinstance(event, SegmentEnded):
-            if event.sample_id.group in groups and event.segment.token_ids:
+            is_seen = event.segment.token_ids or event.segment.finish_reason is FinishReason.TURN
+            if event.sample_id.group in groups and is_seen:
                 append_segment(segments.setdefault(event.sample_id, []), event.segment)
         elif isinstance(event, Observed):
             if event.sample_id.group in groups:

@@ -78,7 +78,7 @@ class SampleCall:
         sample_id = self.start.sample_id
         trajectory = self.ledger.sample(sample_id).trajectory
         turn_ids, sampling = trajectory.turn_ids, turn_sampling(trajectory, self.sampling, self.turn_limit)
-        reason = reached_end(sampling, turn_ids)
+        reason = FinishReason.TURN if is_begun_by_environment(trajectory) else reached_end(sampling, turn_ids)
         if reason is None and await self._is_stopped_in_back_off():
             reason = FinishReason.ABORT
         if reason is not None:
@@ -162,6 +162,12 @@ class SampleCall:
 def _origin(chunk: Chunk) -> tuple[int, int, str]:
     """Return the properties that all tokens of a segment share."""
     return chunk.policy_version, chunk.kv_version, chunk.engine
+
+
+def is_begun_by_environment(trajectory: Trajectory) -> bool:
+    """Return whether the environment writes the prompt and has yet to do so: the first turn is empty, and what answers
+    it is the prompt."""
+    return not trajectory.prompt.token_ids and not trajectory.observations
 
 
 def turn_sampling(trajectory: Trajectory, sampling: SamplingParams, turn_limit: int | None) -> SamplingParams:

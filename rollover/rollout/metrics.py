@@ -73,7 +73,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
     lag = LagSummary.of(token_lags(batch), heads)
     signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
-    rows = {g.prompt.prompt_id.partition("@")[0]: g.prompt.token_ids for g in batch.groups}
+    rows = {g.prompt.prompt_id.partition("@")[0]: (g.prompt.token_ids, g.prompt.text) for g in batch.groups}
     return {
         "prompt/repeated": 1 - len(set(rows.values())) / len(rows),
         **_parts_of_rewards(batch),

@@ -19,7 +19,7 @@ from rollover.errors import RewardError
 from rollover.rollout.actions import StartSample
 from rollover.rollout.environment import Environment
 from rollover.rollout.events import SegmentEnded
-from rollover.rollout.generation import generation_request, sample_seed, turn_sampling
+from rollover.rollout.generation import generation_request, is_begun_by_environment, sample_seed, turn_sampling
 from rollover.run.config import RunConfig
 from rollover.tasks.prompt_source import RowSource
 from rollover.types import FinishReason, SampleId, SamplingParams, Segment, Trajectory
@@ -241,7 +241,9 @@ class Evaluator:
             for prompt, siblings in zip(self._prompts, results, strict=True)
         ]
         flat = [result for siblings in results for result in siblings]
-        versions = [segment.policy_version for trajectory, _ in flat for segment in trajectory.segments]
+        versions = [
+            segment.policy_version for trajectory, _ in flat for segment in trajectory.segments if segment.token_ids
+        ]
         return Evaluation(
             rows=evaluate(
                 scored,
@@ -250,13 +252,16 @@ class Evaluator:
             ),
             lengths=tuple(trajectory.num_tokens for trajectory, _ in flat),
             num_failed=sum(reward is None for _, reward in flat),
-            versions=(min(versions), max(versions)),
+            versions=(min(versions, default=0), max(versions, default=0)),
         )
 
     async def _turn(self, sample_id: SampleId, trajectory: Trajectory) -> Trajectory:
         """Decode a response, or the next turn of an episode."""
         prompt, turn = trajectory.prompt, len(trajectory.observations)
         key = f"eval{self._num_evaluations}/{sample_id}.{turn or ''}"
+        if is_begun_by_environment(trajectory):
+            now_s = self._clock.now_s()
+            return trajectory.extended(Segment(0, (), (), FinishReason.TURN, 0, now_s, now_s))
         turn_limit = self._environment.turn_limit(prompt)
         sampling = turn_sampling(trajectory, self._sampling[prompt.source], turn_limit)
         request = replace(

@@ -58,6 +58,8 @@ class ColumnSettings:
     """True if the reward compares with a reference answer."""
     needed: tuple[str, ...] = ()
     """Columns that the reward function requires."""
+    keeps_prompt: bool = False
+    """True if a prompt of text travels too, for an environment that writes the prompts."""
     whole: bool = False
     """True if every column travels unchanged, including the prompt's."""
 
@@ -153,7 +155,8 @@ class ColumnMap:
         names = set(row if wanted is None else wanted)
         if self.answer is not None:
             names.add(_top(row, self.answer))
-        if isinstance(parsed(row.get(self.prompt)), str) and self._parts == (self.prompt,):
+        is_in_prompt = isinstance(parsed(row.get(self.prompt)), str) and self._parts == (self.prompt,)
+        if is_in_prompt and not self._settings.keeps_prompt:
             names.discard(self.prompt)
         else:
             names.add(_top(row, self.prompt))

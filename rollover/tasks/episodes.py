@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment, environment_seed
 from rollover.environments.episodes.base import Action, EnvironmentSettings, read_outcome
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.messages import row_arguments
+from rollover.tasks.messages import Question, row_arguments
 from rollover.tasks.prompt_source import Example
-from rollover.tasks.prompts import PromptEncoder
+from rollover.tasks.prompts import PromptEncoder, RowEncoder
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
 
 def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: Any) -> PromptEncoder:
     """Return the encoder of a source's prompts, which offer its tools."""
+    if source.environment is not None and source.environment.writes_prompts:
+        return RowEncoder(tokenizer, config, source.chat_template_kwargs)
     encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
     if source.environment is None or not encoder.has_template or not (tools := source.environment.schemas()):
         return encoder
@@ -35,8 +38,22 @@ class AnswerWriter:
         self._encoder = encoder
         self._where = f"environment of source {source!r}"
 
-    def write(self, messages: Sequence[Mapping[str, Any]], last_id: int, columns: Mapping[str, Any]) -> tuple[int, ...]:
-        ids = self._encoder.answer(messages, row_arguments(columns, self._where), where=self._where)
+    def begin(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], columns: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Write a conversation out from its beginning."""
+        question = Question(list(messages), tuple(tools), row_arguments(columns, self._where))
+        return self._encoder.encode(question, where=self._where).token_ids
+
+    def write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        last_id: int,
+        columns: Mapping[str, Any],
+        tools: Sequence[Any] = (),
+    ) -> tuple[int, ...]:
+        arguments = row_arguments(columns, self._where)
+        ids = self._encoder.answer(messages, arguments, tools=tools, where=self._where)
         return ids[1:] if ids[:1] == (last_id,) and self._encoder.has_template else ids
 
 
@@ -52,9 +69,11 @@ def check_environment(config: SourceSettings, encoder: PromptEncoder | None) -> 
     environment.check()
     if encoder is None:
         return
+    if environment.writes_prompts and not encoder.has_template:
+        raise DataError(f"environment of source {config.name!r}: conversations need a tokenizer with a chat template")
     writer = AnswerWriter(encoder, config.name)
     try:
-        writer.write([{"role": environment.role, "content": "Qt0sZ"}], -1, {})
+        writer.write([{"role": environment.role, "content": "0"}], -1, {})
     except DataError as error:
         mend = '; set environment.tool_role = "user"' if environment.role == "tool" else ""
         raise DataError(f"{error}{mend}") from None
@@ -110,6 +129,9 @@ def open_environments(config: TasksConfig, tokenizer: Any, *, limit: Callable[[s
             if source.environment is not None:
                 encoder = encoder_of(source, config, tokenizer)
                 check_environment(source, encoder)
+                if source.environment.writes_prompts:  # and nothing is added to what it writes
+                    bare = replace(config, prompt_suffix="", system_prompt=None)
+                    encoder = PromptEncoder(tokenizer, bare, source.chat_template_kwargs)
                 writer = AnswerWriter(encoder, source.name)
                 name = f"{prefix}{source.name}"
                 found[name] = SourceEnvironment(source.environment, writer, limit(name))

@@ -209,6 +209,10 @@ def examples(
         if prompt.source in lessons:
             yield lessons[prompt.source].example(prompt, is_bare=is_bare)
             continue
+        if not prompt.token_ids:
+            raise DataError(
+                f"prompt {prompt.prompt_id} is written by its environment; list other sources in sft.sources"
+            )
         text = source.solution(prompt)
         if is_bare:
             text = text.rsplit("\n", 1)[-1]

@@ -91,7 +91,12 @@ class PromptEncoder:
         return self._template is not None
 
     def answer(
-        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, where: str
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        tools: Sequence[Any] = (),
+        where: str,
     ) -> tuple[int, ...]:
         """Tokenise messages that follow an assistant's turn: the end of that turn, the messages, and the beginning of
         the next turn. A marker that a message spells out is encoded as text. Without a template, the texts alone.
@@ -106,7 +111,7 @@ class PromptEncoder:
         before = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "R"}]
         try:
             written = self._template.write(
-                [*before, *messages], tools=self._tools, arguments={**self._arguments, **arguments}
+                [*before, *messages], tools=(*self._tools, *tools), arguments={**self._arguments, **arguments}
             )
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
@@ -230,6 +235,16 @@ class PromptEncoder:
                 raise DataError(f"{key}.{name}: the chat template reads no argument of this name; omit it")
             if isinstance(value, str) and value.lower() in ("true", "false"):
                 raise DataError(f"{key}.{name} is the text {value!r}, which templates take for true; omit the quotes")
+
+
+class RowEncoder(PromptEncoder):
+    """Writes out the rows of a source whose prompts are the environment's: texts without tokens.
+
+    Example: ``encode(Question("1+1"), where="row 0").token_ids`` is ``()``.
+    """
+
+    def encode_many(self, questions: Sequence[tuple[Question, str]]) -> list[Encoded]:
+        return [Encoded(found.text, ()) for found in super().encode_many(questions)]
 
 
 def _with_one_bos(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:

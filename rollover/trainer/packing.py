@@ -52,14 +52,16 @@ class TrainingSample:
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, replays_routes: bool = False) -> TrainingSample:
-        """Return what a forward pass needs of a trajectory. Tokens observed after the last turn are left out, since
-        nothing was sampled after them; routes, unless they are replayed."""
+        """Return what a forward pass needs of a trajectory. Tokens observed before the first turn belong to the prompt,
+        and those observed after the last turn are left out, since nothing was sampled after them; routes, unless they
+        are replayed."""
         ids, is_sampled = trajectory.response_ids, trajectory.is_sampled if trajectory.observations else ()
         end = len(is_sampled) - is_sampled[::-1].index(True) if is_sampled else len(ids)
+        start = is_sampled.index(True) if is_sampled else 0
         return cls(
-            prompt_ids=trajectory.prompt.token_ids,
-            response_ids=ids[:end],
-            is_sampled=() if all(is_sampled[:end]) else is_sampled[:end],
+            prompt_ids=trajectory.prompt.token_ids + ids[:start],
+            response_ids=ids[start:end],
+            is_sampled=() if all(is_sampled[start:end]) else is_sampled[start:end],
             kept=trajectory.kept,
             routes=trajectory.routes if replays_routes else (),
         )

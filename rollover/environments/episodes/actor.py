@@ -8,23 +8,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from rollover.environments.episodes.base import EnvironmentSettings, Messages
+from rollover.environments.episodes.agent import AgentConfig
+from rollover.environments.episodes.agents import AgentActor, AgentSource, ConversationWriter
+from rollover.environments.episodes.base import EnvironmentSettings
 from rollover.environments.episodes.host import EpisodeProcess
 from rollover.errors import RewardError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
-
-
-class Writer(Protocol):
-    """Writes messages out in tokens, behind a turn of the model and up to the beginning of its next turn.
-
-    Example: ``write([{"role": "tool", "content": "46"}], 7)`` returns ``(19, 6, 12)``. ``last_id`` is the last token of
-    the turn, which is not written a second time if it is the marker that ends a turn.
-    """
-
-    def write(self, messages: Messages, last_id: int, columns: Mapping[str, Any]) -> tuple[int, ...]: ...
 
 
 class SourceEnvironment(NamedTuple):
@@ -34,7 +26,7 @@ class SourceEnvironment(NamedTuple):
     """
 
     config: EnvironmentSettings
-    writer: Writer
+    writer: ConversationWriter
     max_new_tokens: int
     """Tokens of an episode, sampled and observed."""
 
@@ -56,13 +48,18 @@ class EpisodeActor:
         self._seed = seed
         self._hosts: dict[str, list[EpisodeProcess]] = {}
         self._of_source: dict[str, list[EpisodeProcess]] = {}
-        for source, (config, _, _) in environments.items():
+        agents = {}
+        for source, (config, writer, limit) in environments.items():
+            if isinstance(config, AgentConfig):
+                agents[source] = AgentSource(config, writer, limit)
+                continue
             settings = asdict(config)
             hosts = self._hosts.setdefault(
                 json.dumps(settings, default=str),
                 [EpisodeProcess(settings, config.concurrency) for _ in range(config.workers)],
             )
             self._of_source[source] = hosts
+        self._agents = AgentActor(agents, tokenizer)
         self._open: dict[SampleId, EpisodeProcess] = {}
         """Episodes that a process may hold."""
         self._leaving: set[asyncio.Task[None]] = set()
@@ -76,6 +73,8 @@ class EpisodeActor:
     async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
         config, writer, max_new_tokens = self._environments[trajectory.prompt.source]
         try:
+            if isinstance(config, AgentConfig):
+                return await self._agents.act(trajectory, now_s)
             answer = await self._answer(config, trajectory)
         except RewardError as error:
             where = f"environment of source {trajectory.prompt.source!r}, turn {trajectory.num_turns}"
@@ -90,12 +89,14 @@ class EpisodeActor:
         return said._replace(end=FinishReason.LENGTH)
 
     def leave(self, sample_id: SampleId) -> None:
+        self._agents.leave(sample_id)
         if (host := self._open.pop(sample_id, None)) is not None:
             task = asyncio.ensure_future(host.forget(str(sample_id)))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
+        await self._agents.close()
         await asyncio.gather(*(host.close() for hosts in self._hosts.values() for host in hosts))
 
     async def _answer(self, config: EnvironmentSettings, trajectory: Trajectory) -> dict[str, Any]:

@@ -173,6 +173,11 @@ class EnvironmentSettings(ABC):
         """Return whether its episodes have ``demonstrate(row)``, which returns the turns that a warm-up teaches."""
         return False
 
+    @property
+    def writes_prompts(self) -> bool:
+        """Return whether the environment writes the prompts. An episode then begins with an answer to an empty turn."""
+        return False
+
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """Return the descriptions of tools for the chat template."""
         return ()

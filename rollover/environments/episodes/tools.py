@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -61,7 +61,7 @@ class ToolsConfig(EnvironmentSettings):
         EnvironmentSettings.__post_init__(self)
         if not self.functions:
             raise ValueError("environment.functions names no tool: list 'module:function' of each")
-        for path in (*self.functions, *(() if self.parser in _PARSERS else (self.parser,))):
+        for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
             if not _FUNCTION.fullmatch(path):
                 raise ValueError(f"environment: {path!r} must read 'module:function'")
         names = [path.partition(":")[2] for path in self.functions]
@@ -99,7 +99,7 @@ class ToolsConfig(EnvironmentSettings):
         return tuple(schemas)
 
     def check(self) -> None:
-        for path in (*self.functions, *(() if self.parser in _PARSERS else (self.parser,))):
+        for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
             check_import(path)
             load_function(path)
 
@@ -113,10 +113,10 @@ class Tools:
     def __init__(self, config: ToolsConfig) -> None:
         self._functions = {path.partition(":")[2]: load_function(path) for path in config.functions}
         self._role = config.tool_role
-        self._read: Callable[[str], Sequence[Any]] = _PARSERS.get(config.parser) or load_function(config.parser)
+        self._read = call_reader(config.parser)
 
     async def step(self, action: Action) -> Outcome:
-        calls = [call if isinstance(call, ToolCall) else ToolCall(*call) for call in self._read(action.text)]
+        calls = self._read(action.text)
         if not calls:
             return Outcome(done=True)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
@@ -138,6 +138,14 @@ class Tools:
             return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
         except (Exception, SystemExit) as error:
             return f"Error: {type(error).__name__}: {error}"
+
+
+def call_reader(parser: str) -> Callable[[str], list[ToolCall]]:
+    """Return a function that reads the calls in a turn."""
+    if parser in PARSERS:
+        return PARSERS[parser]
+    function = load_function(parser)
+    return lambda text: [call if isinstance(call, ToolCall) else ToolCall(*call) for call in function(text)]
 
 
 def _hermes(text: str) -> list[ToolCall]:
@@ -173,4 +181,4 @@ def _call(text: str) -> ToolCall:
     return ToolCall(found["name"], arguments)
 
 
-_PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "json": _json}
+PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "json": _json}

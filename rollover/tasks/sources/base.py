@@ -147,6 +147,7 @@ class DatasetSettings(SourceSettings):
             prompt=self.prompt_column,
             answer=self.answer_column,
             keep=self.keep_columns,
+            keeps_prompt=self.environment is not None and self.environment.writes_prompts,
             needs_answer=any(reward.needs_answer for reward in self.all_rewards),
             needed=tuple(dict.fromkeys(name for reward in self.all_rewards for name in reward.needed_columns())),
         )

@@ -1,0 +1,61 @@
+"""Runs the program of one episode: ``python -m rollover.environments.program DESCRIPTOR``, started by
+``rollover.environments.episodes.agents``.
+
+The one line in has the program, its environment variables and the row. The row is also what the program reads from its
+standard input. The keeper kills whatever the program has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from rollover.environments.channel import Channel
+from rollover.environments.keeper import keep
+
+MOST_ROW_BYTES = 100_000
+"""Longest row that fits into an environment variable."""
+
+
+def main() -> None:
+    channel = Channel(int(sys.argv[1]))
+    given = channel.receive()
+    channel.send({"ready": True})
+    row = json.dumps(given["row"], ensure_ascii=False)
+    with tempfile.TemporaryFile() as file:
+        file.write(row.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    variables = given["variables"] | ({"ROLLOVER_ROW": row} if len(row.encode()) <= MOST_ROW_BYTES else {})
+    if given["function"] is None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+        os.execvpe(given["command"][0], given["command"], variables)
+    os.environ.update({name: variables[name] for name in variables.keys() - {"PYTHONPATH", "OMP_NUM_THREADS"}})
+    try:
+        _call(given["function"], given["row"])
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else bool(end.code))
+
+
+def _call(path: str, row: Mapping[str, Any]) -> None:
+    from rollover.environments.user_function import load_function
+
+    done = load_function(path)(row)
+    if inspect.isawaitable(done):
+
+        async def awaited() -> None:
+            await done
+
+        asyncio.run(awaited())
+
+
+if __name__ == "__main__":
+    keep(main)

@@ -1,0 +1,185 @@
+"""Agents' programs from their start to their end: what they ask becomes tokens, and what they do wrong has a name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from rollover.environments.episodes import AgentConfig
+from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
+from rollover.errors import DataError, RewardError
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
+
+HERE = "tests.environments.agents"
+pytestmark = pytest.mark.real_time
+
+
+class Plain:
+    """A tokenizer and a writer of one token per character."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+    def begin(self, messages: Any, tools: Any, columns: Any) -> tuple[int, ...]:
+        return tuple(map(ord, "".join(message["content"] for message in messages)))
+
+    def write(self, messages: Any, last_id: int, columns: Any, tools: Any = ()) -> tuple[int, ...]:
+        return self.begin(messages, tools, columns)
+
+
+def turn(text: str) -> Segment:
+    return Segment(0, tuple(map(ord, text)), (0.0,) * len(text), FinishReason.TURN, 0, 0.0, 0.0)
+
+
+def episode(*turns: str, answers: Sequence[Observation] = (), index: int = 0) -> Trajectory:
+    prompt = Prompt(prompt_id="s/0@0", token_ids=(), text="p", source="s", columns={"start": 5})
+    segments = (turn(""), *map(turn, turns))
+    return Trajectory(sample_id=SampleId(0, index), prompt=prompt, segments=segments, observations=tuple(answers))
+
+
+@asynccontextmanager
+async def acting(function: str, *, max_new_tokens: int = 500, **settings: Any) -> AsyncIterator[EpisodeActor]:
+    plain: Any = Plain()
+    config = AgentConfig(function=f"{HERE}:{function}", **settings)
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens)}, plain, seed=1)
+    try:
+        yield actor
+    finally:
+        await actor.close()
+
+
+def content(observation: Observation) -> str:
+    assert "".join(map(chr, observation.token_ids)) == json.loads(observation.text)["messages"][0]["content"]
+    return "".join(map(chr, observation.token_ids))
+
+
+async def test_each_request_answers_a_turn() -> None:
+    async with acting("counts") as actor:
+        first = await actor.act(episode(), 1.0)
+        second = await actor.act(episode("ab", answers=[first]), 2.0)
+        third = await actor.act(episode("ab", "c", answers=[first, second]), 3.0)
+        last = await actor.act(episode("ab", "c", "d", answers=[first, second, third]), 4.0)
+    assert [content(o) for o in (first, second, third)] == ["start 5", "0:ab", "1:c"]
+    assert [o.start_s for o in (first, second, third, last)] == [1.0, 2.0, 3.0, 4.0]
+    assert (last.end, last.reward, last.token_ids) == (FinishReason.STOP, 3.0, ())
+    assert [o.reward for o in (first, second, third)] == [None] * 3, "a reward is the episode's"
+
+
+async def test_a_program_that_is_lost_is_told_the_recorded_replies() -> None:
+    async with acting("counts") as actor:
+        first = await actor.act(episode(), 0.0)
+        second = await actor.act(episode("ab", answers=[first]), 0.0)
+    async with acting("counts") as actor:
+        assert await actor.act(episode("ab", answers=[first]), 0.0) == second
+        actor.leave(SampleId(0, 0))
+        third = await actor.act(episode("ab", "c", answers=[first, second]), 0.0)
+        assert content(third) == "1:c"
+        forged = second._replace(text=second.text.replace("ab", "xy"))
+        message = r"turn 3: started again, the program added '.*0:ab.*' at request 2, where it had added '.*0:xy"
+        with pytest.raises(RewardError, match=message):
+            await actor.act(episode("ab", "c", answers=[first, forged], index=1), 0.0)
+        extra = [first, second, third]
+        with pytest.raises(RewardError, match="the program ended at request 4"):
+            replies = ("ab", "c", "d", "e", "f")
+            await actor.act(episode(*replies[:4], answers=[*extra, third], index=2), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "replies", "reason"),
+    [
+        ("leaves", 0, "the program ended without a request"),
+        ("never_asks", 0, r"the program asked nothing for 5 s after its start, .* \(environment\.turn_timeout_s\)"),
+        ("waits", 1, "the program asked nothing for 5 s after its reply"),
+        ("fails", 1, r"the program died \(exit code 3\)"),
+        ("forgets", 1, r"its request 2 does not extend the conversation: messages\[1\] is not what was said before"),
+    ],
+)
+async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies: int, reason: str) -> None:
+    async with acting(function, turn_timeout_s=5.0) as actor:
+        answers: list[Observation] = []
+        with pytest.raises(RewardError, match=rf"environment of source 's', turn {replies + 1}: {reason}"):
+            for number in range(replies + 1):
+                answers.append(await actor.act(episode(*["r"] * number, answers=answers), 0.0))
+
+
+async def test_requests_beyond_a_budget_are_refused_and_the_reward_still_counts() -> None:
+    async with acting("counts", max_turns=2) as actor:
+        first = await actor.act(episode(), 0.0)
+        second = await actor.act(episode("a", answers=[first]), 0.0)
+        last = await actor.act(episode("a", "b", answers=[first, second]), 0.0)
+        assert (last.end, last.reward, last.token_ids) == (FinishReason.LENGTH, 2.0, ())
+    async with acting("counts", max_new_tokens=13) as actor:
+        first = await actor.act(episode(), 0.0)
+        assert (await actor.act(episode("abc", answers=[first]), 0.0)).end is FinishReason.LENGTH  # 7 + 3 + 5
+        second = await actor.act(episode("a", answers=[first], index=1), 0.0)
+        assert (len(first.token_ids), content(second)) == (7, "0:a")
+    async with acting("counts", max_new_tokens=7) as actor:
+        with pytest.raises(RewardError, match="its first request cannot be answered: the conversation has 7 tokens"):
+            await actor.act(episode(), 0.0)
+
+
+async def test_the_end_of_an_episode_ends_all_that_its_program_started() -> None:
+    async with acting("forks") as actor:
+        process = int(content(await actor.act(episode(), 0.0)))
+        assert is_alive(process)
+        actor.leave(SampleId(0, 0))
+    assert not is_alive(process)
+
+
+def is_alive(process: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+async def test_many_programs_wait_side_by_side() -> None:
+    """More of them than start at the same time."""
+    async with acting("counts", workers=2) as actor:
+        found = await asyncio.gather(*(actor.act(episode(index=i), 0.0) for i in range(6)))
+        assert [content(one) for one in found] == ["start 5"] * 6
+
+
+async def test_a_command_gets_its_row_and_its_own_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import json, os, sys, httpx\n"
+        "assert json.load(sys.stdin) == json.loads(os.environ['ROLLOVER_ROW']) == {'start': 5}\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "said = os.environ.get('PYTHONPATH', 'none')\n"
+        "body = {'messages': [{'role': 'user', 'content': said}]}\n"
+        "httpx.post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json=body, headers=key, timeout=60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plain: Any = Plain()
+    config = AgentConfig(command=(sys.executable, "-c", program))
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
+    assert content(await actor.act(episode(), 0.0)) == str(tmp_path), "and nothing of the run's"
+    await actor.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "set command or function, and not both"),
+        ({"command": ("a",), "function": "a:b"}, "set command or function, and not both"),
+        ({"function": "a"}, "'a' must read 'module:function'"),
+        ({"function": "a:b", "parser": "xml"}, "'xml' must read 'module:function'"),
+    ],
+)
+def test_wrong_settings_of_agents_are_named(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentConfig(**settings)
+
+
+def test_a_missing_program_is_found_before_the_first_episode() -> None:
+    with pytest.raises(DataError, match="there is no program 'no-such-program'; give its path"):
+        AgentConfig(command=("no-such-program",)).check()
+    with pytest.raises(DataError, match="no function 'nothing'"):
+        AgentConfig(function=f"{HERE}:nothing").check()

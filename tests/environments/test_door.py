@@ -1,0 +1,263 @@
+"""The door for agents' programs: who is let in, what is compared, and replies that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from rollover.environments.episodes.conversation import (
+    ChatReply,
+    ChatRequest,
+    RefusedRequest,
+    read_request,
+    record_of,
+    reply_to,
+)
+from rollover.environments.episodes.door import Door
+from rollover.environments.episodes.guest import Asked, Guest
+from rollover.environments.episodes.tools import call_reader
+
+CALC: dict[str, Any] = {"type": "function", "function": {"name": "calc", "parameters": {}}}
+CALL = '<tool_call>{"name": "calc", "arguments": {"a": 1}}</tool_call>'
+
+
+def request(*messages: Any, **more: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": list(messages), **more}).encode()
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str, number: int = 1, *, tools: Any = ()) -> ChatReply:
+    asked = ChatRequest(messages=[], tools=tools, may_call=bool(tools))
+    return reply_to(asked, text, call_reader("hermes"), number=number, sizes=(5, 3))
+
+
+# -- what is compared ---------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_its_role_text_and_calls() -> None:
+    spelled = {"id": "x", "type": "function", "function": {"name": "calc", "arguments": '{ "a":1 }'}}
+    read = read_request(
+        request(
+            {"role": "developer", "content": "be brief", "name": "d"},
+            user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]),
+            {"role": "assistant", "content": None, "tool_calls": [spelled], "refusal": None},
+            {"role": "tool", "content": "2", "tool_call_id": "x"},
+        )
+    )
+    assert read.messages == [
+        {"role": "system", "content": "be brief"},
+        user("1+1"),
+        {**reply(CALL, tools=[CALC]).message},
+        {"role": "tool", "content": "2"},
+    ]
+    assert json.loads(record_of(read.messages[3:], [CALC])) == {"messages": read.messages[3:], "tools": [CALC]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "no JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no JSON"),
+        (b"[]", "has no messages"),
+        (request(), "has no messages"),
+        (request(user("a"), n=2), "n = 2 is not supported"),
+        (request(user("a"), logprobs=True), "logprobs = true is not supported"),
+        (request(user("a"), response_format={"type": "json_object"}), "response_format"),
+        (request(user([{"type": "image_url", "image_url": {}}])), r"messages\[0\]: the content is neither"),
+        (request(user(7)), r"messages\[0\]: the content is neither"),
+        (request({"role": "function", "content": ""}), r"messages\[0\]: the role is 'function'"),
+        (request(user("a"), tools="calc"), "tools is no list"),
+        (request({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "no JSON"),
+    ],
+)
+def test_what_cannot_be_given_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(RefusedRequest, match=message):
+        read_request(body)
+
+
+def test_a_reply_has_the_calls_of_the_turn_under_ids_that_follow_from_it() -> None:
+    one = reply(f"let me see {CALL}{CALL}", 3, tools=[CALC])
+    assert one.content == "let me see" and one.finish_reason == "tool_calls"
+    assert [call["id"] for call in one.tool_calls] == ["call_3_0", "call_3_1"]
+    assert json.loads(one.tool_calls[0]["function"]["arguments"]) == {"a": 1}
+    assert reply(CALL).content == CALL, "the program has no tools"
+    broken = "<tool_call>{</tool_call>"
+    assert (reply(broken, tools=[CALC]).content, reply(broken, tools=[CALC]).calls) == (broken, ())
+    stopped = ChatRequest(messages=[], stop=("\n",))
+    assert reply_to(stopped, "a\nb", call_reader("hermes"), number=1, sizes=(1, 1)).content == "a"
+
+
+def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any) -> Asked:
+    return guest.ask(read_request(request(*messages, **more)), is_retry=is_retry)
+
+
+async def test_a_conversation_only_grows() -> None:
+    guest = Guest()
+    assert ask(guest, user("a")).new == [user("a")]
+    guest.answer(reply("b"))
+    said = {"role": "assistant", "content": "b"}
+    assert ask(guest, user("a"), said, user("c")).new == [user("c")]
+    assert guest.said == [user("a"), said] and guest.num_replies == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "problem"),
+    [
+        ([user("x"), {"role": "assistant", "content": "b"}, user("c")], {}, r"messages\[0\] is not what was said"),
+        ([user("a"), {"role": "assistant", "content": "x"}, user("c")], {}, r"messages\[1\] is not what was said"),
+        ([user("a")], {}, r"messages\[1\] is not what was said"),
+        ([user("a"), {"role": "assistant", "content": "b"}], {}, "adds nothing"),
+        ([user("a"), *[{"role": "assistant", "content": "b"}] * 2], {}, "a reply that was never given"),
+        ([user("a"), {"role": "assistant", "content": "b"}, user("c")], {"tools": [CALC]}, "has other tools"),
+    ],
+)
+async def test_a_request_that_does_not_extend_it_fails_the_episode(messages: Any, more: Any, problem: str) -> None:
+    guest = Guest()
+    ask(guest, user("a")).num_listening = 1
+    guest.answer(reply("b"))
+    with pytest.raises(RefusedRequest, match=problem):
+        ask(guest, *messages, **more)
+    assert guest.failure.startswith("its request 2 ")
+    with pytest.raises(RefusedRequest):
+        ask(guest, user("a"), {"role": "assistant", "content": "b"}, user("c"))
+
+
+async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_first() -> None:
+    guest = Guest()
+    first = ask(guest, user("a"))
+    assert ask(guest, user("a")) is first, "its connection is gone"
+    first.num_listening = 1
+    assert ask(guest, user("a"), is_retry=True) is first
+    guest.answer(reply("b"))
+    assert ask(guest, user("a"), is_retry=True) is first, "the reply was lost on its way"
+    with pytest.raises(RefusedRequest, match=r"messages\[1\] is not"):
+        ask(guest, user("a"))
+    other = Guest()
+    ask(other, user("a")).num_listening = 1
+    with pytest.raises(RefusedRequest, match="came while another one had no reply"):
+        ask(other, user("a"))
+
+
+# -- over HTTP ----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def visit(keep_alive_s: float = 60.0) -> AsyncIterator[tuple[Guest, httpx.AsyncClient]]:
+    """A guest, and a client that has its key."""
+    door, guest = Door(keep_alive_s), Guest()
+    key = door.let_in(guest)
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with httpx.AsyncClient(base_url=door.url, headers=headers, timeout=30) as client:
+            yield guest, client
+    finally:
+        await door.close()
+
+
+async def asked(guest: Guest) -> Asked:
+    while guest.open is None:
+        guest.changed.clear()
+        await guest.changed.wait()
+    return guest.open
+
+
+@pytest.mark.real_time
+async def test_a_reply_comes_when_the_turn_is_over() -> None:
+    async with visit() as (guest, client):
+        post = asyncio.create_task(client.post("/chat/completions", content=request(user("a"))))
+        assert (await asked(guest)).request.messages == [user("a")]
+        guest.answer(reply("b"))
+        found = (await post).json()
+        assert found["choices"][0]["message"] == {"role": "assistant", "content": "b"}
+        assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+        assert (await client.get("/models")).json()["data"][0]["id"] == "rollover"
+        assert (await client.post("/reward", json={"reward": 0.5})).status_code == 200 and guest.reward == 0.5
+
+
+@pytest.mark.real_time
+async def test_bytes_without_a_meaning_keep_a_connection_alive() -> None:
+    """A client that allows less than the wait between two bytes gets its reply."""
+    async with visit(keep_alive_s=0.01) as (guest, client):
+        for number, streams in enumerate((False, True)):
+            messages = [*guest.said, user(str(number))]
+            body, got = request(*messages, stream=streams, stream_options={"include_usage": True}), b""
+            async with client.stream("POST", "/chat/completions", content=body) as response:
+                async for piece in response.aiter_bytes():
+                    if not got:
+                        assert piece.strip() == (b": waiting" if streams else b"")
+                        guest.answer(reply(f"b{number}", number + 1))
+                    got += piece
+            if streams:
+                lines = [line[6:] for line in got.decode().split("\n\n") if line.startswith("data: ")]
+                pieces = [json.loads(line) for line in lines[:-1]]
+                assert lines[-1] == "[DONE]" and pieces[-1]["usage"]["total_tokens"] == 8
+                assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": "b1"}
+                assert pieces[-2]["choices"][0]["finish_reason"] == "stop"
+            else:
+                assert json.loads(got)["choices"][0]["message"]["content"] == "b0"
+
+
+@pytest.mark.real_time
+async def test_only_a_running_episode_is_let_in() -> None:
+    door, guests = Door(), [Guest(), Guest()]
+    keys = [door.let_in(guest) for guest in guests]
+    door.let_out(keys[1])
+    mixed = "-".join([*keys[0].split("-")[:2], keys[1].split("-", 2)[2]])
+    async with httpx.AsyncClient(base_url=door.url) as client:
+        for key in (keys[1], mixed, keys[0][:-1], "sk-0-", "sk-7-", "é"):
+            headers = {b"Authorization": b"Bearer " + key.encode()}
+            assert (await client.get("/models", headers=headers)).status_code == 401, key
+        headers = {"Authorization": f"Bearer {keys[0]}"}
+        assert (await client.get("/models")).status_code == 401
+        assert (await client.get("/models", headers=headers)).status_code == 200
+        assert (await client.get("/else", headers=headers)).status_code == 404
+        large = await client.post("/chat/completions", content=b" " * (2**20 + 1), headers=headers)
+        assert large.status_code == 413
+        for content in (b"1", b'{"reward": "NaN"}', b'{"reward": 1e16}'):
+            assert (await client.post("/reward", content=content, headers=headers)).status_code == 400
+    assert guests[0].reward is None and not door.url.startswith("http://0.0.0.0")
+    await door.close()
+
+
+@pytest.mark.real_time
+async def test_a_request_that_will_not_be_answered_is_refused() -> None:
+    async with visit() as (guest, client):
+        post = asyncio.create_task(client.post("/chat/completions", content=request(user("a"))))
+        await asked(guest)
+        guest.leave("no room")
+        for response in (await post, await client.post("/chat/completions", content=request(user("b")))):
+            assert response.status_code == 400
+            assert response.json()["error"] | {"param": 0, "type": ""} == {
+                "message": "no room", "code": "context_length_exceeded", "param": 0, "type": "",
+            }  # fmt: skip
+
+
+@pytest.mark.real_time
+async def test_a_thousand_connections_wait_side_by_side() -> None:
+    door, guests = Door(), [Guest() for _ in range(1000)]
+    keys = [door.let_in(guest) for guest in guests]
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=door.url, timeout=120, limits=limits) as client:
+
+        async def post(key: str) -> str:
+            headers = {"Authorization": f"Bearer {key}"}
+            response = await client.post("/chat/completions", content=request(user("a")), headers=headers)
+            content: str = response.json()["choices"][0]["message"]["content"]
+            return content
+
+        posts = [asyncio.create_task(post(key)) for key in keys]
+        for guest in guests:
+            await asked(guest)
+        for number, guest in enumerate(guests):
+            guest.answer(reply(str(number)))
+        assert await asyncio.gather(*posts) == [str(number) for number in range(1000)]
+    await door.close()

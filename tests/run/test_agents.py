@@ -1,0 +1,128 @@
+"""Programs that call the model over HTTP, trained by ``rollover train``: exact tokens, parks, kills and restarts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollover import cli
+from rollover.rollout.events import Observed, SampleFailed
+from rollover.types import FinishReason, Trajectory
+from tests import runs
+from tests.runs import Cue, Processes
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}#{% endif %}"
+
+AGENT = """\
+import json, os, sys, httpx
+
+row = json.loads(os.environ["ROLLOVER_ROW"])
+assert json.load(sys.stdin) == row
+client = httpx.Client(
+    base_url=os.environ["OPENAI_BASE_URL"],
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    timeout=60,
+)
+messages, count = [{"role": "user", "content": row["prompt"] + SALT}], 0
+while count < 3:
+    response = client.post("/chat/completions", json={"model": "rollover", "messages": messages})
+    if response.status_code == 400:
+        break
+    reply = response.json()["choices"][0]["message"]
+    count += 1
+    messages += [reply, {"role": "user", "content": f"{count}{row['answer']}="}]
+client.post("/reward", json={"reward": count / 2}).raise_for_status()
+"""
+"""Asks three times, as far as it may."""
+
+ENVIRONMENT = f"""\
+reward = {{kind = "environment"}}
+[tasks.train.environment]
+kind = "agent"
+command = ["{sys.executable}", "agent.py"]
+max_turn_tokens = 48
+"""
+
+
+@pytest.fixture
+def processes(agent: Path) -> Processes:
+    return Processes(agent)
+
+
+@pytest.fixture
+def agent(experiment: Path) -> Path:
+    """The experiment, whose responses are the episodes of ``agent.py``."""
+    from transformers import AutoTokenizer
+
+    runs.save_model(Path("chat"), max_position_embeddings=120)
+    tokenizer = AutoTokenizer.from_pretrained("chat")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained("chat")
+    head, _, rest = runs.CONFIG.partition("[tasks.train.reward]")
+    config = (head + ENVIRONMENT + "[tasks]" + rest.partition("[tasks]")[2]).replace('"model"', '"chat"')
+    config = config.replace("max_prompt_tokens = 16", "max_prompt_tokens = 8").replace("= 60", "= 100")
+    Path("run.toml").write_text(config.replace("rollout_batch_size = 4", "rollout_batch_size = 2"))
+    Path("agent.py").write_text(AGENT.replace("SALT", "''"))
+    return experiment
+
+
+def said(text: str) -> tuple[int, ...]:
+    return (*(runs.CHARACTERS.index(c) + 2 for c in text), 0, runs.CHARACTERS.index("#") + 2)
+
+
+def assert_as_asked(trajectory: Trajectory) -> None:
+    """Every token is what the program asked or the model sampled, and the reward what the program posted."""
+    row, turns = trajectory.prompt.columns, trajectory.turns
+    assert trajectory.prompt.token_ids == () and turns[0] == ()
+    asked = [row["prompt"], *(f"{n}{row['answer']}=" for n in (1, 2))]
+    last = trajectory.observations[-1]
+    given = trajectory.observations[:-1] if last.end is not None else trajectory.observations
+    for number, (text, observation) in enumerate(zip(asked, given, strict=False)):
+        begun = said(text) if number == 0 or turns[number][-1] == 0 else (0, *said(text))
+        assert observation.token_ids == begun
+        assert json.loads(observation.text) == {"messages": [{"role": "user", "content": text}]}
+    if trajectory.finish_reason is FinishReason.STOP:
+        assert (len(turns), trajectory.reward) == (4, 1.5), trajectory
+    else:
+        assert trajectory.reward == (len(given) / 2 if last.end is not None else 0.0)
+
+
+def test_what_a_program_asks_is_trained_token_for_token(agent: Path) -> None:
+    many = ("--steps", "8", "--rollout.strategy.over_sampling_batch_size", "8")
+    assert cli.main(["train", "run.toml", "--run-dir", "out", *many]) == 0
+    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    for trajectory in trained:
+        assert_as_asked(trajectory)
+    assert {t.finish_reason for t in trained} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert any(len(set(t.policy_versions)) > 1 for t in trained), "an episode goes on under newer weights"
+    drifts = [row["drift"] for row in runs.rows(Path("out")) if "drift" in row]
+    assert drifts and max(drifts) < 1e-5, "the engine and the trainer read the same tokens"
+    assert runs.ledger(Path("out")).num_failed == 0
+
+
+def test_a_killed_run_answers_programs_from_the_record(agent: Path, processes: Processes) -> None:
+    killed = processes.run("train", "run.toml", "--run-dir", "out", kill_at=Cue(Observed, 16))
+    assert killed.code == -9
+    before = {s.sample_id: s.trajectory for g in runs.ledger(Path("out")).groups.values() for s in g.samples}
+    assert any(len(t.observations) > 1 and t.finish_reason is not FinishReason.STOP for t in before.values())
+    assert processes.run("train", "--resume", "out").code == 0
+    found = runs.ledger(Path("out"))
+    assert found.num_failed == 0
+    for group in found.groups.values():
+        for sample in group.samples:
+            if (known := before.get(sample.sample_id)) is not None:
+                assert sample.trajectory.response_ids[: len(known.response_ids)] == known.response_ids
+                assert sample.trajectory.observations[: len(known.observations)] == known.observations
+    for trajectory in (t for batch in runs.batches(Path("out")) for t in batch.trajectories):
+        assert_as_asked(trajectory)
+
+
+def test_a_program_that_asks_otherwise_after_a_kill_fails_its_sample(agent: Path, processes: Processes) -> None:
+    Path("agent.py").write_text(AGENT.replace("SALT", "str(os.getpid())[-4:]"))
+    assert processes.run("train", "run.toml", "--run-dir", "out", kill_at=Cue(Observed, 16)).code == -9
+    assert processes.run("train", "--resume", "out").code == 0
+    reasons = [event.reason for event in runs.events(Path("out")) if isinstance(event, SampleFailed)]
+    assert reasons and all('started again, the program added \'{"messages"' in reason for reason in reasons)

@@ -100,8 +100,21 @@ def read_recorded(path: Path) -> Recorded:
             " after a sample's end (means over the run).",
             *[f"The run's filter dropped {filtered:.1%} of its groups; the simulated one drops as many."]
             * (filtered > 0),
+            *_episodes(timeline),
         ),
     )
+
+
+def _episodes(timeline: Timeline) -> list[str]:
+    """Say what is left out of the model of a run with episodes."""
+    acting = [one for sample in timeline.samples for one in sample.acting]
+    if not acting:
+        return []
+    mean_s = sum(one.end_s - one.start_s for one in acting) / len(acting)
+    return [
+        f"The run has episodes. Simulated responses are as long as their turns together; the {len(acting):,} answers of"
+        f" environments, which took {1000 * mean_s:.0f} ms on average, take no time and have no tokens."
+    ]
 
 
 def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:

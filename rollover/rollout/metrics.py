@@ -77,6 +77,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {
         "prompt/repeated": 1 - len(set(rows.values())) / len(rows),
         **_parts_of_rewards(batch),
+        **_episodes(batch),
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/groups_with_signal": signal / len(batch.groups),
@@ -89,6 +90,19 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "staleness/head_mean": lag.head_mean,
         "staleness/off_policy_tokens": lag.off_policy_fraction,
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
+    }
+
+
+def _episodes(batch: Batch) -> dict[str, float]:
+    """Return the means over episodes of their turns, of the tokens that they observed, and of the time in which their
+    environments acted; nothing if there are none."""
+    episodes = [t for t in batch.trajectories if t.num_turns]
+    if not episodes:
+        return {}
+    return {
+        "episode/turns": statistics.fmean(t.num_turns for t in episodes),
+        "episode/observed_tokens": statistics.fmean(sum(len(o.token_ids) for o in t.observations) for t in episodes),
+        "episode/environment_s": statistics.fmean(sum(o.end_s - o.start_s for o in t.observations) for t in episodes),
     }
 
 

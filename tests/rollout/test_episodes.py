@@ -17,6 +17,7 @@ from rollover.errors import RewardError
 from rollover.rollout.events import Observed, SampleFailed, SegmentEnded
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal, restart
+from rollover.rollout.metrics import batch_metrics
 from rollover.rollout.state import RolloutState
 from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, WasteCause
 from tests.engine.fake import logprob_at, token_at
@@ -111,7 +112,7 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
     assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(
     name=st.sampled_from(ON_FULL),
     delay_s=st.sampled_from([0.0, 2.0, 30.0]),
@@ -224,6 +225,15 @@ def test_turns_are_limited_and_a_limit_ends_the_episode() -> None:
     for trajectory in batches[0].trajectories:
         assert [len(turn) for turn in trajectory.turns] == [20]
         assert trajectory.finish_reason is FinishReason.LENGTH and not trajectory.observations
+
+
+def test_metrics_of_a_batch_describe_its_episodes() -> None:
+    _, batches = play(1, "sync", environment=Game(), max_new_tokens=LIMIT)
+    found, values = batches[0].trajectories, batch_metrics(batches[0])
+    assert values["episode/turns"] == sum(t.num_turns for t in found) / len(found) > 1
+    observed = sum(len(t.response_ids) - t.num_tokens for t in found)
+    assert values["episode/observed_tokens"] == observed / len(found) > 0
+    assert values["episode/environment_s"] > 0
 
 
 def test_an_engine_sees_each_turn_as_a_prompt_of_its_own() -> None:

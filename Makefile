@@ -1,7 +1,7 @@
 # make train    learn something in minutes: the quickstart experiment (ARGS is passed on)
 # make test     the tests to run before every commit, in $(JOBS) processes (ARGS is passed on to pytest)
 # make test-deep   the tests that start processes or need seconds: ranks, servers, workers, clusters, kills; they wait
-#                  a third of their time, so there are $(DEEP_JOBS) for two cores
+#                  a third of their time, so there are $(DEEP_JOBS) processes for two cores
 # make test-vllm  the vLLM engine before real vLLM servers, installed in $(VLLM_VENV) for it (3.4 GB)
 # make test-sglang   the SGLang engine before a real SGLang server, installed in $(SGLANG_VENV) for it (3.3 GB)
 # make test-verl  the verl integration with the real verl on a CPU, installed in $(VERL_VENV) for it (2 GB)
@@ -22,7 +22,7 @@ VERL_VENV ?= .venv-verl
 SLIME ?=
 ARGS ?=
 JOBS ?= 2
-DEEP_JOBS ?= 3
+DEEP_JOBS ?= 2
 
 .PHONY: help train test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
 

@@ -3,9 +3,10 @@
     python benchmarks/plan_gap.py --out benchmarks/results/plan-gap.json
     python benchmarks/plan_gap.py --before benchmarks/results/plan-gap.json --out benchmarks/results/plan-gap-now.json
 
-A fleet has two or three nodes of up to three types behind links of 0.1 to 400 Gbit/s. Enumerated are the roles of all
-devices, all shapes of trainers over any types, all shapes of replicas that fill what a node has left, and all batch
-caps in steps of 9%, each at the links that it uses. Times come from the planner's cost functions; the search does not.
+A fleet has up to three nodes of up to three types behind links of 0.1 to 400 Gbit/s. Nodes have 1, 2 or 4 devices, from
+the 41st fleet on 1 to 8. Enumerated are the roles of all devices, all shapes of trainers over any groups of equal
+devices, all sets of replicas that fill what a node has left, and all batch caps in steps of 9%, each at the links that
+it uses. Times come from the planner's cost functions; the search does not.
 Prints, for each fleet, the rate of the plan over the best rate. ``--before`` adds the ratios of an earlier record.
 """
 
@@ -44,8 +45,10 @@ KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 MODELS = {"0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2)}
 TYPES = ("h100-sxm", "a100-80-sxm", "l40s", "l4", "h200-sxm")
 CAPS = sorted({round(2 ** (i / 8)) for i in range(81)})
-WAYS = list(itertools.product((1, 2, 4), (1, 2, 4)))
+WAYS = list(itertools.product((1, 2, 4, 8), (1, 2, 4)))
 """Tensor and pipeline parallel sizes."""
+EVEN = 40
+"""Number of fleets whose nodes have 1, 2 or 4 devices."""
 EXACT = 1e-6
 
 Trained = tuple[TrainingPart, tuple[Pipeline, ...]]
@@ -73,6 +76,8 @@ def drawn(seed: int) -> tuple[Fleet, PlanSpec]:
     if seed == 0:
         return fleet_of([("h100-sxm", 2), ("h200-sxm", 2)], 1), spec_of("0.5B", 32, 4)
     rng = np.random.default_rng(seed)
+    if seed >= EVEN:
+        return of_any_sizes(rng)
     types = [str(name) for name in rng.choice(TYPES, size=rng.integers(1, 4), replace=False)]
     nodes = [(name, int(rng.choice([1, 2, 2] if len(types) == 3 else [1, 2, 4]))) for name in types]
     if len(nodes) < 3 and max(size for _, size in nodes) < 4:
@@ -81,6 +86,33 @@ def drawn(seed: int) -> tuple[Fleet, PlanSpec]:
         nodes *= 2
     model, groups, bound = rng.choice(list(MODELS)), rng.choice([8, 32]), rng.choice([1, 2, 4])
     return fleet_of(nodes, float(rng.choice([0.1, 1, 10, 100, 400]))), spec_of(str(model), int(groups), int(bound))
+
+
+def of_any_sizes(rng: np.random.Generator) -> tuple[Fleet, PlanSpec]:
+    """Draw a fleet of one to three nodes with up to 8 devices each, of which three nodes have up to 9 in all."""
+    types = [str(name) for name in rng.choice(TYPES, size=rng.integers(1, 3), replace=False)]
+    count = int(rng.integers(len(types), 4))
+    most = {1: 8, 2: 8, 3: 3}[count]
+    nodes = [(types[i % len(types)], int(rng.integers(1, most + 1))) for i in range(count)]
+    model, groups, bound = rng.choice(list(MODELS)), rng.choice([8, 32]), rng.choice([1, 2, 4])
+    return fleet_of(nodes, float(rng.choice([0.1, 1, 10, 100, 400]))), spec_of(str(model), int(groups), int(bound))
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Yield all ways to divide items into groups."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for i, group in enumerate(groups):
+            yield [*groups[:i], [first, *group], *groups[i + 1 :]]
+
+
+def same(one: Device, other: Device) -> bool:
+    """Return whether two devices differ at most in the size of their nodes."""
+    return replace(one, name="", node_size=1) == replace(other, name="", node_size=1)
 
 
 class Best:
@@ -98,13 +130,12 @@ class Best:
         for cycle_s, rollout in sorted(self._trained(), key=lambda found: found[0]):
             if 1 / cycle_s <= best * (1 + EXACT):
                 break
-            shapes = [self._shapes(node, count) for node, count, _ in rollout]
-            for chosen in itertools.product(*shapes):
-                replicas = [
-                    (copies, self.curves(self.fleet.nodes[node].device, tp, pp, link))
-                    for (node, _, link), (copies, tp, pp) in zip(rollout, chosen, strict=True)
-                ]
-                best = max(best, self._reached(cycle_s, replicas, best))
+            nodes = [
+                (count, [(tp * pp, self.curves(self.fleet.nodes[node].device, tp, pp, link)) for tp, pp in ways])
+                for node, count, link in rollout
+                if (ways := self._shapes(node, count))
+            ]
+            best = max(best, self._reached(cycle_s, nodes, best))
         return best
 
     def _trained(self) -> Iterator[tuple[float, tuple[tuple[int, int, Link | None], ...]]]:
@@ -116,7 +147,7 @@ class Best:
             train, rest = [t for t, _ in taken], [r for _, r in taken]
             if not any(train) or not any(rest):
                 continue
-            for parts in itertools.product(*self._parts(train)):
+            for parts in (parts for groups in self._groups(train) for parts in itertools.product(*groups)):
                 plan = TrainingPlan(parts=tuple(p for p, _ in parts), step_s=0.0, sync_s=0.0)
                 pipelines = tuple(replace(p, member=i) for i, (_, found) in enumerate(parts) for p in found)
                 placed = Placement(training=pipelines, replicas=())
@@ -124,14 +155,15 @@ class Best:
                 costed, _ = _training(self.topology, self.spec.model, self.spec.workload, plan, placed, ways)
                 yield costed.cycle_s, tuple((i, rest[i], way) for i, way in ways.items())
 
-    def _parts(self, train: list[int]) -> list[list[Trained]]:
-        """Return, for each type that trains, its shapes that fit and their pipelines."""
-        found = []
-        for device in self.fleet.devices:
-            slots = [(i, d) for i, n in enumerate(self.fleet.nodes) if n.device == device for d in range(train[i])]
-            if slots:
-                found.append(self.of_type(device, tuple(slots)))
-        return found
+    def _groups(self, train: list[int]) -> Iterator[list[list[Trained]]]:
+        """Yield, for each way to divide the nodes that train into groups of equal devices, the shapes of each group
+        that fit and their pipelines."""
+        nodes = self.fleet.nodes
+        for groups in partitions([i for i, count in enumerate(train) if count]):
+            devices = [max((nodes[i].device for i in group), key=lambda device: device.node_size) for group in groups]
+            if all(same(nodes[i].device, device) for group, device in zip(groups, devices, strict=True) for i in group):
+                slots = [tuple((i, d) for i in group for d in range(train[i])) for group in groups]
+                yield [self.of_type(device, its) for device, its in zip(devices, slots, strict=True)]
 
     def _of_type(self, device: Device, slots: tuple[tuple[int, int], ...]) -> Iterator[Trained]:
         model, spec, total = self.spec.model, self.spec.workload, len(slots)
@@ -149,11 +181,11 @@ class Best:
                 if (part.dp > 1 or not sharded) and trainer_costs(model, spec, device, part).fits():
                     yield part, pipelines
 
-    def _shapes(self, node: int, count: int) -> list[tuple[int, int, int]]:
-        """Return (copies, tp, pp) of replicas that fill ``count`` devices of a node."""
+    def _shapes(self, node: int, count: int) -> list[tuple[int, int]]:
+        """Return (tp, pp) of the replicas that ``count`` devices of a node hold."""
         device, spec = self.fleet.nodes[node].device, self.spec
         return [
-            (count // (tp * pp), tp, pp)
+            (tp, pp)
             for tp, pp in WAYS
             if tp * pp <= count
             and not spec.model.num_heads % tp
@@ -174,17 +206,23 @@ class Best:
         rates, updates_s, longest_s = np.array(columns).T
         return rates, updates_s, longest_s
 
-    def _reached(self, cycle_s: float, replicas: list[tuple[int, Curves]], known: float) -> float:
-        """Return the steps/s of a trainer and replicas; 0 if they do not exceed ``known``. That the longest response
-        keeps the bound implies it for the mean."""
+    def _reached(self, cycle_s: float, nodes: list[tuple[int, list[tuple[int, Curves]]]], known: float) -> float:
+        """Return the steps/s of a trainer and the best replicas beside it on so many devices of each node; 0 if they do
+        not exceed ``known``. That the longest response keeps the bound implies it for the mean."""
         bound, size = self.spec.max_staleness + 1, self.spec.workload.batch_size
 
         def carries(rate: float) -> bool:
             made = 0.0
-            for copies, (rates, updates_s, longest_s) in replicas:
-                left = 1 - rate * updates_s
-                fits = (left > 1e-3) & (rate * (longest_s / np.maximum(left, 1e-3) + cycle_s) <= bound)
-                made += copies * float(np.where(fits, rates * left, 0.0).max())
+            for count, shapes in nodes:
+                each: dict[int, float] = {}
+                for devices, (rates, updates_s, longest_s) in shapes:
+                    left = 1 - rate * updates_s
+                    fits = (left > 1e-3) & (rate * (longest_s / np.maximum(left, 1e-3) + cycle_s) <= bound)
+                    each[devices] = max(each.get(devices, 0.0), float(np.where(fits, rates * left, 0.0).max()))
+                most = [0.0]
+                for n in range(1, count + 1):
+                    most.append(max([most[-1], *(most[n - d] + one for d, one in each.items() if d <= n)]))
+                made += most[-1]
             return made >= size * rate
 
         low, high = known, 1 / cycle_s
@@ -199,7 +237,7 @@ class Best:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures here")
-    parser.add_argument("--fleets", type=int, default=40, help="fleets to draw; some cannot hold their model")
+    parser.add_argument("--fleets", type=int, default=80, help="fleets to draw; some cannot hold their model")
     parser.add_argument("--before", type=Path, help="a record of another planner on the same fleets")
     options = parser.parse_args()
     before = {row["seed"]: row for row in json.loads(options.before.read_text())["fleets"]} if options.before else {}

@@ -22,11 +22,11 @@ def load(model: str | Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     name = file.parent.resolve().name if Path(model).exists() else str(model)
     config = read_config(path)
-    return replace(parse(config, name=name, file=str(file)), untrainable=_untrainable(config))
+    return replace(parse(config, name=name, file=str(file)), not_embedded=_not_embedded(config))
 
 
-def _untrainable(config: Mapping[str, Any]) -> str:
-    """Return why this version cannot train the model; empty if it can."""
+def _not_embedded(config: Mapping[str, Any]) -> str:
+    """Return why the embedded engine cannot run the model; empty if it can."""
     try:
         Architecture.from_config(config)
     except ModelError as error:

@@ -106,8 +106,8 @@ class ModelShape:
     """Parameters in routed experts; the others are read in every step."""
     num_experts: int = 0
     experts_per_token: int = 0
-    untrainable: str = ""
-    """Reason for which this version cannot train it; empty if it can, or if that is not known."""
+    not_embedded: str = ""
+    """Reason for which the embedded engine cannot run it; empty if it can, or if that is not known."""
 
     @property
     def multiplied_parameters(self) -> int:

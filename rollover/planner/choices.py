@@ -16,6 +16,7 @@ from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, Train
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
+from rollover.planner.blocks import block, block_size, in_blocks, powers
 from rollover.planner.records import Routing
 from rollover.trainer.parallelism import unsupported
 
@@ -32,30 +33,28 @@ _MIXED_SIZES = {2: 6, 3: 4}
 
 
 def _shapes(device: Device, model: ModelShape, max_stages: int) -> Iterator[tuple[int, int]]:
-    """Yield (tensor parallel, pipeline parallel) sizes.
-
-    Tensor parallel sizes divide the heads and, so that replicas pack without gaps, the node.
-    """
-    widths = [n for n in _powers(device.node_size) if device.node_size % n == 0 and model.num_heads % n == 0]
-    return product(widths, _powers(min(max_stages, model.num_layers)))
+    """Yield (tensor parallel, pipeline parallel) sizes: powers of two of which the first divides the heads and fits
+    into a node."""
+    widths = [n for n in powers(device.node_size) if model.num_heads % n == 0]
+    return product(widths, powers(min(max_stages, model.num_layers)))
 
 
-def _powers(largest: int) -> list[int]:
-    """List the powers of two up to ``largest``."""
-    return [1 << i for i in range(largest.bit_length())]
+def _copies(tp: int, pp: int, device: Device, node_sizes: Sequence[int]) -> int:
+    """Return the number of pipelines that nodes of these sizes hold."""
+    return in_blocks(block_size(tp, pp, device.node_size), node_sizes) // (tp * pp)
 
 
 # --- Kinds of replica -------------------------------------------------------------------------------------------------
 
 
 def replica_kinds(
-    device: Device, count: int, model: ModelShape, workload: WorkloadSpec, routing: Routing
+    device: Device, node_sizes: Sequence[int], model: ModelShape, workload: WorkloadSpec, routing: Routing
 ) -> list[ReplicaKind]:
-    """Return all kinds of replica of up to ``count`` devices."""
+    """Return all kinds of replica that nodes of these sizes hold."""
     found: list[ReplicaKind] = []
     for tp, pp in _shapes(device, model, MAX_REPLICA_STAGES):
         engine = replica_costs(model, workload, device, tp, pp)
-        if tp * pp <= count and engine.fits():
+        if _copies(tp, pp, device, node_sizes) and engine.fits():
             found += _at_caps(engine, _CAPS[routing])
     return found
 
@@ -75,19 +74,20 @@ def finer(kind: ReplicaKind, device: Device, model: ModelShape, workload: Worklo
     return [replace(fine, updates_s=tuple(s + sooner_s for s in fine.updates_s)) for fine in found]
 
 
-def undominated(kinds: Sequence[ReplicaKind], workload: WorkloadSpec) -> list[ReplicaKind]:
-    """Drop the kinds that a whole number of another kind's replicas can replace: with as many devices, at least as fast
-    for every bucket, with at least as much cache and no later. All kinds are of one device type."""
+def undominated(kinds: Sequence[ReplicaKind], workload: WorkloadSpec, node_size: int) -> list[ReplicaKind]:
+    """Drop the kinds that a whole number of another kind's replicas can replace: with as many devices in no larger
+    blocks, at least as fast for every bucket, with at least as much cache and no later. All kinds are of one device
+    type, on nodes of at most ``node_size`` devices."""
     kept: list[ReplicaKind] = []
     for kind in sorted(kinds, key=lambda c: (c.num_devices, c.latencies_s, c.tp)):
-        if not any(_replaces(other, kind, workload) for other in kept):
+        if not any(_replaces(other, kind, workload, node_size) for other in kept):
             kept.append(kind)
     return kept
 
 
-def _replaces(other: ReplicaKind, kind: ReplicaKind, workload: WorkloadSpec) -> bool:
+def _replaces(other: ReplicaKind, kind: ReplicaKind, workload: WorkloadSpec, node_size: int) -> bool:
     copies, rest = divmod(kind.num_devices, other.num_devices)
-    if rest:
+    if rest or block(other, node_size) > block(kind, node_size):
         return False
     return (
         all(copies * a >= b for a, b in zip(other.rates, kind.rates, strict=True))
@@ -114,6 +114,7 @@ def training_plans(
     model: ModelShape,
     workload: WorkloadSpec,
     *,
+    node_sizes: Mapping[str, Sequence[int]],
     across: Mapping[tuple[str, str], Link],
     inside: Mapping[str, int],
     launchable: bool = False,
@@ -122,13 +123,16 @@ def training_plans(
     with and some over three, and the mixtures, which hold all plans over two types.
 
     Args:
+        node_sizes: number of devices of each node of a type.
         across: links between types, if they are not the narrower of two networks.
         inside: number of nodes of each type that must train a whole copy in each of its nodes.
         launchable: return only plans over one type that the trainer can run.
     """
     choices = {
-        device: _trainers(device, count, model, workload, inside.get(device.name, 0), len(inside) == len(stock))
-        for device, count in stock.items()
+        device: _trainers(
+            device, node_sizes[device.name], model, workload, inside.get(device.name, 0), len(inside) == len(stock)
+        )
+        for device in stock
     }
     if launchable:
         choices = {device: [t for t in found if runs(t.part)] for device, found in choices.items()}
@@ -161,14 +165,19 @@ def runs(part: TrainingPart) -> bool:
 
 
 def _trainers(
-    device: Device, count: int, model: ModelShape, workload: WorkloadSpec, nodes: int, no_rollout_apart: bool
+    device: Device,
+    node_sizes: Sequence[int],
+    model: ModelShape,
+    workload: WorkloadSpec,
+    nodes: int,
+    no_rollout_apart: bool,
 ) -> list[TrainerCosts]:
-    """Return the trainers of all shapes that fit into memory and stock. If ``nodes`` is not 0, each of so many nodes
+    """Return the trainers of all shapes that fit into memory and nodes. If ``nodes`` is not 0, each of so many nodes
     trains a whole copy; with ``no_rollout_apart``, new weights need not leave them."""
     found, home = [], replace(device, network=device.link) if no_rollout_apart else device
     for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES):
         for dp, sharded, recompute in product(
-            range(1, min(count // (tp * pp), workload.batch_size) + 1), (False, True), (False, True)
+            range(1, min(_copies(tp, pp, device, node_sizes), workload.batch_size) + 1), (False, True), (False, True)
         ):
             if nodes and (dp < nodes or tp * pp > device.node_size or (sharded and nodes > 1)):
                 continue
@@ -183,13 +192,21 @@ def _trainers(
 
 
 def _fastest(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
-    """Keep the fastest trainer for each number of devices, where more devices are faster."""
+    """Keep the fastest trainer for each number of devices, where more devices are faster, and slower ones in smaller
+    blocks where nodes cannot be divided into larger ones."""
     best: list[TrainerCosts] = []
     for _, same in groupby(trainers, key=lambda t: t.part.num_devices):
-        trainer = min(same, key=_alone_s)
-        if not best or _alone_s(trainer) < _alone_s(best[-1]):
-            best.append(trainer)
+        for trainer in sorted(same, key=_alone_s):
+            if not any(_alone_s(t) <= _alone_s(trainer) and _packs(t, trainer) for t in best):
+                best.append(trainer)
     return best
+
+
+def _packs(trainer: TrainerCosts, other: TrainerCosts) -> bool:
+    """Return whether nodes have room for the blocks of ``trainer`` wherever they have room for those of ``other``."""
+    node_size = trainer.device.node_size
+    even = node_size & (node_size - 1) == 0
+    return even or block(trainer.part, node_size) <= block(other.part, node_size)
 
 
 def _alone_s(trainer: TrainerCosts) -> float:
@@ -242,11 +259,17 @@ def _within(other: TrainingPlan, plan: TrainingPlan) -> bool:
 # --- Where nothing fits -----------------------------------------------------------------------------------------------
 
 
-def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec, act: str) -> str:
+def no_room(
+    stock: dict[Device, int],
+    node_sizes: Mapping[str, Sequence[int]],
+    model: ModelShape,
+    workload: WorkloadSpec,
+    act: str,
+) -> str:
     """Say how much memory each device type would need and how much it has, if the model fits nowhere."""
     lines = [f"{model.name} ({model.parameters / 1e9:.1f}B parameters) cannot {act} on any device of this fleet:"]
-    for device, count in stock.items():
-        needs, shape = _least_bytes(device, count, model, workload, act)
+    for device in stock:
+        needs, shape = _least_bytes(device, node_sizes[device.name], model, workload, act)
         has = device.efficiency.memory * device.hbm_bytes
         lines.append(
             f"  {device.name}: {needs / 2**30:.1f} GiB per device needed even with {shape}, "
@@ -256,12 +279,14 @@ def no_room(stock: dict[Device, int], model: ModelShape, workload: WorkloadSpec,
     return "\n".join(lines)
 
 
-def _least_bytes(device: Device, count: int, model: ModelShape, workload: WorkloadSpec, act: str) -> tuple[float, str]:
+def _least_bytes(
+    device: Device, node_sizes: Sequence[int], model: ModelShape, workload: WorkloadSpec, act: str
+) -> tuple[float, str]:
     """Return what a device needs in the shape that needs least: of a trainer, or for the weights and the longest
     sample's KV cache of a replica."""
     found = []
     for tp, pp in _shapes(device, model, MAX_TRAINING_STAGES if act == "train" else MAX_REPLICA_STAGES):
-        dp = min(count // (tp * pp), workload.batch_size)
+        dp = min(_copies(tp, pp, device, node_sizes), workload.batch_size)
         if dp and act == "train":
             part = TrainingPart(device=device.name, dp=dp, tp=tp, pp=pp, sharded=True, recompute=True, share=1.0)
             needs = trainer_costs(model, workload, device, part).memory_bytes

@@ -11,7 +11,8 @@ kind of replica c, bucket w and training plan p:
     (1) sum_c x[c,w] >= share                                      every bucket is produced
     (2) sum_w time[c,w] x[c,w] <= y[c]                             replica time, less what weight updates take
     (3) sum z = 1                                                  one trainer, fast enough
-    (4) sum devices y + devices z <= stock                         each type, each role
+    (4) sum devices y + devices z <= stock                         each type, each role; also for what is in blocks of
+                                                                   a size or larger, and nodes have in whole blocks
     (5) the same times price <= budget
     (6) sum waiting[c,w] x[c,w] + busy z <= max_staleness + 1      Little's law: what is admitted and not consumed
     (7) sum_w cache[c,w] x[c,w] <= y[c]                            caches, where they are held without decoding
@@ -240,6 +241,10 @@ class Program:
             extra = at["extra"][g : g + 1]
             where, values = np.r_[at["y"], at["z"], extra], np.r_[rolling, training, -np.ones(len(extra))]
             self.rows.add(where, values, high=supply.count)
+        for (g, size, count), rolling in zip(load.scarce, load.in_blocks, strict=True):
+            if "stock" not in self.relaxed:
+                training = load.training_in_blocks(g, size, self.plans)
+                self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], training], high=count)
         if problem.budget_per_hour is not None:
             self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
         self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)

@@ -336,7 +336,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     def signature_of_supply(supply: Supply) -> tuple[Any, ...]:
         price = -1.0 if supply.price_per_hour is None else supply.price_per_hour
         plans = sorted((p.cycle_s, p.count(supply.device)) for p in problem.plans if p.count(supply.device))
-        return (supply.count, price, [signature(i) for i in members[supply.device]], plans)
+        return (supply.count, supply.node_sizes, price, [signature(i) for i in members[supply.device]], plans)
 
     supplies = sorted(problem.supplies, key=signature_of_supply)
     kinds = [index for supply in supplies for index in members[supply.device]]

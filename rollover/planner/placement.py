@@ -17,6 +17,7 @@ from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_
 from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.arrangement import Demand, Shares, Traffic, arrange, compose
+from rollover.planner.blocks import block
 from rollover.planner.problem import routed
 from rollover.planner.records import Fleet, Problem, Routing, Solution
 from rollover.planner.solution import held
@@ -87,24 +88,17 @@ def place(topology: Topology, model: ModelShape, problem: Problem, solution: Sol
     return _Assigner(topology, problem, solution, arranged).placement()
 
 
-def _block(device: Device, shape: TrainingPart | ReplicaKind) -> int:
-    """Return the number of devices that are kept on one node: a whole pipeline where nodes hold a whole number of them,
-    else a stage."""
-    size = shape.tp * shape.pp
-    return size if device.node_size % size == 0 else shape.tp
-
-
 def _demand(device: Device, problem: Problem, solution: Solution) -> Demand:
     blocks: dict[int, int] = {}
     for c in solution.active:
         kind = problem.replica_kinds[c]
         if kind.device == device.name:
-            block = _block(device, kind)
-            blocks[block] = blocks.get(block, 0) + solution.replicas[c] * kind.num_devices // block
+            size = block(kind, device.node_size)
+            blocks[size] = blocks.get(size, 0) + solution.replicas[c] * kind.num_devices // size
     part = next((part for part in solution.plan.parts if part.device == device.name), None)
     if part is None:
         return Demand(replica_blocks=blocks)
-    return Demand(train_devices=part.num_devices, train_block=_block(device, part), replica_blocks=blocks)
+    return Demand(train_devices=part.num_devices, train_block=block(part, device.node_size), replica_blocks=blocks)
 
 
 def step_traffic(fleet: Fleet, model: ModelShape, workload: WorkloadSpec, plan: TrainingPlan) -> Traffic:
@@ -147,7 +141,7 @@ class _Assigner:
         kinds = [(self.problem.replica_kinds[c], self.solution.replicas[c]) for c in self.solution.active]
         replicas = [
             pipeline
-            for i in sorted(range(len(kinds)), key=lambda i: -_block(devices[kinds[i][0].device], kinds[i][0]))
+            for i in sorted(range(len(kinds)), key=lambda i: -block(kinds[i][0], devices[kinds[i][0].device].node_size))
             for pipeline in self._pipelines(self.rollout, i, *kinds[i])
         ]
         return Placement(training=tuple(training), replicas=tuple(replicas))
@@ -157,12 +151,12 @@ class _Assigner:
     ) -> Iterator[Pipeline]:
         """Yield ``count`` pipelines on the nodes of a type. Stages follow one another along a chain of wide links."""
         nodes = [i for i, node in enumerate(self.nodes) if node.device.name == shape.device and room[i]]
-        block, tp, pp = _block(self.nodes[nodes[0]].device, shape), shape.tp, shape.pp
+        size, tp, pp = block(shape, self.nodes[nodes[0]].device.node_size), shape.tp, shape.pp
         stages: list[Stage] = []
         for node in self.topology.chain(nodes):
-            while len(room[node]) >= block and len(stages) < count * pp:
-                taken, room[node][:] = room[node][:block], room[node][block:]
-                stages += [Stage(node=node, devices=tuple(sorted(taken[k : k + tp]))) for k in range(0, block, tp)]
+            while len(room[node]) >= size and len(stages) < count * pp:
+                taken, room[node][:] = room[node][:size], room[node][size:]
+                stages += [Stage(node=node, devices=tuple(sorted(taken[k : k + tp]))) for k in range(0, size, tp)]
         assert len(stages) == count * pp, "shares hold what they were composed for"
         for k in range(0, len(stages), pp):
             yield Pipeline(member=member, stages=tuple(stages[k : k + pp]))

@@ -66,7 +66,7 @@ class Plan:
     def obstacles(self) -> tuple[str, ...]:
         """Say which parts of this plan ``rollover launch`` cannot run; empty if it can run all of it."""
         parts = self.solution.plan.parts
-        found = [f"its trainer cannot train {self.model.name}: {why}"] if (why := self.model.untrainable) else []
+        found: list[str] = []
         if len(parts) > 1:
             names = " and ".join(part.device for part in parts)
             found.append(f"it trains on {len(parts)} types of device ({names}), but the trainer supports only one")

@@ -52,6 +52,7 @@ def fleet_problem(
         spec.model,
         spec.workload,
         max_staleness=spec.max_staleness,
+        node_sizes=fleet.node_sizes,
         across=Topology.of(fleet).across(),
         inside=Counter(node.device.name for node in fleet.nodes if node.device.name in inside),
         launchable=spec.launchable,
@@ -73,6 +74,7 @@ def stock_problem(
     workload: WorkloadSpec,
     *,
     max_staleness: int,
+    node_sizes: Mapping[str, tuple[int, ...]] | None = None,
     across: Mapping[tuple[str, str], Link] | None = None,
     inside: Mapping[str, int] | None = None,
     launchable: Server | None = None,
@@ -81,6 +83,7 @@ def stock_problem(
     """Build the problem of ``stock``, the number of devices of each type, without a budget.
 
     Args:
+        node_sizes: number of devices of each node of a type, if not all nodes but one have the type's.
         across: links between types, if they are not the narrower of their networks.
         inside: number of nodes of each type that trains a whole copy in each node, so that new weights do not leave it.
 
@@ -89,25 +92,36 @@ def stock_problem(
     """
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be at least 0, got {max_staleness}")
-    if launchable and model.untrainable:
-        raise PlanError(f"rollover launch cannot train {model.name}: {model.untrainable}")
-    inside = inside or {}
+    if launchable == "embedded_server" and model.not_embedded:
+        raise PlanError(
+            f"the embedded engine cannot run {model.name}: {model.not_embedded}. Plan for others: --server vllm or"
+            " sglang"
+        )
+    inside, node_sizes = inside or {}, node_sizes or {d.name: _split(n, d.node_size) for d, n in stock.items()}
     kinds = [
         c
-        for device, n in with_networks(stock, {d.name: d.link for d in stock if d.name in inside}).items()
-        for c in undominated(replica_kinds(device, n, model, workload, routing), workload)
+        for device in with_networks(stock, {d.name: d.link for d in stock if d.name in inside})
+        for c in undominated(
+            replica_kinds(device, node_sizes[device.name], model, workload, routing), workload, device.node_size
+        )
         if not (launchable or device.name in inside)
         or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]
     if not kinds:
-        raise PlanError(no_room(stock, model, workload, "roll out"))
+        raise PlanError(no_room(stock, node_sizes, model, workload, "roll out"))
     plans, mixtures = training_plans(
-        stock, model, workload, across=across or {}, inside=inside, launchable=bool(launchable)
+        stock,
+        model,
+        workload,
+        node_sizes=node_sizes,
+        across=across or {},
+        inside=inside,
+        launchable=bool(launchable),
     )
     if not plans:
-        raise PlanError(no_room(stock, model, workload, "train"))
+        raise PlanError(no_room(stock, node_sizes, model, workload, "train"))
     return Problem(
-        supplies=supplies(stock),
+        supplies=supplies(stock, node_sizes),
         replica_kinds=tuple(kinds),
         plans=tuple(plans),
         mixtures=tuple(mixtures),
@@ -117,9 +131,18 @@ def stock_problem(
     )
 
 
-def supplies(stock: dict[Device, int]) -> tuple[Supply, ...]:
+def _split(count: int, node_size: int) -> tuple[int, ...]:
+    """Return the sizes of the nodes of ``count`` devices: all but the last have ``node_size``."""
+    rest = count % node_size
+    return (node_size,) * (count // node_size) + (rest,) * (rest > 0)
+
+
+def supplies(stock: dict[Device, int], node_sizes: Mapping[str, tuple[int, ...]]) -> tuple[Supply, ...]:
     """Return the supply of each type: ``stock`` gives the number of its devices, all for either role."""
-    return tuple(Supply(device=d.name, count=n, price_per_hour=d.price_per_hour) for d, n in stock.items())
+    return tuple(
+        Supply(device=d.name, count=n, price_per_hour=d.price_per_hour, node_sizes=node_sizes[d.name])
+        for d, n in stock.items()
+    )
 
 
 def routed(problem: Problem, routing: Routing) -> Problem:

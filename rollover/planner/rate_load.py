@@ -13,7 +13,8 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from rollover.devices.costs.records import TrainingPlan
+from rollover.devices.costs.records import TrainingPart, TrainingPlan
+from rollover.planner.blocks import block, in_blocks, powers
 from rollover.planner.records import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -67,6 +68,22 @@ class RateLoad:
             shapes.setdefault((kind.device, kind.tp, kind.pp), []).append(index)
         self.shapes = [sorted(members, key=lambda i: kinds[i].batch_cap) for members in shapes.values()]
         """Columns that differ in their batch caps only."""
+        self._read_blocks()
+
+    def _read_blocks(self) -> None:
+        kinds, in_use = self.problem.replica_kinds, []
+        self.scarce: list[tuple[int, int, int]] = []
+        """(S): (type, size of blocks, devices in whole blocks), for the sizes that leave devices of nodes over."""
+        for g, supply in enumerate(self.problem.supplies):
+            largest = max(supply.node_sizes, default=0)
+            for size in powers(largest):
+                count = in_blocks(size, supply.node_sizes)
+                if count < supply.count or (size > 1 and supply.device in self.problem.inside):
+                    self.scarce.append((g, size, count))
+                    of_size = [c.device == supply.device and block(c, largest) >= size for c in kinds]
+                    in_use.append(self.sizes * np.array(of_size))
+        self.in_blocks: Floats = np.array(in_use).reshape(-1, len(kinds))
+        """(S, C): devices of a replica that are in blocks of a scarce size or larger."""
 
     def _read_plans(self) -> None:
         problem = self.problem
@@ -85,6 +102,21 @@ class RateLoad:
         devices = [[plan.count(supply.device) for supply in supplies] for plan in plans]
         busy: Floats = self.rate * np.array([plan.cycle_s for plan in plans])
         return busy, np.array(devices, dtype=np.float64).reshape(len(plans), len(supplies))
+
+    def training_in_blocks(self, g: int, size: int, plans: Sequence[int]) -> list[int]:
+        """Return the devices of type ``g`` that each of ``plans`` takes away from blocks of at least ``size``. Inside
+        nodes that all train, these are the blocks that a pipeline in each node leaves no room for."""
+        supply = self.problem.supplies[g]
+        sizes, name = supply.node_sizes, supply.device
+
+        def taken(part: TrainingPart) -> int:
+            its_block, apart, whole = block(part, max(sizes)), part.num_devices, 0
+            if name in self.problem.inside:
+                left = [max(0, n - its_block) for n in sizes]
+                apart, whole = max(0, apart - its_block * len(sizes)), in_blocks(size, sizes) - in_blocks(size, left)
+            return whole + apart * (its_block >= size)
+
+        return [sum(taken(part) for part in self.problem.plans[p].parts if part.device == name) for p in plans]
 
     @property
     def costs(self) -> Floats:

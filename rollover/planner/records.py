@@ -59,17 +59,28 @@ class Fleet:
         """Return the number of devices of each type."""
         return {device: sum(n.num_devices for n in self.nodes if n.device == device) for device in self.devices}
 
+    @property
+    def node_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the number of devices of each node of a type, the largest first."""
+        sizes: dict[str, list[int]] = {}
+        for node in self.nodes:
+            sizes.setdefault(node.device.name, []).append(node.num_devices)
+        return {name: tuple(sorted(found, reverse=True)) for name, found in sizes.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
     """The devices of a type that may be used.
 
-    Example: ``Supply(device="h20", count=32, price_per_hour=1.85)`` offers 32 H20.
+    Example: ``Supply(device="h20", count=14, price_per_hour=1.85, node_sizes=(7, 7))`` offers 14 H20, of which 8 are in
+    whole blocks of 4.
     """
 
     device: str
     count: int
     price_per_hour: float | None
+    node_sizes: tuple[int, ...] = ()
+    """Number of devices of each node, the largest first; if empty, blocks of any size fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

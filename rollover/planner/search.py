@@ -7,7 +7,7 @@ may then pay to train on every node, so that new weights stay inside and only gr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,13 +23,19 @@ from rollover.planner.placement import Pipeline, Placement, costed_on_links, pla
 from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec, fleet_problem, routed, supplies, with_networks
 from rollover.planner.rate_load import RateLoad
-from rollover.planner.records import Fleet, Problem, Routing, Solution
+from rollover.planner.records import Fleet, Node, Problem, Routing, Solution
 from rollover.planner.topology import Topology
 
 _MOST_PARTS = 48
 """Maximum number of parts considered, counted by their numbers of nodes of each kind."""
 _FEW_TYPES = 3
 """Number of types up to which every set of them is planned to train in each of its nodes."""
+_SOME_NODES = 8
+"""Number of nodes of a small fleet, in which equal devices in nodes of different sizes may be different types."""
+_FEW_NODES = 3
+"""Number of nodes up to which each may be a type of its own."""
+_COARSE = 0.015
+"""Fraction of the rate that finer batch caps may add to a part of a small fleet, which is judged by the coarse ones."""
 SETTLED = 0.02
 """Relative change of the rate below which the rounds end."""
 MAX_ROUNDS = 5
@@ -49,20 +55,48 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
     """
     best: Plan | None = None
     refused: PlanError | None = None
-    for nodes in (tuple(range(len(fleet.nodes))), *_parts(fleet)):
-        part = _alone(fleet, nodes)
+    everything = tuple(range(len(fleet.nodes)))
+    ways = [fleet] if spec.launchable else _typings(fleet)
+    for typed, nodes in ((way, nodes) for way in ways for nodes in (everything, *_parts(way))):
+        part = _alone(typed, nodes)
         for inside in _forms(part) if best is None or _may_beat(spec, part, best) else ():
             if best is not None and inside and not _may_beat(spec, part, best, inside):
                 continue
             try:
-                made = best_of_rounds(spec, fleet, nodes, inside, explain=not (best or refused))
-                best = made if best is None else min(best, made, key=rank)
+                made = best_of_rounds(spec, typed, nodes, inside, explain=not (best or refused))
+                best = made if best is None or _is_better(made, best) else best
             except PlanError as error:
                 refused = refused or error
     if best is None:
         assert refused is not None
         raise refused
     return best
+
+
+def _typings(fleet: Fleet) -> Iterator[Fleet]:
+    """Yield the fleet with its devices divided into types in different ways.
+
+    All pipelines of a type have one shape, and shards stay within a type, so each way allows other plans: equal devices
+    are a type; in fleets of few nodes also equal devices in nodes of equal size, then the devices of each node."""
+    alike = [replace(node.device, name="", node_size=1) for node in fleet.nodes]
+    ways: list[list[Hashable]] = [[*alike]]
+    if len(fleet.nodes) <= _SOME_NODES:
+        sizes = (node.num_devices for node in fleet.nodes)
+        ways.insert(0, [*zip(alike, sizes, strict=True)])
+    if len(fleet.nodes) <= _FEW_NODES:
+        ways.append([*range(len(fleet.nodes))])
+    for types in dict.fromkeys(tuple(way.index(key) for key in way) for way in ways):
+        yield replace(fleet, nodes=tuple(_typed(fleet.nodes, types)))
+
+
+def _typed(nodes: Sequence[Node], types: Sequence[int]) -> Iterator[Node]:
+    """Yield the nodes with their types, each of which is given by its first node."""
+    keys = [node.device.name.partition("@")[0] for node in nodes]
+    for key, node, first in zip(keys, nodes, types, strict=True):
+        largest = max(other.num_devices for other, its in zip(nodes, types, strict=True) if its == first)
+        several = any(its != first for other, its in zip(keys, types, strict=True) if other == key)
+        name = f"{key}@{nodes[first].name}" if several else key
+        yield replace(node, device=replace(node.device, name=name, node_size=largest))
 
 
 def _forms(fleet: Fleet) -> Iterator[tuple[str, ...]]:
@@ -88,7 +122,9 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] =
         return False
     target = spec.target_steps_per_s
     if target is None:
-        return may_reach(problem, min(best.solution.bound_steps_per_s, best.solution.steps_per_s * (1 + GAP)))
+        rate = best.solution.steps_per_s
+        least = rate * (1 - _COARSE) if len(best.fleet.nodes) <= _SOME_NODES else rate * (1 + GAP)
+        return may_reach(problem, min(best.solution.bound_steps_per_s, least))
     assert best.cost_per_hour is not None
     return may_reach(problem, target, best.cost_per_hour * (1 - GAP))
 
@@ -190,7 +226,9 @@ def best_of_rounds(
             break
         problem, solution = solved
         placement = _in_fleet(place(Topology.of(part), model, problem, solution), nodes)
-        whole = replace(problem, supplies=supplies(fleet.stock), target_steps_per_s=target)  # other nodes are idle
+        whole = replace(
+            problem, supplies=supplies(fleet.stock, fleet.node_sizes), target_steps_per_s=target
+        )  # other nodes are idle
         real = costed_on_links(topology, model, whole, solution, placement, spec.routing)
         reached = real.solution.steps_per_s if real.solution else 0.0
         rounds.append((solution.steps_per_s, reached))
@@ -254,20 +292,28 @@ def solve_finely(
 
 def _promising(load: RateLoad) -> Iterator[int]:
     """Yield, for each shape of replica, the kind that carries the load with the fewest devices, if no other shape needs
-    far fewer devices of its type."""
+    far fewer devices of its type, or if it fits beside the one that needs the fewest."""
     in_time = np.asarray(load.in_time(range(len(load.busy))).all(axis=1))
     needs = np.where(in_time, load.sizes * load.time.sum(axis=1), np.inf)
-    least = [needs[of_its_type].min() for of_its_type in load.of_type[load.of_type.argmax(axis=0)]]
-    for shape in load.shapes:
-        c = min(shape, key=lambda c: needs[c])
-        if in_time[c] and needs[c] <= _PROMISING * least[c]:
-            yield c
+    for of_its_type in load.of_type:
+        best = int(np.argmin(np.where(of_its_type, needs, np.inf)))
+        for shape in load.shapes:
+            c = min(shape, key=lambda c: needs[c])
+            small = load.sizes[c] < load.sizes[best]
+            if of_its_type[c] and in_time[c] and (small or needs[c] <= _PROMISING * needs[best]):
+                yield c
 
 
 def rank(plan: Plan) -> tuple[float, float]:
     """Return the sort key, lowest first: the cheapest plan that reaches the target, or the fastest."""
     rate, cost = plan.solution.steps_per_s, plan.cost_per_hour or 0.0
     return (-rate, cost) if plan.problem.target_steps_per_s is None else (cost, -rate)
+
+
+def _is_better(plan: Plan, best: Plan) -> bool:
+    """Return whether a plan ranks before ``best``: by more than the gap if it needs a more intricate fleet."""
+    mine, its = rank(plan), rank(best)
+    return mine < its if plan.fleet == best.fleet else mine[0] < its[0] - GAP * abs(its[0])
 
 
 def _in_fleet(placement: Placement, nodes: Sequence[int]) -> Placement:

@@ -33,7 +33,7 @@ class ShadowPrices:
     """
 
     limits: Floats
-    """(G + 2,): each type, the budget, staleness."""
+    """(G + S + 2,): each type, each scarce size of blocks, the budget, staleness."""
     real: float
     """1 if the devices' real cost counts too, else 0."""
 
@@ -50,9 +50,10 @@ class PriceBounds:
         self._spent = spent = np.nan_to_num(load.prices) / budget
         self._bound = bound = problem.max_staleness + 1
         self.has = self._has(load.training, load.busy)
-        """(P, G + 2): what each plan leaves of the limits."""
-        self.uses = load.sizes[:, None] * np.column_stack([load.of_type.T / load.stock, load.of_type.T @ spent])
-        """(C, G + 1): of a replica."""
+        """(P, G + S + 2): at least what each plan leaves of the limits."""
+        whole, scarce = load.sizes[:, None] * load.of_type.T, np.array([count for *_, count in load.scarce])
+        self.uses = np.column_stack([whole / load.stock, load.in_blocks.T / scarce, whole @ spent])
+        """(C, G + S + 1): of a replica."""
         self.waiting = load.waiting / bound
         self.cost = load.sizes * (load.of_type.T @ load.costs) / self.unit
         """(C,): of a replica."""
@@ -108,7 +109,8 @@ class PriceBounds:
     def _has(self, training: Floats, busy: Floats) -> Floats:
         load = self.load
         left = (load.stock - training) / load.stock
-        has = np.column_stack([left, 1 - training @ self._spent, 1 - busy / self._bound])
+        blocks = np.ones((len(busy), len(load.scarce)))  # those of a trainer are not counted
+        has = np.column_stack([left, blocks, 1 - training @ self._spent, 1 - busy / self._bound])
         return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 
     def most(self, prices: ShadowPrices, plan: int, room: float) -> Floats:

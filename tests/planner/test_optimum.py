@@ -318,7 +318,7 @@ def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
 def test_a_choice_that_is_dominated_is_never_missed() -> None:
     spec = workload()
     built = stock_problem({device(): 4}, MODEL, spec, max_staleness=1)
-    every = tuple(replica_kinds(device(), 4, MODEL, spec, "load"))
+    every = tuple(replica_kinds(device(), (4,), MODEL, spec, "load"))
     assert len(every) > len(built.replica_kinds)
     assert close(rate(built), rate(replace(built, replica_kinds=every)))
 

@@ -32,7 +32,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
             flops=draw(st.sampled_from([100e12, 400e12, 1000e12])),
             hbm_bytes_per_s=draw(st.sampled_from([0.5e12, 2e12, 4e12])),
             hbm_bytes=draw(st.sampled_from([12e9, 24e9, 80e9])),
-            node_size=draw(st.sampled_from([1, 2, 4])),
+            node_size=draw(st.sampled_from([1, 2, 3, 4, 5, 7])),
             network=network,
             price_per_hour=draw(st.sampled_from([0.5, 1.0, 3.0])),
         )
@@ -103,10 +103,10 @@ def test_a_target_counts_on_the_links_of_the_placement() -> None:
         make_plan(narrow, replace(spec, target_steps_per_s=1.05 * fastest))
 
 
-@pytest.mark.parametrize("seed", [0, 5, 23, 29])
+@pytest.mark.parametrize("seed", [0, 5, 23, 29, 40, 42])
 def test_small_fleets_are_planned_as_well_as_by_enumeration(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need both roles in a node, beside a node with one role or alone, a batch cap off the list, and a trainer over
-    three types."""
+    """They need both roles in a node, beside a node with one role or alone, a batch cap off the list, a trainer over
+    three types, and nodes that are not divided into equal parts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     enumerated = importlib.import_module("plan_gap")
     fleet, spec = enumerated.drawn(seed)
@@ -121,6 +121,16 @@ def test_another_node_never_hurts(fleet: Fleet, max_staleness: int) -> None:
         fewer = replace(fleet, nodes=fleet.nodes[:i] + fleet.nodes[i + 1 :])
         if fewer.nodes:
             assert best >= rate(fewer, max_staleness) * (1 - GAPS)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(fleets(), BOUNDS, st.integers(0, 2))
+def test_another_device_in_a_node_never_hurts(fleet: Fleet, max_staleness: int, at: int) -> None:
+    node = fleet.nodes[at % len(fleet.nodes)]
+    count = node.num_devices + 1
+    larger = replace(node, device=replace(node.device, node_size=count), num_devices=count)
+    more = replace(fleet, nodes=tuple(larger if other is node else other for other in fleet.nodes))
+    assert rate(more, max_staleness) >= rate(fleet, max_staleness) * (1 - GAPS)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

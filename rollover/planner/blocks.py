@@ -1,0 +1,38 @@
+"""Blocks: devices of a pipeline or of its stage that stay in one node.
+
+Their sizes are powers of two, so a block takes exactly the room of a whole number of smaller ones. Blocks therefore fit
+into nodes of any sizes if and only if, for each size, those of at least this size need no more devices than the nodes
+have in whole blocks of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollover.devices.costs.records import ReplicaKind, TrainingPart
+
+
+def powers(largest: int) -> list[int]:
+    """List the powers of two up to ``largest``."""
+    return [1 << i for i in range(largest.bit_length())]
+
+
+def block_size(tp: int, pp: int, node_size: int) -> int:
+    """Return the number of devices that stay in one node: a whole pipeline if a node holds one, else a stage.
+
+    Example: four stages of two devices are blocks of 8 on nodes of 8 devices, and blocks of 2 on nodes of 6.
+    """
+    return tp * pp if tp * pp <= node_size else tp
+
+
+def block(shape: TrainingPart | ReplicaKind, node_size: int) -> int:
+    """Return the ``block_size`` of a training part or of a replica."""
+    return block_size(shape.tp, shape.pp, node_size)
+
+
+def in_blocks(size: int, node_sizes: Iterable[int]) -> int:
+    """Return the number of devices that nodes have in whole blocks.
+
+    Example: nodes of 7 and 4 devices have 8 devices in blocks of 4, and 10 in blocks of 2.
+    """
+    return sum(n - n % size for n in node_sizes)

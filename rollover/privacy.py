@@ -33,6 +33,11 @@ _TOKEN = (
     r"|ya29\.[\w-]{16,}|dckr_pat_[\w-]{16,}|dapi[0-9a-f]{32}|AGE-SECRET-KEY-\w{16,}"
 )
 """The forms of well-known tokens."""
+_GLUED = (
+    r"(?:hf_|gh[opsur]_|sk-(?:[a-z0-9]{2,8}-){0,4}|gsk_|xai-|nvapi-|AIza|glpat-)"
+    r"(?=[A-Za-z0-9]{0,19}\d)(?=[A-Za-z0-9]{0,19}[A-Z])(?=[A-Za-z0-9]{0,19}[a-z])[A-Za-z0-9]{20}[\w-]*"
+)
+"""Such forms that are recognised within a word too: what follows a ``task-`` is rarely a mixture like theirs."""
 _ENVIRONMENT = "launch_env"
 """The table whose values are all hidden, because most of them are keys and logins for the programs that a run
 starts."""
@@ -45,12 +50,19 @@ _ALWAYS = re.compile(
     r"|bearer|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
 )
 """Words that make a name a secret's wherever they stand in it."""
-_LAST = re.compile(r"keys?|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass|(?:sig|signature|session|sid|pat)s?")
+_LAST = re.compile(
+    r"keys?|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass|(?:sig(?:nature)?|session|sid|pat|pin)s?"
+)
 """Words that do at the end of a name, unless one of ``_OF_LANGUAGE`` is before them."""
 _OF_LANGUAGE = re.compile(
     r"eos|bos|pad|unk|sep|cls|mask|stop|end|start|begin|first|last|next|special|image|audio|video|new|prompt|response"
     r"|additional|per|max|min|num|sort|group|primary|foreign"
 )
+_TOGETHER = re.compile(
+    r"\b(?:conn(?:ection)? str(?:ing)?|(?:seed|recovery|backup|secret) ?(?:phrase|word|code|seed)|pin ?(?:code|number)"
+    r"|(?:wallet|master|mnemonic) ?seed)s?\b"
+)
+"""Words that do if they follow each other."""
 _OWNERS = re.compile(
     r"api|access|secret|private|auth|hf|hub|bearer|refresh|session|signing|encryption|ssh|client|user|service|account"
     r"|wandb|github|gitlab|aws|azure|gcp|openai|anthropic|license|master|webhook|bot"
@@ -75,6 +87,7 @@ _BARE = (
     re.compile(r"://[^\s#\"'<>]{0,499}#(?P<value>[^\s\"'<>=]{0,499}=[^\s\"'<>]*)"),
     re.compile(r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/(?P<value>[\w/-]{16,})"),
     re.compile(rf"\b(?P<value>{_TOKEN})"),
+    re.compile(rf"(?P<value>{_GLUED})"),
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?P<value>(?s:.*?))(?:-----END|\Z)"),
 )  # fmt: skip
 """Headers, bearer tokens, logins and queries of URLs, and the forms of well-known tokens. Lengths are bounded where
@@ -191,7 +204,7 @@ def _names_secret(key: str) -> bool:
     for before, word in zip(["", *words], words, strict=False):
         if _ALWAYS.fullmatch(word) or (_OWNERS.fullmatch(before) and word in ("key", "keys", "token", "tokens")):
             return True
-    if words == ["tokens"] or re.search(r"\bconn(?:ection)? str(?:ing)?s?\b", " ".join(words)):
+    if words == ["tokens"] or _TOGETHER.search(" ".join(words)):
         return True
     *_, before, last = ["", "", *words]
     return bool(_LAST.fullmatch(last)) and not _OF_LANGUAGE.fullmatch(before)

@@ -21,13 +21,15 @@ SECRETS = (
     "params.login.password", "launch_env", "engine.launch_env.ANYTHING", "my_passphrase", "hftoken",
     "tokens", "keys", "signing_keys", "pw", "db_pw", "jwt", "jwts", "sas", "sas_url", "sig", "signature", "otp", "session",
     "session_id_token", "dsn", "SENTRY_DSN", "connection_string", "conn_str", "webhook", "slack_webhook_url", "github_pat",
-    "creds", "db_cred", "psk", "hmac", "passkey", "app_key", "shared_key", "mnemonic",
+    "creds", "db_cred", "psk", "hmac", "passkey", "app_key", "shared_key", "mnemonic", "seed_phrase", "seedPhrase", "recovery_code", "recovery_codes",
+    "backup-codes", "recovery_phrase", "passphrase", "pin", "user_pin", "pin_code", "PINCODE", "PIN_NUMBER", "wallet_seed",
 )  # fmt: skip
 HARMLESS = (
     "max_new_tokens", "tokenizer", "stop_token_ids", "kv_cache_bytes", "monkey", "eos_token", "token_budget",
     "num_key_value_heads", "pass_score", "pass@1", "first_token_timeout_s", "tokens_per_round", "bypass", "compass",
     "author", "sort_key", "sort_keys", "max_sessions", "session_timeout_s", "max_tokens", "turkey", "passage", "stream_interval_tokens", "keep_last", "k", "secretary",
-    "tls_key",
+    "tls_key", "pin_memory", "seed", "seeds", "data_seed", "spin", "pinned", "recovery_timeout_s", "status_code", "code",
+    "backup_dir", "opinion",
 )  # fmt: skip
 
 
@@ -74,6 +76,12 @@ def test_a_whole_config_stays_readable() -> None:
         ("bearer s3cret-s3cret is refused", f"bearer {HIDDEN} is refused"),
         ("key hf_abcdefghijklmnopqrstuvwx", f"key {HIDDEN}"),
         ("key sk_live_abcdefghijklmnop", f"key {HIDDEN}"),
+        ("key=sk-aB3dE6gH9jK2mN5pQ8sT", f"key={HIDDEN}"),
+        ("keysk-aB3dE6gH9jK2mN5pQ8sT", f"key{HIDDEN}"),
+        ("xsk-proj-aB3dE6gH9jK2mN5pQ8sT-x_y", f"x{HIDDEN}"),
+        ("xsk-ant-api03-aB3dE6gH9jK2mN5pQ8sT-x_y", f"x{HIDDEN}"),
+        ("tokenhf_aB3dE6gH9jK2mN5pQ8sT", f"token{HIDDEN}"),
+        ("task-some-long-name-of-it and disk-9f86d081884c7d659a2feaa0", "task-some-long-name-of-it and disk-9f86d081884c7d659a2feaa0"),
         ("key gsk_abcdefghijklmnopqrst", f"key {HIDDEN}"),
         ("to https://hooks.slack.com/services/T00000000/B0000/XXXX1234", f"to https://hooks.slack.com/services/{HIDDEN}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMII=\n-----END RSA PRIVATE KEY-----", f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END RSA PRIVATE KEY-----"),

@@ -35,6 +35,8 @@ class AdvantageRow:
     """True if it compares the components of rewards rather than their sum."""
 
 
+_LEAST_REWARD = 1e-20
+"""Size below which a reward counts as 0 in a comparison: the difference of two such rewards is 0 in float32."""
 ADVANTAGES: dict[str, AdvantageRow] = {
     "group_std": AdvantageRow(compares="siblings", divides=True),
     "group_mean": AdvantageRow(compares="siblings", divides=False),
@@ -190,7 +192,7 @@ class Algorithm:
         values: defaultdict[str, set[float]] = defaultdict(set)
         for reward in rewards_G:
             for name, value in (reward if isinstance(reward, Mapping) else {"": reward}).items():
-                values[name].add(value)
+                values[name].add(value if abs(value) >= _LEAST_REWARD else 0.0)
         return any(len(different) > 1 for different in values.values())
 
     def compared(self, source: str, reward: float, components: Mapping[str, float]) -> Compared:

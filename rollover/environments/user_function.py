@@ -26,6 +26,7 @@ _CAME_BACK = 79
 """Exit code of the process that imports a module when the import has ended, even with an exception."""
 _IMPORT_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
+_GENERATORS = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def check_import(path: str) -> None:
@@ -88,6 +89,9 @@ def load_function(path: str) -> Callable[..., Any]:
         names = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
         hint = nearest(function_name, names)
         raise DataError(f"reward function {path}: no function {function_name!r} in {module_name}{hint}")
+    called = _unwrapped(function)
+    if any(yields(f) for f in (called, type(called).__call__) for yields in _GENERATORS):
+        raise DataError(f"reward function {path} is a generator: return a list in place of each yield")
     return function
 
 

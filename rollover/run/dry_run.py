@@ -122,6 +122,8 @@ def _sources(config: RunConfig) -> Iterator[str]:
             reply = f"; {facts.reply}" if facts.reply else ""
             scored_by = ", ".join(reward.kind for reward in source.all_rewards)
             yield f"{role} source {source.name}: {source.kind}{size}, scored by {scored_by}{reply}"
+            for reward in source.all_rewards:
+                yield from (f"  {finding}" for finding in reward.findings())
             if facts.first is not None:
                 yield from _first_prompt(facts.first, facts.reference, tokenizer)
     for source in () if config.sft is None else config.warmup_sources:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -263,6 +264,14 @@ def test_a_judge_that_cannot_work_is_refused_with_the_key(settings: dict[str, An
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("{", r"\{")) as caught:
         JudgeConfig(**({"url": "http://h/v1", "model": "m"} | settings))
     assert "reward." in str(caught.value)
+
+
+def test_a_dry_run_finds_out_whether_the_address_of_a_judge_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        config = JudgeConfig(url=f"http://{place}/v1", model="m")
+        assert [*config.findings()] == [f"judge m: something listens at {place}"]
+    assert [*config.findings()] == [f"warning: judge m: nothing answers at {place} (Connection refused)"]
 
 
 def test_a_template_that_asks_for_an_answer_needs_the_column() -> None:

@@ -368,6 +368,12 @@ def test_a_function_that_is_cached_by_its_arguments_is_refused(name: str) -> Non
         RewardScorer([spec(name)], char_tokenizer())
 
 
+@pytest.mark.parametrize("name", ["yields", "yielding", "partly_yields"])
+def test_a_generator_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=rf"{name} is a generator: return a list in place of each yield"):
+        RewardScorer([spec(name)], char_tokenizer())
+
+
 def test_a_blocking_function_is_not_let_onto_the_event_loop() -> None:
     with pytest.raises(DataError, match=r"length is not async and would block the run; set reward.workers"):
         RewardScorer([spec("length", workers=0)], char_tokenizer())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -109,6 +109,10 @@ class RewardSettings(ABC):
     def check(self, spec: RewardSpec) -> None:
         """Raise ``DataError`` for mistakes that can be found before the first response, at little cost."""
         del spec
+
+    def findings(self) -> Iterable[str]:
+        """Look at what it needs besides this machine, and return a sentence about each."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

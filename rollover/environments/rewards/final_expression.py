@@ -13,8 +13,10 @@ _JOINS = re.compile(r"(?:\s|[$,;]|\\q?quad|\\text\s*\{\s*(?:and|or|,)\s*\}|\b(?:
 
 _NUMBER = r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?"
 _LIST = re.compile(
-    rf"(?<![\w$\\.])({_NUMBER}(?:,\s+{_NUMBER})*),?\s+(?:or|and)\s+(?:[a-zA-Z]\s*=\s*)?({_NUMBER})(?![\w$/^])"
+    rf"(?<![\w$\\.])({_NUMBER}(?:[,;]\s+{_NUMBER})*)"
+    rf"(?:[,;]?\s+(?:or|and)\s+(?:[a-zA-Z]\s*=\s*)?|[,;]\s+(?={_NUMBER}\.?\s*\Z))({_NUMBER})(?![\w$/^])"
 )
+"""Numbers that are one answer together: joined by ``or`` or ``and``, or by commas or semicolons at the text's end."""
 _EXPONENT = re.compile(r"(?<![\w\\.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _QUANTITY = re.compile(rf"\s*(\\?\$?{_NUMBER})\s+([a-zA-Z]{{2,}}(?:[.\s]+[a-zA-Z]{{2,}})*\.?(?:\^?\{{?[23]\}}?)?)\s*")
 _NO_UNITS = re.compile(

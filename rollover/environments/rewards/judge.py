@@ -12,9 +12,10 @@ import json
 import math
 import os
 import re
+import socket
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ _FILE = "judge.sqlite"
 _MOST_BYTES = 1 << 22
 _MOST_WAIT_S = 30.0
 _FIRST_BACK_OFF_S = 0.5
+_PROBE_S = 3.0
+"""Seconds within which a judge's machine must answer in a dry run."""
 _OWN_ENTRIES = frozenset({"model", "messages", "temperature", "seed", "max_tokens", "n", "stream"})
 """Entries of a request that the judge's settings decide."""
 _TRANSIENT = (408, 409, 425, 429)
@@ -156,6 +159,15 @@ class JudgeConfig(RewardSettings):
                 f"reward.api_key_env: the environment variable {self.api_key_env} holds no key: it has a blank, a line"
                 " break or another character that no header can carry"
             )
+
+    def findings(self) -> Iterator[str]:
+        address = httpx.URL(self.url)
+        place = address.host, address.port or {"http": 80, "https": 443}[address.scheme]
+        try:
+            socket.create_connection(place, timeout=_PROBE_S).close()
+            yield f"{self.label}: something listens at {address.host}:{place[1]}"
+        except OSError as error:
+            yield f"warning: {self.label}: nothing answers at {address.host}:{place[1]} ({error.strerror or error})"
 
     def build(self, spec: RewardSpec) -> JudgeReward:
         return JudgeReward(self, spec)

@@ -96,7 +96,7 @@ def is_endless(expression: Any) -> bool:
     if not isinstance(expression, sympy.Basic):
         return False
     try:
-        return _digits(expression) > _MOST_DIGITS
+        return _digits(expression) > _MOST_DIGITS or _terms(expression) > _MOST_TERMS
     except OverflowError:
         return True
 
@@ -121,6 +121,26 @@ def _digits(expression: Any) -> float:
             lengths = [abs(high - low) for _, low, high in expression.limits if (high - low).is_finite]
             return math.inf if any(length.is_number and length > _MOST_TERMS for length in lengths) else max(digits)
     return sum(digits)
+
+
+def _terms(expression: Any) -> float:
+    """Return the number of terms of the expression once it is expanded. Raises ``OverflowError``.
+
+    Example: ``(x + y + z)^{100}`` has 102 * 101 / 2 = 5151 terms.
+    """
+    import sympy
+
+    if expression.is_number:
+        return 1.0
+    match expression:
+        case sympy.Add():
+            return sum(map(_terms, expression.args))
+        case sympy.Mul():
+            return math.prod(map(_terms, expression.args))
+        case sympy.Pow() if expression.exp.is_Integer:
+            power, others = abs(int(expression.exp)), _terms(expression.base) - 1
+            return math.exp(math.lgamma(power + others + 1) - math.lgamma(power + 1) - math.lgamma(others + 1))
+    return max(map(_terms, expression.args), default=1.0)
 
 
 def are_apart(reference: Any, answer: Any) -> bool:

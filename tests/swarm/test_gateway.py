@@ -46,6 +46,7 @@ from rollover.swarm.wire.messages import (
     HeldCall,
     Hello,
     ProtocolError,
+    Ready,
     Welcome,
     decode_down,
     encode,
@@ -64,6 +65,7 @@ CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 HELLO = Hello(protocols=(PROTOCOL,), software="a worker")
 HELD = HeldCall(call_id="a#1.", sample_key="a.", start=0, end=1, is_running=True)
+READY = Ready(max_running=4, max_context_tokens=64, seeded=True, number_format="float32")
 IDLE = Heartbeat(number=1, num_running=0, tokens_per_s=0.0, mean_running=0.0, num_held=0)
 
 
@@ -225,6 +227,10 @@ async def test_a_frame_above_the_limit_ends_the_connection_without_a_word(tmp_pa
             encode(0, structs.replace(HELLO, served=(head(1),) * (MAX_SERVED + 1))),
             "of length <= 64 - at `$.message.served`",
         ),
+        (encode(0, structs.replace(HELLO, protocols=(2,) * 65)), "of length <= 64 - at `$.message.protocols`"),
+        (encode(0, structs.replace(HELLO, software="x" * 257)), "of length <= 256 - at `$.message.software`"),
+        (encode(1, structs.replace(READY, max_running=65_537)), "Expected `int` <= 65536 - at `$.message.max_running`"),
+        (encode(1, structs.replace(READY, number_format="x" * 257)), "of length <= 256 - at `$.message.number_format`"),
     ],
 )
 async def test_an_invalid_frame_ends_the_connection_with_one_message(

@@ -62,3 +62,7 @@ def test_limits_and_names_are_those_of_the_code() -> None:
     assert f"{messages.MAX_FRAME_BYTES // 2**20} MiB" in PAGE
     assert f"at\nmost {messages.MAX_HELD_CALLS:,}," in SECTIONS["hello"]
     assert f"at most {messages.MAX_SERVED}," in SECTIONS["hello"]
+    assert f"speaks, at most {messages.MAX_PROTOCOLS}." in SECTIONS["hello"]
+    assert f"at most {messages.MAX_RUNNING:,}." in SECTIONS["ready"]
+    for section in ("hello", "ready"):
+        assert f"at most {messages.MAX_NAME_CHARACTERS} characters" in " ".join(SECTIONS[section].split())

@@ -32,7 +32,14 @@ MAX_HELD_CALLS = 16_384
 """Most calls in ``Hello.held``."""
 MAX_SERVED = 64
 """Most publications in ``Hello.served``."""
+MAX_PROTOCOLS = 64
+"""Most versions in ``Hello.protocols``."""
+MAX_RUNNING = 65_536
+"""Most calls that a worker may have room for."""
+MAX_NAME_CHARACTERS = 256
+"""Length of what a worker calls its software and its format of numbers."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
 _COMPRESS_ABOVE_BYTES = 512
 _PLAIN, _ZSTD = b"\x00", b"\x01"
 
@@ -84,9 +91,9 @@ class Hello(_Message, frozen=True, kw_only=True):
     Example: ``Hello(protocols=(2,), software="rollover 0.2.0")`` of a worker that has not met this run before.
     """
 
-    protocols: tuple[int, ...]
+    protocols: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_PROTOCOLS)]
     """Versions of the protocol that the worker speaks."""
-    software: str
+    software: Name
     run_id: str = ""
     """The run it served last, and the epoch of it; empty and 0 when it served none."""
     run_epoch: Count = 0
@@ -101,10 +108,10 @@ class Ready(_Message, frozen=True, kw_only=True):
     Example: ``Ready(max_running=16, max_context_tokens=4096, seeded=True, number_format="bfloat16")``
     """
 
-    max_running: int
+    max_running: Annotated[int, msgspec.Meta(le=MAX_RUNNING)]
     max_context_tokens: Count
     seeded: bool
-    number_format: str
+    number_format: Name
     gives_kept: bool = False
     """Tokens come with the kept sets that a call wants."""
     gives_routes: bool = False

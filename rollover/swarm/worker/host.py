@@ -21,7 +21,7 @@ from rollover.engine.kind import OpenedEngine
 from rollover.errors import EngineError, EngineTimeout, RolloverError
 from rollover.hf.raw_tensors import untied
 from rollover.swarm.publication.fetched import FetchedWeights
-from rollover.swarm.wire.messages import Head, Ready
+from rollover.swarm.wire.messages import MAX_RUNNING, Head, Ready
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.weights.base import WeightSource
@@ -135,7 +135,7 @@ class EngineHost:
             return None
         capabilities = self.opened.engine.capabilities
         return Ready(
-            max_running=capabilities.max_running,
+            max_running=min(capabilities.max_running, MAX_RUNNING),
             max_context_tokens=capabilities.max_context_tokens,
             seeded=capabilities.seeded,
             number_format=capabilities.number_format,

@@ -1,4 +1,4 @@
-"""Output that outlasts its reader: a pager, ``head`` or a terminal that goes away does not end the work."""
+"""Output that outlasts its reader: a pager or ``head`` that goes away, or a full disk, does not end the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Output(io.FileIO):
-    """The file of a standard stream. Once its reader has gone, what is written goes nowhere."""
+    """The file of a standard stream. Once it cannot be written, what is written goes nowhere."""
 
     def __init__(self, stream: io.TextIOWrapper, name: str) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
@@ -22,14 +22,13 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # the latter is a terminal's
-                error.filename = self._name
-                raise
+            has_gone = error.errno in (errno.EPIPE, errno.EIO)  # the latter is a terminal's
+            why = "the reader of the output has gone" if has_gone else f"stdout cannot be written ({error.strerror})"
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
         if self._name == "stdout":
-            print("the reader of the output has gone: continuing without it", file=sys.stderr, flush=True)
+            print(f"{why}: continuing without it", file=sys.stderr, flush=True)
         return memoryview(data).nbytes
 
 

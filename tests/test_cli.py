@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -174,6 +173,20 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
     assert config.tasks.eval == config.tasks.train
     assert "measured on newly drawn items (tasks.train)" in capsys.readouterr().err
     assert path.parent == Path("out") and path.name.startswith("eval-")
+
+
+def test_evaluating_a_run_asks_no_set_for_its_metric(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ["--eval.keep_best", "true", "--eval.metric", "accuracy/held", "--eval.every_steps", "1"]
+    sets = ["--eval.sets.held.temperature", "0.6", "--eval.patience", "2"]
+    source = "{kind = 'reasoning_gym', name = '%s', task = 'chain_sum', seed = 9}"
+    held = ["--tasks.eval", f"[{source % 'held'}]"]
+    assert cli.main(["train", "run.toml", "--run-dir", "out", *held, *kept, *sets]) == 0, capsys.readouterr().err
+    checkpoint(10)
+    assert cli.main(["eval", "out"]) == 0
+    assert cli.main(["eval", "out", "--tasks.eval", f"[{source % 'other'}]"]) == 0, capsys.readouterr().err
+    ours, other = (config for _, config, _ in work.done[-2:])
+    assert (ours.eval.of("held").temperature, other.eval.of("other").temperature) == (0.6, 1.0)
+    assert "no evaluation measures" in failed(capsys, "eval", "out", "--eval.metric", "pass@8")
 
 
 @pytest.mark.parametrize("damage", ["weights", "manifest"])
@@ -420,13 +433,16 @@ def test_a_command_started_without_stdout_does_its_work(work: Jobs, monkeypatch:
     assert cli.main(["train", "run.toml"]) == 0 and len(work.done) == 1
 
 
-def test_a_full_disk_behind_stdout_is_named(
-    work: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("argv", [["train", "run.toml"], ["train", "run.toml", "--dry-run"]])
+def test_a_full_disk_behind_stdout_does_not_end_the_work(
+    work: Jobs, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Path("/dev/full").open("w") as stdout, suppress(OSError):
+    with Path("/dev/full").open("w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["train", "run.toml", "--dry-run"]) == 2
-    assert "stdout" in capsys.readouterr().err
+        assert cli.main(argv) == 0
+    assert len(work.done) == (argv == ["train", "run.toml"])
+    said = "stdout cannot be written (No space left on device): continuing without it"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_characters_that_an_encoding_lacks_are_escaped(work: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
 
     require("torch", purpose=ctx.command_path)
     overrides = ctx.meta[OVERRIDES]
+    if job == "evaluate":
+        overrides = [*_one_evaluation(overrides), *overrides]
     of_run = job == "evaluate" and directory.is_run(Path(name))
     with ExitStack() as stack:
         config = _checkpoint_config(Path(name), overrides, stack) if of_run else load(name, overrides)
@@ -79,6 +81,16 @@ def start(ctx: click.Context, name: str, run_dir: Path | None, dry_run: bool, jo
             stem = Path(name).stem
             run_dir = directory.default_path(stem if job == "train" else f"{stem}-{job_name}")
         work(ctx, job, config, directory.create(config, run_dir, sys.argv, job=job_name))
+
+
+def _one_evaluation(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that take back what compares the evaluations of a run, and the sampling of its sources if others
+    take their place."""
+    others = any(argument.partition("=")[0] == "--tasks.eval" for argument in overrides)
+    return [
+        *("--eval.metric", "accuracy", "--eval.keep_best", "false", "--eval.patience", "0"),
+        *(("--eval.sets", "{}") if others else ()),
+    ]
 
 
 def _checkpoint_config(run: Path, overrides: Sequence[str], stack: ExitStack) -> RunConfig:

@@ -389,8 +389,9 @@ class Scheduler:
             self._num_filtered_in_a_row += 1
             if self._num_filtered_in_a_row > self._limits.max_filtered_batches * self.strategy.batch_size:
                 raise RunError(
-                    f"the last {self._num_filtered_in_a_row} groups gave no signal: all their samples have the same"
-                    " reward; start a new run with easier or harder prompts, or algorithm.group_filter = 'none'"
+                    f"the last {self._num_filtered_in_a_row} groups gave no signal: the samples of each have the same"
+                    " reward. If the reward is at fault, mend it and resume; else start a new run with easier or harder"
+                    " prompts, or with algorithm.group_filter = 'none'"
                 )
 
     # -- the batch -------------------------------------------------------------------------------------------

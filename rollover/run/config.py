@@ -106,6 +106,13 @@ class RunConfig:
         """Return how each source of ``tasks.eval`` is evaluated, by its name; as ``[eval]`` says if there is none."""
         return {source.name: self.eval.of(source.name) for source in self.tasks.eval} or {"": self.eval}
 
+    @property
+    def best_metric(self) -> str:
+        """Return ``eval.metric`` under the name that evaluations give it: without that of a source that is the only
+        one."""
+        names = [source.name for source in self.tasks.eval]
+        return self.eval.metric.removesuffix(f"/{names[0]}") if len(names) == 1 else self.eval.metric
+
     def response_limit(self, source: str) -> int:
         """Return the largest number of tokens of a response to a prompt of this source; ``eval/...`` is one of
         ``tasks.eval``."""
@@ -266,7 +273,7 @@ def _about_evaluation(config: RunConfig) -> Iterator[str]:
         yield f"eval.sets.{name} is about no source of tasks.eval, which names {', '.join(names) or 'none'}"
     if config.eval.keep_best or config.eval.patience or config.eval.metric != "accuracy":
         measured = _measured(config.eval_sets) if names else []
-        if config.eval.metric not in measured:
+        if config.best_metric not in measured:
             remedy = f"use one of {', '.join(measured)}" if names else "add a source to tasks.eval"
             yield f"eval.metric is {config.eval.metric!r}, which no evaluation measures: {remedy}"
 

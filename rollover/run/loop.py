@@ -60,12 +60,12 @@ async def train(session: Session, interrupt: Interrupt) -> None:
         await session.driver.stop()
         session.checkpoints.save()
         if is_settled:
-            scores, resume = session.scores, session.resume_command
+            scores, resume, patience = session.scores, session.resume_command, session.config.eval.patience
+            last = "the last evaluation has" if patience == 1 else f"the last {patience} evaluations have"
             session.observe(
                 Notice(
-                    f"the run has ended: {session.config.eval.patience} evaluations in a row have found no better"
-                    f" {scores.metric} (eval.patience), the best is that of step {scores.best}; to continue:"
-                    f" {resume} --eval.patience 0"
+                    f"the run has ended: {last} found no better {scores.metric} (eval.patience), the best is that of"
+                    f" step {scores.best}; to continue: {resume} --eval.patience 0"
                 )
             )
         if session.version >= session.config.steps or is_settled:

@@ -111,7 +111,7 @@ async def open_session(
             idle=idle if overlaps and can.in_flight_update else None,
         )
         stack.push_async_callback(evaluator.close)
-        scores = Scores(config.eval.metric, parts.evaluated)
+        scores = Scores(config.best_metric, parts.evaluated)
 
         def kept() -> set[int]:
             kept = (scores.best, evaluator.pending) if config.eval.keep_best else ()

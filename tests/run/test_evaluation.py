@@ -133,6 +133,11 @@ def test_each_source_is_sampled_as_its_own_table_says() -> None:
     ]
 
 
+def test_a_single_source_may_be_named_in_the_metric() -> None:
+    assert config("p", keep_best=True, metric="accuracy/p").best_metric == "accuracy"
+    assert config("p", "q", keep_best=True, metric="accuracy/p").best_metric == "accuracy/p"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -410,7 +410,7 @@ class _Report:
         words = [tuple(word.strip(".").split(".")) for word in re.findall(r"[A-Za-z_][\w.]*", message)]
         mentioned = [path for word in words if (path := self._key_named(section, word))]
         text = f"{dotted(section)}: {message}" if section else message
-        if mentioned and words and words[0] == mentioned[0][-len(words[0]) :] and message.startswith(words[0][0]):
+        if mentioned and message.startswith(words[0][0]) and self._key_named(section, words[0]) == mentioned[0]:
             text = dotted(mentioned[0]) + message.removeprefix(".".join(words[0]))
         laid = {path: said for path in mentioned if (said := self._laid_over(path))}
         written = [path for path in mentioned if path in {*self.overridden, *self.document.lines, *laid}]
@@ -426,7 +426,10 @@ class _Report:
         return None if is_overridden else self.document.laid_over.get(path)
 
     def _key_named(self, section: KeyPath, word: tuple[str, ...]) -> KeyPath | None:
-        """Return the key that a word of a message names: one of its own section or, dotted, of one around it."""
+        """Return the key that a word of a message names: one of its own section or, dotted, of one around it. A message
+        about a table of a list, such as ``rewards.1``, may call it by the name of one: ``reward.url``."""
+        if section[-2:-1] == (f"{word[0]}s",) and len(word) > 1:
+            return self._key_named(section, word[1:])
         candidates = [(*section[:depth], *word) for depth in range(len(section), -1, -1)]
         candidates = candidates if len(word) > 1 else candidates[:1]
         return next((path for path in candidates if types_at(self.schema, path)), None)

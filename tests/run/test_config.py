@@ -319,6 +319,21 @@ def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
     assert not warned("--rollout.strategy", "rollover", "--algorithm.name", "grpo")
 
 
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ('url = "ftp://x"', "url must be http(s)://host:port/v1; a key belongs in reward.api_key_env"),
+        ('url = "http://h/v1", workers = 1', "workers must be 0 for 'judge'"),
+        ('url = "http://h/v1", colour = 1', "colour: unknown key"),
+    ],
+)
+def test_a_key_of_one_of_several_rewards_is_named_with_its_place(tmp_path: Path, entries: str, message: str) -> None:
+    rewards = f"rewards = [{{ kind = 'exact' }}, {{ kind = 'judge', model = 'm', {entries} }}]"
+    file = written(tmp_path, f"[[tasks.train]]\nkind = 'jsonl'\nname = 'a'\npath = 'a.jsonl'\n{rewards}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"run.toml:5: tasks.train.0.rewards.1.{message}")):
+        load(file)
+
+
 def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, ...] = ()) -> Iterator[list[str]]:
     """The overrides that unset each of them."""
     tables = [option for option in options if is_dataclass(option)]

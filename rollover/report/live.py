@@ -46,6 +46,8 @@ def open_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
             else:
                 self._answer()
 
+        do_HEAD = do_GET
+
         def _answer(self) -> None:
             try:
                 status, content, kind = 200, page.text(), "text/html"
@@ -57,8 +59,9 @@ def open_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
-            with suppress(ConnectionError):  # the browser has gone
-                self.wfile.write(body)
+            if self.command == "GET":
+                with suppress(ConnectionError):  # the browser has gone
+                    self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing."""

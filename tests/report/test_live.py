@@ -49,6 +49,17 @@ def test_the_page_follows_the_files_of_the_run(run: Path, server: ThreadingHTTPS
     assert "3 steps in" in get(server)[1]
 
 
+def test_head_gives_the_headers_of_the_page(server: ThreadingHTTPServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    for path, status in (("/", 200), ("/x", 404)):
+        connection.request("HEAD", path)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+        if status == 200:
+            assert int(answer.headers["Content-Length"]) == len(get(server)[1].encode())
+    connection.close()
+
+
 def test_nothing_but_the_page_is_served(server: ThreadingHTTPServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     for path in ("/config.json", "/../config.json", "/journal.sqlite", "/?x"):

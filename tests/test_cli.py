@@ -178,7 +178,7 @@ def test_evaluating_a_run_measures_its_newest_checkpoint(work: Jobs, capsys: pyt
 def test_evaluating_a_run_asks_no_set_for_its_metric(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ["--eval.keep_best", "true", "--eval.metric", "accuracy/held", "--eval.every_steps", "1"]
     sets = ["--eval.sets.held.temperature", "0.6", "--eval.patience", "2"]
-    source = "{kind = 'reasoning_gym', name = '%s', task = 'chain_sum', seed = 9}"
+    source = "{kind = 'reasoning_gym', name = '%s', dataset = 'chain_sum'}"
     held = ["--tasks.eval", f"[{source % 'held'}]"]
     assert cli.main(["train", "run.toml", "--run-dir", "out", *held, *kept, *sets]) == 0, capsys.readouterr().err
     checkpoint(10)

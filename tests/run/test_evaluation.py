@@ -13,6 +13,7 @@ import pytest
 from rollover.environments.rewards import ExactConfig
 from rollover.errors import DataError, EngineError, RewardError
 from rollover.report.metrics import MetricRow
+from rollover.rollout.environment import NoEnvironment
 from rollover.rollout.events import SegmentEnded
 from rollover.run.best import Scores
 from rollover.run.config import RunConfig
@@ -72,6 +73,7 @@ def evaluator(
         engine=engine,
         sources=[Source(source.name) for source in settings.tasks.eval],  # type: ignore[misc]
         scorer=scorer or Scorer(),  # type: ignore[arg-type]
+        environment=NoEnvironment(),
         stops=(),
         clock=VirtualClock(),
         on_progress=lambda done, total: None,

@@ -7,7 +7,7 @@ have in whole blocks of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 
 from rollover.devices.costs.records import ReplicaKind, TrainingPart
 
@@ -30,7 +30,8 @@ def block(shape: TrainingPart | ReplicaKind, node_size: int) -> int:
     return block_size(shape.tp, shape.pp, node_size)
 
 
-def in_blocks(size: int, node_sizes: Iterable[int]) -> int:
+@cache
+def in_blocks(size: int, node_sizes: tuple[int, ...]) -> int:
     """Return the number of devices that nodes have in whole blocks.
 
     Example: nodes of 7 and 4 devices have 8 devices in blocks of 4, and 10 in blocks of 2.

@@ -41,7 +41,7 @@ def _shapes(device: Device, model: ModelShape, max_stages: int) -> Iterator[tupl
 
 def _copies(tp: int, pp: int, device: Device, node_sizes: Sequence[int]) -> int:
     """Return the number of pipelines that nodes of these sizes hold."""
-    return in_blocks(block_size(tp, pp, device.node_size), node_sizes) // (tp * pp)
+    return in_blocks(block_size(tp, pp, device.node_size), tuple(node_sizes)) // (tp * pp)
 
 
 # --- Kinds of replica -------------------------------------------------------------------------------------------------

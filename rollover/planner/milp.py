@@ -243,8 +243,8 @@ class Program:
             self.rows.add(where, values, high=supply.count)
         for (g, size, count), rolling in zip(load.scarce, load.in_blocks, strict=True):
             if "stock" not in self.relaxed:
-                training = load.training_in_blocks(g, size, self.plans)
-                self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], training], high=count)
+                trained = load.training_in_blocks(g, size, self.plans)
+                self.rows.add(np.r_[at["y"], at["z"]], np.r_[rolling[self.kinds], trained], high=count)
         if problem.budget_per_hour is not None:
             self.limit(self.cost_row(np.nan_to_num(load.prices)), problem.budget_per_hour)
         self.rows.add(np.arange(self.num_variables), self.staleness_row() - self.unit_row("staleness"), high=1)

@@ -35,6 +35,7 @@ class RateLoad:
         self._alone = problem.max_staleness == 0 and not any_bound
         self._read_columns()
         self._read_plans()
+        self._read_blocks()
 
     def _read_columns(self) -> None:
         workload, kinds = self.problem.workload, self.problem.replica_kinds
@@ -68,22 +69,6 @@ class RateLoad:
             shapes.setdefault((kind.device, kind.tp, kind.pp), []).append(index)
         self.shapes = [sorted(members, key=lambda i: kinds[i].batch_cap) for members in shapes.values()]
         """Columns that differ in their batch caps only."""
-        self._read_blocks()
-
-    def _read_blocks(self) -> None:
-        kinds, in_use = self.problem.replica_kinds, []
-        self.scarce: list[tuple[int, int, int]] = []
-        """(S): (type, size of blocks, devices in whole blocks), for the sizes that leave devices of nodes over."""
-        for g, supply in enumerate(self.problem.supplies):
-            largest = max(supply.node_sizes, default=0)
-            for size in powers(largest):
-                count = in_blocks(size, supply.node_sizes)
-                if count < supply.count or (size > 1 and supply.device in self.problem.inside):
-                    self.scarce.append((g, size, count))
-                    of_size = [c.device == supply.device and block(c, largest) >= size for c in kinds]
-                    in_use.append(self.sizes * np.array(of_size))
-        self.in_blocks: Floats = np.array(in_use).reshape(-1, len(kinds))
-        """(S, C): devices of a replica that are in blocks of a scarce size or larger."""
 
     def _read_plans(self) -> None:
         problem = self.problem
@@ -96,6 +81,21 @@ class RateLoad:
         self.stock = np.array([s.count for s in problem.supplies], dtype=np.float64)
         self.prices = np.array([np.nan if s.price_per_hour is None else s.price_per_hour for s in problem.supplies])
         self._tail = np.inf if problem.tail == "none" else problem.max_staleness + (problem.tail == "soft")
+
+    def _read_blocks(self) -> None:
+        kinds, largest = self.problem.replica_kinds, [max(s.node_sizes, default=0) for s in self.problem.supplies]
+        stages = np.array([kind.tp for kind in kinds])
+        blocks = np.where(self.sizes <= self.of_type.T @ np.array(largest), self.sizes, stages)
+        self.scarce: list[tuple[int, int, int]] = [
+            (g, size, in_blocks(size, supply.node_sizes))
+            for g, supply in enumerate(self.problem.supplies)
+            for size in powers(largest[g])
+            if in_blocks(size, supply.node_sizes) < supply.count or (size > 1 and supply.device in self.problem.inside)
+        ]
+        """(S): (type, size of blocks, devices in whole blocks), for the sizes that leave devices of nodes over."""
+        in_use = [self.sizes * self.of_type[g] * (blocks >= size) for g, size, _ in self.scarce]
+        self.in_blocks: Floats = np.array(in_use).reshape(-1, len(kinds))
+        """(S, C): devices of a replica that are in blocks of a scarce size or larger."""
 
     def _needs(self, plans: Sequence[TrainingPlan]) -> tuple[Floats, Floats]:
         supplies = self.problem.supplies
@@ -112,7 +112,7 @@ class RateLoad:
         def taken(part: TrainingPart) -> int:
             its_block, apart, whole = block(part, max(sizes)), part.num_devices, 0
             if name in self.problem.inside:
-                left = [max(0, n - its_block) for n in sizes]
+                left = tuple(max(0, n - its_block) for n in sizes)
                 apart, whole = max(0, apart - its_block * len(sizes)), in_blocks(size, sizes) - in_blocks(size, left)
             return whole + apart * (its_block >= size)
 

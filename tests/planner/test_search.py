@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ GAPS = 2e-3
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn, sizes: Sequence[int] = (1, 2, 4)) -> Fleet:
     """Up to four nodes of two types, joined by links from Ethernet to better than their own."""
     network = Link(bytes_per_s=draw(st.sampled_from([1e7, 1e8, 1e9, 1e10, 1e11])), latency_s=2e-5)
     types = [
@@ -32,7 +33,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
             flops=draw(st.sampled_from([100e12, 400e12, 1000e12])),
             hbm_bytes_per_s=draw(st.sampled_from([0.5e12, 2e12, 4e12])),
             hbm_bytes=draw(st.sampled_from([12e9, 24e9, 80e9])),
-            node_size=draw(st.sampled_from([1, 2, 3, 4, 5, 7])),
+            node_size=draw(st.sampled_from(sizes)),
             network=network,
             price_per_hour=draw(st.sampled_from([0.5, 1.0, 3.0])),
         )
@@ -123,8 +124,8 @@ def test_another_node_never_hurts(fleet: Fleet, max_staleness: int) -> None:
             assert best >= rate(fewer, max_staleness) * (1 - GAPS)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(fleets(), BOUNDS, st.integers(0, 2))
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(fleets(sizes=(1, 2, 3, 4, 5, 7)), BOUNDS, st.integers(0, 2))
 def test_another_device_in_a_node_never_hurts(fleet: Fleet, max_staleness: int, at: int) -> None:
     node = fleet.nodes[at % len(fleet.nodes)]
     count = node.num_devices + 1

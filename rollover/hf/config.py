@@ -9,8 +9,9 @@ from typing import Any
 from rollover.errors import ModelError, parse_json
 
 MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Models that several devices can train and that take adapters: the class in transformers by ``model_type``. One device
-trains any decoder that is proved (``trainer.proof``); the embedded engine has a table (``hf.architecture``)."""
+"""Models that need no proof to be packed, unless they have windows (``trainer.proof``): the class in transformers by
+``model_type``. Those that several devices train, and that take adapters, are in ``trainer.checks``; those of the
+embedded engine in ``hf.architecture``."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys by which configs of several families name the number of experts."""

@@ -243,21 +243,22 @@ async def test_a_request_that_will_not_be_answered_is_refused() -> None:
 
 @pytest.mark.real_time
 async def test_a_thousand_connections_wait_side_by_side() -> None:
-    door, guests = Door(), [Guest() for _ in range(1000)]
-    keys = [door.let_in(guest) for guest in guests]
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=door.url, timeout=120, limits=limits) as client:
+    door, guests = Door(keep_alive_s=60.0), [Guest() for _ in range(1000)]
+    port, body = int(door.url.split(":")[2].split("/")[0]), request(user("a"))
 
-        async def post(key: str) -> str:
-            headers = {"Authorization": f"Bearer {key}"}
-            response = await client.post("/chat/completions", content=request(user("a")), headers=headers)
-            content: str = response.json()["choices"][0]["message"]["content"]
-            return content
+    async def post(key: str) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\nauthorization: Bearer {key}\r\n"
+        writer.write(head.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        found = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        writer.close()
+        content: str = found["choices"][0]["message"]["content"]
+        return content
 
-        posts = [asyncio.create_task(post(key)) for key in keys]
-        for guest in guests:
-            await asked(guest)
-        for number, guest in enumerate(guests):
-            guest.answer(reply(str(number)))
-        assert await asyncio.gather(*posts) == [str(number) for number in range(1000)]
+    posts = [asyncio.create_task(post(door.let_in(guest))) for guest in guests]
+    for guest in guests:
+        await asked(guest)
+    for number, guest in enumerate(guests):
+        guest.answer(reply(str(number)))
+    assert await asyncio.gather(*posts) == [str(number) for number in range(1000)]
     await door.close()

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from rollover.environments.episodes import AgentConfig
+from rollover.environments.rewards.episode import EnvironmentRewardConfig
 from rollover.errors import DataError
+from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.episodes import AnswerWriter
+from rollover.tasks.episodes import AnswerWriter, encoder_of
 from rollover.tasks.messages import Question
-from rollover.tasks.prompts import PromptEncoder
+from rollover.tasks.prompts import Encoded, PromptEncoder
+from rollover.tasks.sources import JsonlConfig
 from tests.tasks.test_templates import NO_TEXT, TEMPLATES, oracle, said, tokenizer_of
 
 NAMES = sorted(TEMPLATES.keys() - NO_TEXT)
@@ -73,3 +77,27 @@ def test_no_answer_can_forge_a_marker(name: str) -> None:
             continue
         _, forged = continued(name, said(role, hostile))
         assert sorted(i for i in plain if i in added) == sorted(i for i in forged if i in added)
+
+
+def test_a_program_begins_and_continues_a_conversation_with_its_tools() -> None:
+    """What a program writes is written as a row's prompt is, and its tools are offered from the first request on."""
+    calc = {"type": "function", "function": {"name": "calc", "description": "adds", "parameters": {"type": "object"}}}
+    found = encoder("qwen2_5")
+    writer = AnswerWriter(found, "calc")
+    begun = writer.begin([QUESTION], [calc], {})
+    assert begun == found.encode(Question([QUESTION], (calc,)), where="row 1").token_ids
+    assert "calc" in tokenizer_of("qwen2_5").decode(begun)
+    answers = [said("tool", "46"), said("tool", "47")]
+    assert found.turn_end is not None
+    with_tools = writer.write(answers, found.turn_end, {}, [calc])
+    assert with_tools == writer.write(answers, found.turn_end, {}), "tools stand at the beginning"
+
+
+def test_a_row_whose_prompt_a_program_writes_has_a_text_and_no_tokens() -> None:
+    agent, reward = AgentConfig(function="mine:solve"), EnvironmentRewardConfig()
+    config = JsonlConfig(name="a", path="a.jsonl", environment=agent, reward=reward)
+    rows = encoder_of(config, TasksConfig(chat_template_date="2026-11-27"), tokenizer_of("qwen2_5"))
+    plain = encoder("qwen2_5").encode(Question([QUESTION]), where="row 1")
+    assert rows.encode(Question([QUESTION]), where="row 1") == Encoded(plain.text, ())
+    columns = ColumnMap(config.column_settings(), {"question": "1+1", "answer": "2"}, "row 1")
+    assert columns.kept({"question": "1+1", "answer": "2"}, "row 1") == {"question": "1+1", "answer": "2"}

@@ -97,3 +97,12 @@ def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
     masking = resolve(AlgorithmConfig(name="grpo", mask_truncated=True))
     data = BatchTensors.of([group], masking, step=3, device=torch.device("cpu"))
     assert not data.loss_mask_T.any()
+
+
+def test_what_is_observed_before_the_first_turn_is_the_prompt() -> None:
+    begun, turn = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0), Segment(1, (8, 9), (-1.0,) * 2, None, 1, 0.0, 1.0)
+    prompt = replace(make_batch(step=1).groups[0].prompt, token_ids=())
+    trajectory = Trajectory(
+        sample_id=SampleId(0, 0), prompt=prompt, segments=(begun, turn), observations=(Observation((5, 6, 7)),)
+    )
+    assert TrainingSample.of(trajectory) == TrainingSample(prompt_ids=(5, 6, 7), response_ids=(8, 9))

@@ -72,6 +72,11 @@ class _Life:
     def __post_init__(self) -> None:
         self.exited = asyncio.create_task(self.child.exit_code())
 
+    async def end(self) -> None:
+        """Kill the program. Only then is its open request answered, so that it does not complain about that."""
+        await self.child.end()
+        self.guest.leave()
+
     async def next_request(self, timeout_s: float) -> Asked | None:
         """Wait for the next request; ``None`` if the program ends instead.
 
@@ -161,7 +166,7 @@ class AgentActor:
         """End the program of an episode, if it has one."""
         if (life := self._lives.pop(sample_id, None)) is not None:
             self._door.let_out(life.key)
-            task = asyncio.ensure_future(life.child.end())
+            task = asyncio.create_task(life.end())
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 

@@ -88,9 +88,8 @@ class Door:
         return f"sk-{number}-{secret}"
 
     def let_out(self, key: str) -> None:
-        """Close the door to a program."""
-        _, guest = self._guests.pop(key.split("-", 2)[1])
-        guest.leave()
+        """Close the door to a program. What it has asked before is still answered."""
+        del self._guests[key.split("-", 2)[1]]
 
     async def close(self) -> None:
         if self._serving is not None:
@@ -166,16 +165,14 @@ class _Response:
 
     async def end(self, reply: ChatReply | RefusedRequest) -> None:
         """Send the reply, or why there is none."""
-        if isinstance(reply, RefusedRequest):
-            found = _error(reply)
-            if not self._has_begun:
-                await _send(self._send, 400, found)
-                return
-            pieces = [found]
-        else:
-            found, pieces = reply.completion(self._request), reply.pieces(self._request)
+        is_refused = isinstance(reply, RefusedRequest)
+        found = _error(reply) if isinstance(reply, RefusedRequest) else reply.completion(self._request)
+        if not self._has_begun and (is_refused or not self._request.streams):
+            await _send(self._send, 400 if is_refused else 200, found)
+            return
         content = json.dumps(found).encode()
         if self._request.streams:
+            pieces = [found] if isinstance(reply, RefusedRequest) else reply.pieces(self._request)
             content = b"".join(b"data: %b\n\n" % json.dumps(piece).encode() for piece in pieces) + b"data: [DONE]\n\n"
         await self._write(content, more=False)
 

@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.out is not None:
         result = {
             "date": date.today().isoformat(),
-            "command": f"python benchmarks/kills.py --kills {options.kills} --seed {options.seed}",
+            "command": f"python benchmarks/kills.py --kills {options.kills} --seed {options.seed}"
+            + (f" --cases {options.cases}" if len(chosen) < len(known) else ""),
             "machine": machine(),
             "steps_of_a_run": STEPS,
             "kills": ways.total(),

@@ -130,9 +130,10 @@ def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refuse
     assert cli.main([*argv, "--server", "embedded_server"]) == 0
     made = TypeAdapter(Plan).validate_json((folder / "p.json").read_text())
     assert {kind.num_devices for kind in made.problem.replica_kinds} == {1}
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL | {"model_type": "mistral", "sliding_window": None}))
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | experts))
     said = refused("--for-launch", "--server", "embedded_server")
-    assert "the embedded engine cannot run model: model_type 'mistral' is not supported" in said
+    assert "the embedded engine cannot run model: model_type 'mixtral' is not supported" in said
     assert cli.main([*argv, "--server", "vllm"]) == 0
     assert TypeAdapter(Plan).validate_json((folder / "p.json").read_text()).obstacles == ()
 

@@ -7,7 +7,6 @@ standard input. The keeper kills whatever the program has started.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import os
@@ -50,6 +49,7 @@ def _call(path: str, row: Mapping[str, Any]) -> None:
 
     done = load_function(path)(row)
     if inspect.isawaitable(done):
+        import asyncio  # which takes longer than all else that is imported here
 
         async def awaited() -> None:
             await done

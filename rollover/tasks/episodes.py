@@ -41,8 +41,10 @@ class AnswerWriter:
     def begin(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], columns: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Write a conversation out from its beginning."""
-        question = Question(list(messages), tuple(tools), row_arguments(columns, self._where))
+        """Write a conversation out from its beginning. Without a template, the texts alone."""
+        texts = "".join(message["content"] for message in messages)
+        content = list(messages) if self._encoder.has_template else texts
+        question = Question(content, tuple(tools), row_arguments(columns, self._where))
         return self._encoder.encode(question, where=self._where).token_ids
 
     def write(
@@ -69,8 +71,6 @@ def check_environment(config: SourceSettings, encoder: PromptEncoder | None) -> 
     environment.check()
     if encoder is None:
         return
-    if environment.writes_prompts and not encoder.has_template:
-        raise DataError(f"environment of source {config.name!r}: conversations need a tokenizer with a chat template")
     writer = AnswerWriter(encoder, config.name)
     try:
         writer.write([{"role": environment.role, "content": "0"}], -1, {})

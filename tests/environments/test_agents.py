@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
 from rollover.errors import DataError, RewardError
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 
+SUM = Prompt(prompt_id="s/0@0", token_ids=(), text="", source="s", columns={"question": "1 + 2 - 9", "answer": "-6"})
 HERE = "tests.environments.agents"
 pytestmark = pytest.mark.real_time
 
@@ -161,6 +163,21 @@ async def test_a_command_gets_its_row_and_its_own_environment(tmp_path: Any, mon
     config = AgentConfig(command=(sys.executable, "-c", program))
     actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
     assert content(await actor.act(episode(), 0.0)) == str(tmp_path), "and nothing of the run's"
+    await actor.close()
+
+
+async def test_the_packaged_program_works_a_sum_out() -> None:
+    plain: Any = Plain()
+    config = AgentConfig(function="rollover.tasks.calculator_agent:solve")
+    actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
+    turns, answers = [], list[Observation]()
+    for reply, asked in (("1 + 2 =", "1 + 2 - 9"), ("3 - 9 =", " 3"), ("what =", " -6"), ("so\n#### -6 ", " ?")):
+        begun = replace(episode(*turns, answers=answers), prompt=SUM)
+        answers.append(await actor.act(begun, 0.0))
+        assert content(answers[-1]) == asked + "\n"
+        turns.append(reply)
+    last = await actor.act(replace(episode(*turns, answers=answers), prompt=SUM), 0.0)
+    assert (last.end, last.reward) == (FinishReason.STOP, 1.0)
     await actor.close()
 
 

@@ -91,6 +91,8 @@ def test_a_program_begins_and_continues_a_conversation_with_its_tools() -> None:
     assert found.turn_end is not None
     with_tools = writer.write(answers, found.turn_end, {}, [calc])
     assert with_tools == writer.write(answers, found.turn_end, {}), "tools stand at the beginning"
+    plain = AnswerWriter(PromptEncoder(tokenizer_of("qwen2_5"), TasksConfig(chat_template="off")), "calc")
+    assert tokenizer_of("qwen2_5").decode(plain.begin([QUESTION, *answers], [], {})) == f"{QUESTION['content']}4647"
 
 
 def test_a_row_whose_prompt_a_program_writes_has_a_text_and_no_tokens() -> None:

@@ -159,6 +159,7 @@ async def test_a_command_gets_its_row_and_its_own_environment(tmp_path: Any, mon
         "httpx.post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json=body, headers=key, timeout=60)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     plain: Any = Plain()
     config = AgentConfig(command=(sys.executable, "-c", program))
     actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)

@@ -179,7 +179,9 @@ class AgentActor:
     async def _start(self, sample_id: SampleId, config: AgentConfig, row: Mapping[str, Any]) -> _Life:
         guest = Guest()
         key = self._door.let_in(guest)
-        variables = dict(os.environ) | {"OPENAI_BASE_URL": self._door.url, "OPENAI_API_KEY": key}
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))  # a proxy is not for this address
+        variables = dict(os.environ) | {"NO_PROXY": direct, "no_proxy": direct}
+        variables |= {"OPENAI_BASE_URL": self._door.url, "OPENAI_API_KEY": key}
         program = {"command": config.command, "function": config.function, "variables": variables, "row": dict(row)}
         try:
             child = await Child.start("rollover.environments.program", program, "program")

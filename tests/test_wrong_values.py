@@ -188,7 +188,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
     (changed(rms_norm_eps="x"), "rms_norm_eps must be a number from 0, got 'x'"),
     (changed(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     (changed(mlp_bias=True), "mlp_bias is not supported"),
-    (changed(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}), "rope type 'yarn' is not supported"),
+    (changed(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4}), "rope type 'longrope' is not supported"),
     (changed(partial_rotary_factor=0.5), "partial_rotary_factor other than 1 is not supported"),
 ]  # fmt: skip
 

@@ -102,7 +102,7 @@ def training_memory(
     share = config.context_parallel  # devices that share a row divide its positions evenly
     tokens = [-(-count // share) for count in (config.micro_batch_tokens, max_prompt_tokens, max_response_tokens)]
     shallow, deeper = (
-        _trace(config, {**model, "num_hidden_layers": depth}, (*tokens, batch_samples), temperature, base_dtype)
+        _trace(config, _of_depth(model, depth), (*tokens, batch_samples), temperature, base_dtype)
         for depth in _TRACED_LAYERS
     )
     size, whole = config.num_devices, shallow.at(int(model["num_hidden_layers"]), deeper)
@@ -115,6 +115,18 @@ def training_memory(
         activations=whole.peak,
         gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if size > 1 else 0,
     )
+
+
+def _of_depth(model: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Return the config of a model with this many layers. Lists of one entry per layer, such as ``layer_types``, are
+    cut or repeated."""
+    num_layers = int(model["num_hidden_layers"])
+    cut = {
+        name: [value[i % num_layers] for i in range(depth)]
+        for name, value in model.items()
+        if isinstance(value, list) and len(value) == num_layers and name.startswith(("layer", "no_rope"))
+    }
+    return {**model, **cut, "num_hidden_layers": depth}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

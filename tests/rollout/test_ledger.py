@@ -21,6 +21,7 @@ from rollover.rollout.events import (
     Event,
     GroupDropped,
     GroupOpened,
+    Observed,
     Restarted,
     SampleFailed,
     SampleScored,
@@ -29,7 +30,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger, SampleState
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, WasteCause
 
 
 def prompt(i: int) -> Prompt:
@@ -199,8 +200,20 @@ class LedgerMachine(RuleBasedStateMachine):
         state = {
             None: SampleState.RUNNING,
             FinishReason.ABORT: SampleState.PARKED if total else SampleState.WAITING,
+            FinishReason.TURN: SampleState.ACTING,
         }.get(reason, SampleState.FINISHED)
         self.model.set(i, state, num_tokens)
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 5), end=st.sampled_from([None, FinishReason.STOP]))
+    def observe(self, data: st.DataObject, num_tokens: int, end: FinishReason | None) -> None:
+        if (i := self.pick(data, "acting")) is None:
+            return
+        total = self.model.samples[i][1]
+        if end is not None and not total:
+            return
+        self.apply(Observed(0.0, i, Observation((7,) * num_tokens, end=end)))
+        on = SampleState.PARKED if total else SampleState.WAITING
+        self.model.set(i, on if end is None else SampleState.FINISHED)
 
     @rule(data=st.data())
     def score(self, data: st.DataObject) -> None:
@@ -211,7 +224,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        if (i := self.pick(data, "waiting", "running", "parked", "finished")) is not None:
+        if (i := self.pick(data, "waiting", "running", "parked", "acting", "finished")) is not None:
             self.apply(failed(i))
             self.model.set(i, SampleState.FAILED)
             self.model.settle(i.group)

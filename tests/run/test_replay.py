@@ -9,7 +9,7 @@ import torch
 
 from rollover import cli
 from rollover.rollout.events import SegmentEnded
-from rollover.rollout.journal import Journal
+from rollover.rollout.journal import FORMAT_VERSION, Journal
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
@@ -88,7 +88,7 @@ def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:
     journal._db.execute("UPDATE format SET version = 1")
     journal.close()
     Journal(path).close()
-    assert Journal(path)._db.execute("SELECT version FROM format").fetchone() == (2,)
+    assert Journal(path)._db.execute("SELECT version FROM format").fetchone() == (FORMAT_VERSION,)
 
 
 @pytest.mark.parametrize(

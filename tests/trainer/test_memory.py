@@ -111,6 +111,15 @@ def test_two_and_three_layers_say_what_seven_take(changes: dict[str, Any], monke
     assert estimate(config, layers=7) == carried_on
 
 
+@pytest.mark.parametrize("layers", [2, 5])
+def test_a_config_with_a_kind_for_each_layer_is_traced_at_any_depth(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = estimate(TrainerConfig(), layers)
+    monkeypatch.setitem(WIDE, "layer_types", ["full_attention"] * layers)
+    assert estimate(TrainerConfig(), layers) == plain
+
+
 def test_recomputing_keeps_one_vector_per_token_and_layer() -> None:
     short = replace(CONFIG, gradient_checkpointing=True)
     long = replace(short, micro_batch_tokens=2 * short.micro_batch_tokens)

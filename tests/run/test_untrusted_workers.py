@@ -37,7 +37,7 @@ from tests.swarm.liars import Liar, lingering, lying
 
 DEADLINE_S, GOODBYE_S = 300.0, 15.0
 """Seconds that a test may take, and that a worker may take to hear that the run has ended."""
-STEPS = 8
+STEPS = 16
 ENGINE = EmbeddedConfig(max_running=6, max_context_tokens=80, kv_cache_bytes=2**22, stream_interval_tokens=2)
 OUT = Path("out")
 BY_DRIFT = "nats from the trainer's on average"

@@ -558,6 +558,18 @@ def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: di
     assert old and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
 
 
+def test_episodes_go_through_servers(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
+    with runs.working_in(tmp_path, folders["first"]):
+        Path("letter_game.py").write_text(GAME)
+        Path("letters.py").write_text(REWARD)
+        Path("run.toml").write_text(RUN.format(model="model", urls=json.dumps([server.url for server in servers])))
+        options = ("--steps", "3", "--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+        assert cli.main(["train", "run.toml", "--run-dir", "out", *EPISODES, *options]) == 0
+        trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+        assert max(t.num_turns for t in trajectories) > 1
+        assert largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3
+
+
 def test_a_run_survives_a_frozen_and_a_killed_server(
     servers: list[RealServer], folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -594,18 +606,6 @@ def test_a_run_survives_a_frozen_and_a_killed_server(
     resumed = [t for batch in runs.batches(run) for t in batch.trajectories if t.num_resumes]
     assert resumed, "some were cut and went on"
     assert len(runs.rows(run)) == 8
-
-
-def test_episodes_go_through_servers(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
-    with runs.working_in(tmp_path, folders["first"]):
-        Path("letter_game.py").write_text(GAME)
-        Path("letters.py").write_text(REWARD)
-        Path("run.toml").write_text(RUN.format(model="model", urls=json.dumps([server.url for server in servers])))
-        options = ("--steps", "3", "--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-        assert cli.main(["train", "run.toml", "--run-dir", "out", *EPISODES, *options]) == 0
-        trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
-        assert max(t.num_turns for t in trajectories) > 1
-        assert largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3
 
 
 def wait_for_step(training: subprocess.Popen[bytes], run: Path, step: int) -> None:

@@ -433,14 +433,18 @@ class RolloutDriver:
                     self._start_answering(sample_id)
                 else:
                     await self._answer(sample_id)
-            due = self._due(sample_id)
-            if self._turn is not None:
-                await self._score(due)
-            else:
-                self._start_scoring(due)
-            self._act()
+            await self._go_on(sample_id)
             if self._turn is not None:
                 await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
+
+    async def _go_on(self, sample_id: SampleId) -> None:
+        """Have whatever is due for its reward scored, and act."""
+        due = self._due(sample_id)
+        if self._turn is not None:
+            await self._score(due)
+        else:
+            self._start_scoring(due)
+        self._act()
 
     def _start_answering(self, sample_id: SampleId) -> None:
         self._answering[sample_id] = asyncio.create_task(self._answer_alone(sample_id))
@@ -450,12 +454,7 @@ class RolloutDriver:
         try:
             await self._answer(sample_id)
             async with self._turn or nullcontext():
-                due = self._due(sample_id)
-                if self._turn is not None:
-                    await self._score(due)
-                else:
-                    self._start_scoring(due)
-                self._act()
+                await self._go_on(sample_id)
         except Exception as e:
             self._break(e)
         self._ended()

@@ -87,6 +87,16 @@ async def test_a_lost_process_costs_no_episode_its_state() -> None:
 
 
 @pytest.mark.real_time
+async def test_a_message_that_the_template_refuses_fails_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise DataError("the chat template rejects these messages: no such role")
+
+    monkeypatch.setattr(Letters, "write", refuse)
+    (failed,) = await acted(FAST, episode(call("add", a=1, b=2)))
+    assert isinstance(failed, RewardError) and "turn 1: the chat template rejects these messages" in str(failed)
+
+
+@pytest.mark.real_time
 async def test_budgets_end_an_episode_and_say_so() -> None:
     said, last = Observation(tuple(map(ord, "2")), "2"), call("add", a=1, b=1)
     acting = actor(replace(TOOLS, workers=1, max_turns=2), max_new_tokens=2 * len(last) + 3)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from rollover.environments.episodes.agent import AgentConfig
 from rollover.environments.episodes.agents import AgentActor, AgentSource, ConversationWriter
-from rollover.environments.episodes.base import EnvironmentSettings
+from rollover.environments.episodes.base import EnvironmentSettings, Messages
 from rollover.environments.episodes.host import EpisodeProcess
-from rollover.errors import RewardError
+from rollover.errors import DataError, RewardError
 from rollover.hf.tokenizer import Tokenizer
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 
@@ -76,16 +76,16 @@ class EpisodeActor:
             if isinstance(config, AgentConfig):
                 return await self._agents.act(trajectory, now_s)
             answer = await self._answer(config, trajectory)
+            said = Observation((), answer["text"], answer["reward"], FinishReason.STOP, now_s)
+            if answer["done"]:
+                return said
+            ids = _written(writer, answer["messages"], trajectory)
         except RewardError as error:
             where = f"environment of source {trajectory.prompt.source!r}, turn {trajectory.num_turns}"
             raise RewardError(f"{where}: {error} (prompt {trajectory.prompt.prompt_id})") from None
-        said = Observation((), answer["text"], answer["reward"], FinishReason.STOP, now_s)
-        if answer["done"]:
-            return said
-        if trajectory.num_turns < config.max_turns:
-            ids = writer.write(answer["messages"], trajectory.turn_ids[-1], trajectory.prompt.columns)
-            if len(trajectory.response_ids) + len(ids) < max_new_tokens:
-                return said._replace(token_ids=ids, end=None)
+        fits = len(trajectory.response_ids) + len(ids) < max_new_tokens
+        if fits and trajectory.num_turns < config.max_turns:
+            return said._replace(token_ids=ids, end=None)
         return said._replace(end=FinishReason.LENGTH)
 
     def leave(self, sample_id: SampleId) -> None:
@@ -118,6 +118,15 @@ class EpisodeActor:
     def _action(self, turn_ids: Sequence[int]) -> dict[str, Any]:
         text = self._tokenizer.decode(list(turn_ids), skip_special_tokens=True)
         return {"text": text, "token_ids": list(turn_ids)}
+
+
+def _written(writer: Any, messages: Messages, trajectory: Trajectory) -> tuple[int, ...]:
+    """Write an answer out. Raises ``RewardError`` when the chat template has no place for it."""
+    try:
+        ids: tuple[int, ...] = writer.write(messages, trajectory.turn_ids[-1], trajectory.prompt.columns)
+    except DataError as error:
+        raise RewardError(str(error)) from None
+    return ids
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:

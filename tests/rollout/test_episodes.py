@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollover.engine.base import GenerateRequest
 from rollover.errors import RewardError
+from rollover.rollout.config import Limits
 from rollover.rollout.events import Observed, SampleFailed, SegmentEnded
 from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal, restart
@@ -112,6 +114,57 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
     assert game.open <= {s.sample_id for g in rig.ledger.unconsumed() for s in g.samples}, "a settled episode is open"
 
 
+class Killed(Exception):
+    pass
+
+
+def killed_and_resumed(
+    name: str, environment: Callable[[], Game], stop_after: int, **given: Any
+) -> tuple[Rig, dict[int, Batch], dict[SampleId, Trajectory], Game]:
+    """Break a run off after so many events, as a killed process is one whose journal ends after any event, and let
+    another process finish it. Returns what that has made, what the first one had recorded, and the second environment."""
+
+    async def until_killed(journal: Journal) -> None:
+        left = stop_after
+
+        def watch(event: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+
+        rig = make_rig(name, environment=environment(), journal=journal, observer=watch, **given)
+        try:
+            while True:
+                await rig.publish((await rig.driver.next_batch()).step + 1)
+        except (Killed, RewardError):
+            pass
+
+    async def rest(journal: Journal) -> tuple[Rig, dict[int, Batch], dict[SampleId, Trajectory], Game]:
+        state = restart(journal, step=0, redo_round=False)
+        recorded = {s.sample_id: s.trajectory for g in state.ledger.groups.values() for s in g.samples}
+        game = environment()
+        rig = make_rig(name, environment=game, state=state, journal=journal, **given)
+        return rig, await with_stop(rig, rig.train(4)), recorded, game
+
+    journal = Journal(Path(":memory:"))
+    run(until_killed(journal))
+    fresh = Journal(Path(":memory:"))
+    fresh.append([event for _, event in journal.read()])
+    fresh._is_known = False
+    return run(rest(fresh))
+
+
+def assert_goes_on(batches: dict[int, Batch], recorded: dict[SampleId, Trajectory], game: Game) -> None:
+    """Everything recorded is in what was trained, and no recorded turn was answered again."""
+    for trajectory in (t for b in batches.values() for t in b.trajectories):
+        if (before := recorded.get(trajectory.sample_id)) is not None:
+            assert trajectory.response_ids[: len(before.response_ids)] == before.response_ids
+            assert trajectory.observations[: len(before.observations)] == before.observations
+            answered = {turn for i, turn in game.acted if i == trajectory.sample_id}
+            assert answered.isdisjoint(range(1, len(before.observations) + 1))
+
+
 @settings(max_examples=14, deadline=None)
 @given(
     name=st.sampled_from(ON_FULL),
@@ -123,51 +176,15 @@ def test_episodes_are_exact_under_every_strategy(name: str) -> None:
 def test_a_run_stopped_at_any_event_goes_on_as_recorded(
     name: str, delay_s: float, fails: float, stop_after: int, save_every: int
 ) -> None:
-    """A killed process is one whose journal ends after any event."""
-
-    class Killed(Exception):
-        pass
-
-    async def until_killed(journal: Journal) -> dict[int, Batch]:
-        left = stop_after
-
-        def watch(event: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Killed
-
-        rig = make_rig(name, environment=Game(delay_s, fails), journal=journal, observer=watch, max_new_tokens=LIMIT)
-        batches: dict[int, Batch] = {}
-        try:
-            while True:
-                batch = await rig.driver.next_batch()
-                batches[batch.step] = batch
-                await rig.publish(batch.step + 1)
-        except (Killed, RewardError):
-            return batches
-
-    async def rest(journal: Journal) -> tuple[Rig, dict[int, Batch], dict[SampleId, Trajectory], Game]:
-        state = restart(journal, step=0, redo_round=False)
-        recorded = {s.sample_id: s.trajectory for g in state.ledger.groups.values() for s in g.samples}
-        game = Game(delay_s, fails)
-        rig = make_rig(name, environment=game, state=state, journal=journal, max_new_tokens=LIMIT)
-        return rig, await with_stop(rig, rig.train(4)), recorded, game
-
-    journal = Journal(Path(":memory:"))
-    run(until_killed(journal))
-    fresh = Journal(Path(":memory:"))
-    fresh.append([event for _, event in journal.read()] or [])
-    fresh._is_known = False
-    rig, batches, recorded, game = run(rest(fresh))
+    rig, batches, recorded, game = killed_and_resumed(
+        name,
+        lambda: Game(delay_s, fails),
+        stop_after,
+        limits=Limits(save_every_tokens=save_every),
+        max_new_tokens=LIMIT,
+    )
     assert_good(batches, rig)
-    for trajectory in (t for b in batches.values() for t in b.trajectories):
-        before = recorded.get(trajectory.sample_id)
-        if before is not None:
-            assert trajectory.response_ids[: len(before.response_ids)] == before.response_ids
-            assert trajectory.observations[: len(before.observations)] == before.observations
-            answered = {turn for i, turn in game.acted if i == trajectory.sample_id}
-            assert answered.isdisjoint(range(1, len(before.observations) + 1)), "a recorded turn was answered again"
+    assert_goes_on(batches, recorded, game)
 
 
 def test_an_environment_that_fails_fails_its_sample_alone() -> None:

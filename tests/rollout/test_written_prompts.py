@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.errors import RewardError
 from rollover.rollout.generation import sample_seed
-from rollover.rollout.journal import Journal, restart
-from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Trajectory
+from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId
 from tests.engine.fake import logprob_at, token_at
-from tests.rollout.kit import NAMES, ON_FULL, SEED, Prompts, Rig, make_rig, play, with_stop
-from tests.rollout.test_episodes import LIMIT, Game
-from tests.virtual_time import run
+from tests.rollout.kit import NAMES, ON_FULL, SEED, Prompts, Rig, play
+from tests.rollout.test_episodes import LIMIT, Game, assert_goes_on, killed_and_resumed
 
 
 class Unwritten(Prompts):
@@ -71,44 +66,8 @@ def test_prompts_are_written_once_and_read_by_the_engine(name: str) -> None:
 def test_a_run_stopped_at_any_event_writes_no_prompt_twice(
     name: str, delay_s: float, fails: float, stop_after: int
 ) -> None:
-    class Killed(Exception):
-        pass
-
-    async def until_killed(journal: Journal) -> None:
-        left = stop_after
-
-        def watch(event: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Killed
-
-        author = Author(delay_s, fails)
-        rig = make_rig(
-            name, environment=author, source=Unwritten(), journal=journal, observer=watch, max_new_tokens=LIMIT
-        )
-        try:
-            while True:
-                await rig.publish((await rig.driver.next_batch()).step + 1)
-        except (Killed, RewardError):
-            pass
-
-    async def rest(journal: Journal) -> tuple[Rig, dict[int, Batch], dict[SampleId, Trajectory], Game]:
-        state = restart(journal, step=0, redo_round=False)
-        recorded = {s.sample_id: s.trajectory for g in state.ledger.groups.values() for s in g.samples}
-        author = Author(delay_s, fails)
-        rig = make_rig(name, environment=author, source=Unwritten(), state=state, journal=journal, max_new_tokens=LIMIT)
-        return rig, await with_stop(rig, rig.train(4)), recorded, author
-
-    journal = Journal(Path(":memory:"))
-    run(until_killed(journal))
-    fresh = Journal(Path(":memory:"))
-    fresh.append([event for _, event in journal.read()] or [])
-    fresh._is_known = False
-    rig, batches, recorded, author = run(rest(fresh))
+    rig, batches, recorded, author = killed_and_resumed(
+        name, lambda: Author(delay_s, fails), stop_after, source=Unwritten(), max_new_tokens=LIMIT
+    )
     assert_written(batches, rig)
-    for trajectory in (t for b in batches.values() for t in b.trajectories):
-        if (before := recorded.get(trajectory.sample_id)) is not None:
-            assert trajectory.observations[: len(before.observations)] == before.observations
-            answered = {turn for i, turn in author.acted if i == trajectory.sample_id}
-            assert answered.isdisjoint(range(1, len(before.observations) + 1)), "a recorded turn was answered again"
+    assert_goes_on(batches, recorded, author)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment, environment_seed
-from rollover.environments.episodes.base import Action, EnvironmentSettings, read_outcome
+from rollover.environments.episodes.base import Action, EnvironmentSettings, step
 from rollover.errors import DataError
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, row_arguments
@@ -102,7 +102,7 @@ class Demonstration:
         response, is_own = tuple[int, ...](), tuple[bool, ...]()
         for text in turns[-1:] if is_bare else turns:
             turn = (*self._tokenizer([text], add_special_tokens=False)["input_ids"][0], self._end)
-            outcome = read_outcome(live.step(Action(text=text, token_ids=turn)), self._config.role)
+            outcome = step(live, Action(text=text, token_ids=turn), self._config.role)
             answer = () if outcome.done else self._writer.write(outcome.messages, self._end, prompt.columns)
             response += (*turn, *answer)
             is_own += (True,) * len(turn) + (False,) * len(answer)

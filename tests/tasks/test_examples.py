@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from dataclasses import replace
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 
 import pytest
 
+from rollover.environments.episodes import ClassConfig
+from rollover.environments.episodes.base import Action
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import DataError
+from rollover.run.loading import load
+from rollover.tasks.calculator import Calculator
 from rollover.tasks.config import TasksConfig
+from rollover.tasks.episodes import demonstrations
 from rollover.tasks.open import train_source
 from rollover.tasks.prompt_source import examples
 from rollover.tasks.sources import JsonlConfig, ReasoningGymConfig, SourceConfig
+from rollover.trainer.scratch import build_tokenizer
 
 
 class Characters:
@@ -80,3 +87,38 @@ def test_a_task_without_solutions_is_refused_by_name() -> None:
     config = ReasoningGymConfig(name="maze", reward=VerifierConfig(workers=0))
     with pytest.raises(DataError, match="'maze' has no worked solutions"):
         shown(config, 1)
+
+
+class LateCalculator(Calculator):
+    async def step(self, action: Action) -> str | None:  # type: ignore[override]
+        return super().step(action)
+
+
+@pytest.mark.parametrize("factory", ["rollover.tasks.calculator:Calculator", f"{__name__}:LateCalculator"])
+def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: str) -> None:
+    environment = ClassConfig(factory=factory)
+    config = TasksConfig(train=(replace(SUMS, environment=environment),), prompt_suffix="\n")
+    tokenizer = build_tokenizer(["1 + 2 = 3 - 4\n#### -3"])
+    end = tokenizer.eos_token_id
+    source, lessons = train_source(config, tokenizer, seed=0), demonstrations(config, tokenizer, end=end)
+    lengths = []
+    for index, (_, response, is_own) in enumerate(
+        islice(examples(source, tokenizer, end=end, bare_answers=0.5, lessons=lessons), 20)
+    ):
+        parts = [
+            (own, tokenizer.decode([token for token, _ in tokens]))
+            for own, tokens in groupby(zip(response, is_own, strict=True), key=lambda each: each[1])
+        ]
+        answer = source.prompt(index).columns["answer"]
+        assert parts[-1] == (True, f"#### {answer}<|end|>")
+        for (mine, asked), (theirs, result) in pairwise(parts[:-1]) if parts[1:] else ():
+            assert mine is not theirs
+            if mine:
+                assert result == f" {eval(asked.removesuffix(' =<|end|>'))}\n"
+        lengths.append(len(parts))
+    assert set(lengths) == {1, 5}, "half are guessed, half worked out in two operations"
+
+
+@pytest.mark.parametrize("name", ["tool", "agent"])
+def test_the_packaged_experiments_with_episodes_can_be_read(name: str) -> None:
+    assert load(name).tasks.train[0].environment is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
@@ -122,6 +124,18 @@ class LiveEpisode(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def step(live: LiveEpisode, action: Action, role: str) -> Outcome:
+    """Have an episode answer a turn, outside any event loop. ``role``: see ``read_outcome``, whose errors it raises."""
+    value = live.step(action)
+    if inspect.isawaitable(value):
+
+        async def awaited() -> Any:
+            return await value
+
+        value = asyncio.run(awaited())
+    return read_outcome(value, role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,6 @@ repeats it.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import random
 import sys
 import threading
@@ -24,7 +22,7 @@ import numpy as np
 
 from rollover.environments.channel import Channel
 from rollover.environments.episodes import EnvironmentConfig, EnvironmentSettings
-from rollover.environments.episodes.base import Action, LiveEpisode, Outcome, RefusedAnswer, read_outcome
+from rollover.environments.episodes.base import Action, LiveEpisode, Outcome, RefusedAnswer, step
 from rollover.environments.keeper import keep
 from rollover.environments.scoring import failed
 from rollover.errors import DataError
@@ -104,14 +102,7 @@ class Holder:
             )
 
     def _step(self, live: LiveEpisode, action: Mapping[str, Any]) -> Outcome:
-        value = live.step(Action(**action))
-        if inspect.isawaitable(value):
-
-            async def awaited() -> Any:
-                return await value
-
-            value = asyncio.run(awaited())
-        return read_outcome(value, self._config.role)
+        return step(live, Action(**action), self._config.role)
 
 
 class _Randomness:

@@ -30,11 +30,12 @@ import torch
 from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import Batch, Group
 from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.local import LocalTrainer
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from rollover.weights.sources import MemoryWeights
 
 HERE = Path(__file__).parent

@@ -28,11 +28,12 @@ import torch
 from engine import machine
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import Batch, Group
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.memory import training_memory
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 RESPONSE, SAMPLES = 256, 6
 SHAPES = {

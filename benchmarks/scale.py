@@ -39,11 +39,11 @@ from engine import machine  # noqa: E402
 from memory import make_batch, memory_now  # noqa: E402
 
 from rollover.algorithms import AlgorithmConfig, resolve  # noqa: E402
+from rollover.batch import Batch  # noqa: E402
 from rollover.trainer.balancing import Row, assign_rows, attention_share, family_cost  # noqa: E402
 from rollover.trainer.config import TrainerConfig  # noqa: E402
 from rollover.trainer.packing import TrainingSample, families  # noqa: E402
 from rollover.trainer.world import ALONE, World  # noqa: E402
-from rollover.types import Batch  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

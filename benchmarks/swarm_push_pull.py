@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rollover.batch import Batch
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample
 from rollover.rollout.config import Limits
@@ -44,7 +45,7 @@ from rollover.swarm.wire.messages import (
     Welcome,
     unpack_ids,
 )
-from rollover.types import Batch, FinishReason, Prompt, SampleId, SamplingParams, Segment
+from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment
 
 LEASE_S, BEAT_S, KEEP_S = 30.0, 10.0, 2.0
 """A lease; between two heartbeats; between two looks at leases and slow members."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollover.batch import Batch
 from rollover.report.metrics import read_metrics
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
@@ -24,7 +25,6 @@ from rollover.rollout.metrics import token_lags
 from rollover.rollout.state import RolloutState
 from rollover.swarm.coordinator.status.weight_log import FILE_NAME
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest
-from rollover.types import Batch
 
 Record = dict[str, Any]
 

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import pytest
 
 from rollover import cli
+from rollover.batch import Batch
 from rollover.report.progress import Progress
 from rollover.rollout.events import CheckpointSaved, Event
 from rollover.rollout.journal import Journal, read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch
 from tests.speed import within
 
 LETTERS = "abcdefgh"

@@ -50,9 +50,9 @@ PUBLIC = [
 NEED_TORCH = ["EmbeddedEngine", "LocalTrainer"]
 EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"
 INTERNAL = {
-    "Batch": "types",
+    "Batch": "batch",
     "GenerateRequest": "engine.base",
-    "Group": "types",
+    "Group": "batch",
     "Ledger": "rollout.ledger",
     "Limits": "rollout.config",
     "OnFull": "rollout.strategy",

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
+from rollover.batch import WasteCause
 from rollover.rollout.journal import Journal
 from rollover.run import directory
 from rollover.trainer.local import LocalTrainer
-from rollover.types import WasteCause
 from tests import runs
 
 Say = Callable[..., str]

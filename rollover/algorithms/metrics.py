@@ -18,7 +18,7 @@ from rollover.algorithms.batch import TokenBatch, TokenLosses
 from rollover.algorithms.corrections import CorrectionFactors
 from rollover.algorithms.kl import k3
 from rollover.algorithms.registry import OBJECTIVES, Algorithm
-from rollover.types import WasteCause
+from rollover.batch import WasteCause
 
 CAUSES = (
     WasteCause.MASKED_TRUNCATED,

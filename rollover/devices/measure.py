@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rollover.algorithms.config import AlgorithmConfig, resolve
+from rollover.batch import Batch, Group
 from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.engine.base import GenerateRequest
 from rollover.engine.embedded.config import EmbeddedConfig
@@ -30,7 +31,7 @@ from rollover.trainer.config import ScratchConfig, TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import pick_device
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, SamplingParams, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
 from rollover.report.metrics import MetricRow, read_metrics
@@ -25,7 +26,7 @@ from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
-from rollover.types import FinishReason, SampleId, WasteCause
+from rollover.types import FinishReason, SampleId
 from rollover.workload.source import read_run
 from rollover.workload.trace import Trace
 

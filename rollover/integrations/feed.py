@@ -40,6 +40,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rollover.batch import Batch, WasteCause
 from rollover.clock import SystemClock
 from rollover.engine.base import Engine
 from rollover.errors import EngineError, EngineTimeout, RunError
@@ -51,7 +52,7 @@ from rollover.rollout.metrics import ledger_metrics
 from rollover.rollout.scheduler import Source
 from rollover.rollout.scorer import Scorer
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch, Trajectory, WasteCause
+from rollover.types import Trajectory
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from rollover.batch import Batch, WasteCause
 from rollover.integrations.feed import Feed, OpenParts
 from rollover.integrations.hosted import HostedConfig
 from rollover.integrations.record import HostedRun
 from rollover.report import throughput
 from rollover.rollout.events import Event
 from rollover.rollout.metrics import batch_metrics
-from rollover.types import Batch, WasteCause
 
 
 @dataclass(slots=True, kw_only=True)

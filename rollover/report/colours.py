@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollover.types import WasteCause
+from rollover.batch import WasteCause
 
 PHASE_COLOURS = {
     "rollout": "--blue",

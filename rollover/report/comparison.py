@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from rollover.batch import WasteCause
 from rollover.report import captions, comparison_figures, measures
 from rollover.report.page import Page, details, header, preformatted, table, tiles, write_page
 from rollover.report.phases import percentages
@@ -27,7 +28,6 @@ from rollover.report.summary import (
     summarize,
 )
 from rollover.report.timeline_figure import aligned
-from rollover.types import WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

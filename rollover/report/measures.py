@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from math import ldexp
 from statistics import fmean
 
+from rollover.batch import WasteCause
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
 from rollover.rollout.metrics import LagSummary, weighted_quantile
-from rollover.types import SampleId, WasteCause
+from rollover.types import SampleId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

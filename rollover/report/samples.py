@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.batch import Batch
 from rollover.errors import RunError, printable, require
 from rollover.hf.hub import resolve_model
 from rollover.hf.pieces import pieces
@@ -22,7 +23,7 @@ from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Segment, append_segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, append_segment
 
 Order = Literal["reward", "length", "lag", "advantage"]
 ORDERS: tuple[Order, ...] = get_args(Order)

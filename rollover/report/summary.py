@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from rollover.batch import WasteCause
 from rollover.report import measures, phases
 from rollover.report.alarms import alarms
 from rollover.report.measures import LengthSummary
@@ -22,7 +23,6 @@ from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
 from rollover.rollout.metrics import LagSummary
-from rollover.types import WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

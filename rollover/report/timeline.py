@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+from rollover.batch import WasteCause
 from rollover.rollout.events import (
     BatchConsumed,
     BatchSkipped,
@@ -29,7 +30,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.types import FinishReason, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, SampleId, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
+from rollover.batch import Batch, WasteCause
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
 from rollover.errors import CallDisplaced, EngineError, EngineTimeout, NoReward, RewardError, RolloverError
@@ -58,7 +59,7 @@ from rollover.rollout.scorer import Scorer, compares_siblings, scores_of
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
 from rollover.rollout.writer import EventWriter
-from rollover.types import Batch, Observation, Prompt, SampleId, SamplingParams, WasteCause
+from rollover.types import Observation, Prompt, SampleId, SamplingParams
 
 
 class RolloutDriver:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment, WasteCause
+from rollover.batch import WasteCause
+from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment
 
 
 class GroupOpened(NamedTuple):

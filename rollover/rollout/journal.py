@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from rollover.batch import WasteCause
 from rollover.errors import ResourceError, RunError, parse_json
 from rollover.privacy import make_private
 from rollover.rollout.events import (
@@ -33,7 +34,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.state import RolloutState
 from rollover.token_bytes import join_bytes, split_bytes
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 
 FORMAT_VERSION = 3
 _READABLE = (1, 2, FORMAT_VERSION)

@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 
+from rollover.batch import WasteCause
 from rollover.rollout.events import (
     BatchConsumed,
     BatchSkipped,
@@ -51,7 +52,7 @@ from rollover.rollout.records import (
     SampleState,
     Tokens,
 )
-from rollover.types import FinishReason, Prompt, SampleId, WasteCause, append_segment
+from rollover.types import FinishReason, Prompt, SampleId, append_segment
 
 _ABORT, _TURN = FinishReason.ABORT, FinishReason.TURN
 

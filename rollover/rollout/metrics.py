@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
+from rollover.batch import Batch, Drift
 from rollover.rollout.ledger import Ledger
-from rollover.types import Batch, Drift, FinishReason
+from rollover.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.batch import WasteCause
+from rollover.types import NO_COMPONENTS, Observation, Prompt, SampleId, Segment, Trajectory
 
 
 class SampleState(StrEnum):

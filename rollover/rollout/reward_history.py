@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rollover.types import MAX_REWARD, Baseline, Prompt
+from rollover.batch import Baseline
+from rollover.types import MAX_REWARD, Prompt
 
 _MEMORY = 256
 """Number of rewards after which one counts e times less, as the policy changes."""

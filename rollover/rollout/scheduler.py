@@ -15,6 +15,7 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Any, Protocol
 
+from rollover.batch import Batch, WasteCause
 from rollover.errors import DataError, RunError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
@@ -34,7 +35,7 @@ from rollover.rollout.events import (
 from rollover.rollout.records import FAILED, SampleRecord, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
-from rollover.types import MAX_REWARD, Batch, Observation, Prompt, SampleId, Score, Segment, Trajectory, WasteCause
+from rollover.types import MAX_REWARD, Observation, Prompt, SampleId, Score, Segment, Trajectory
 
 
 class Source(Protocol):

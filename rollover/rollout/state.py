@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rollover.batch import Batch, Group
 from rollover.rollout.events import Event
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SCORED
 from rollover.rollout.statistics import Statistics
-from rollover.types import Batch, Group
 
 
 @dataclass(frozen=True, slots=True)

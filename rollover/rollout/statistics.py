@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from rollover.batch import Baseline
 from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, GroupDropped, GroupOpened, SampleScored
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import SCORED
 from rollover.rollout.reward_history import RewardHistory
-from rollover.types import Baseline
 
 _NUM_LENGTHS = 8192
 """Number of responses that are remembered: several rounds of them, since the last batches of a round have its

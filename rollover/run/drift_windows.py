@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollover.types import Drift
+from rollover.batch import Drift
 
 MIN_TOKENS = 64
 """The fewest tokens of an engine that are meaningful: in half precision, single tokens can be far off."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rollover.batch import Drift
 from rollover.engine.base import Engine
 from rollover.engine.config import EngineConfig
 from rollover.engine.kind import OpenedEngine
@@ -39,7 +40,6 @@ from rollover.engine.sampling_check import check_sampling
 from rollover.errors import EngineError, EngineMismatch
 from rollover.rollout.config import RolloutConfig
 from rollover.run.drift_windows import DriftWindows
-from rollover.types import Drift
 
 _NUM_REFERENCES = 8
 """Number of versions under which members can be checked: those of a swarm may be a few behind."""

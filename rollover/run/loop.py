@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import math
 
+from rollover.batch import Batch, TrainedStep
 from rollover.errors import ConfigError, RolloverError, RunError
 from rollover.rollout.events import BatchTrained
 from rollover.run.interrupt import Interrupt
 from rollover.run.observers import Evaluated, Notice
 from rollover.run.session import Session
-from rollover.types import Batch, TrainedStep
 
 
 async def train(session: Session, interrupt: Interrupt) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.clock import Clock
 from rollover.engine.base import EngineMetrics
 from rollover.environments.scorer import RewardScorer
@@ -17,7 +18,6 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, drift_metrics, ledger_metrics
 from rollover.run.observers import StepEnded
 from rollover.tasks.curriculum import Curriculum
-from rollover.types import Batch, TrainedStep, WasteCause
 
 
 class StepMeter:

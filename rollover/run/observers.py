@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollover.batch import Batch
 from rollover.engine.base import EngineMetrics
 from rollover.report.metrics import MetricsWriter
 from rollover.report.progress import Progress
@@ -16,7 +17,6 @@ from rollover.report.samples import COLUMNS
 from rollover.rollout.events import Event
 from rollover.rollout.ledger import Ledger
 from rollover.run.evaluation import Evaluation
-from rollover.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

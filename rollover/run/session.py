@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollover.algorithms.config import resolve
+from rollover.batch import Batch
 from rollover.clock import Clock, SystemClock
 from rollover.engine.kind import OpenedEngine
 from rollover.environments.episodes.actor import EpisodeActor
@@ -47,7 +48,6 @@ from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.episodes import open_environments
 from rollover.tasks.open import eval_sources, held_out_texts, response_ends, same_datasets, train_source
 from rollover.tasks.prompt_source import PromptSource, RowSource
-from rollover.types import Batch
 from rollover.weights.publisher import Publisher
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rollover.batch import Batch, TrainedStep
 from rollover.engine.base import Sleeps
 from rollover.rollout.driver import RolloutDriver
 from rollover.run.engine_trust import Trust
 from rollover.run.observers import Notice
-from rollover.types import Batch, TrainedStep
 from rollover.weights.base import WeightSource
 from rollover.weights.publisher import Publisher
 

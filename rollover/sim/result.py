@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from rollover.batch import Batch
 from rollover.rollout.metrics import LagSummary, token_lags
 from rollover.rollout.records import Tokens
 from rollover.sim.replica import Replica
-from rollover.types import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

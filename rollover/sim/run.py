@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rollover.batch import Batch
 from rollover.errors import ConfigError, RunError
 from rollover.garbage import rare_collections
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
@@ -27,7 +28,7 @@ from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies.fast_lane import FastLane
-from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 from rollover.workload.source import read_lengths
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollover.types import Batch, TrainedStep
+from rollover.batch import Batch, TrainedStep
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import SentByHolder
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollover.algorithms.registry import Algorithm
+from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.errors import ResourceError, RolloverError
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
@@ -30,7 +31,6 @@ from rollover.trainer.ranks import LocalLauncher
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
-from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.adapters import AdapterSource
 from rollover.weights.base import TensorSpec, WeightSource
 from rollover.weights.sending import Lease, SenderLost

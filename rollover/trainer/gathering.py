@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollover.algorithms.metrics import LossMetrics
+from rollover.batch import Drift
 from rollover.trainer.world import World
-from rollover.types import Drift, Trajectory
+from rollover.types import Trajectory
 
 
 def gathered_losses(world: World, losses: Sequence[Tensor], metrics: LossMetrics) -> tuple[float, LossMetrics]:

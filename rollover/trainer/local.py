@@ -23,6 +23,7 @@ from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
 from rollover.algorithms.registry import Algorithm
+from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.errors import RolloverError
 from rollover.hf.companions import read_companions
 from rollover.hf.config import read_model_config
@@ -44,7 +45,6 @@ from rollover.trainer.packing import PackedRow, TrainingSample, pack, shared
 from rollover.trainer.policy import open_policy
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
-from rollover.types import Batch, TrainedStep, WasteCause
 from rollover.weights.base import WeightSource
 from rollover.weights.sending import Lease, OwnWeights
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.registry import ADVANTAGES, Algorithm, Weights, component_weight
+from rollover.batch import Group
 from rollover.errors import ConfigError
 from rollover.trainer.balancing import assign_rows
 from rollover.trainer.context import ContextGroup
 from rollover.trainer.packing import PackedRow, TrainingSample, num_positions, pack, rows_of, shared
 from rollover.trainer.world import ALONE, World
-from rollover.types import Group, SampleId, Trajectory
+from rollover.types import SampleId, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 from rollover.algorithms import ALGORITHMS, Algorithm
 from rollover.algorithms.advantages import ComponentRewards, compute_advantages, shaping
 from rollover.algorithms.registry import ADVANTAGES
+from rollover.batch import Baseline
 from rollover.errors import DataError
 from rollover.rollout.reward_history import RewardHistory
-from rollover.types import Baseline, Prompt
+from rollover.types import Prompt
 from tests.algorithms.batches import f64, row
 
 GROUP_B = torch.tensor([0, 0, 0, 1, 1])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollover import cli
+from rollover.batch import WasteCause
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import BatchConsumed, Event, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.trainer.checkpoint import read_manifest
-from rollover.types import WasteCause
 from tests import runs
 from tests.cluster.conftest import add_node, cluster_has, until
 from tests.cluster.test_engines import leftovers

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import GenerateRequest
 from rollover.errors import EngineError, EngineTimeout, RunError
 from rollover.integrations import feed as feed_module
@@ -25,7 +26,6 @@ from rollover.rollout.journal import read_events
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.strategies import AprilConfig, BoundedAsyncConfig, SyncConfig
 from rollover.rollout.strategies.config import StrategyConfig
-from rollover.types import Batch, WasteCause
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.rollout.kit import Prompts, lognormal
 from tests.speed import within

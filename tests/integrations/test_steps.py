@@ -7,10 +7,11 @@ from contextlib import suppress
 
 import pytest
 
+from rollover.batch import Batch, Group, WasteCause
 from rollover.errors import RunError
 from rollover.integrations import steps as module
 from rollover.integrations.steps import AskedSteps
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 
 class Clock:

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from pathlib import Path
 
+from rollover.batch import WasteCause
 from rollover.report.metrics import MetricsWriter
 from rollover.report.throughput import of_step
 from rollover.rollout.events import (
@@ -21,7 +22,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 
 GROUP_SIZE = 4
 TRAIN_S, PUBLISH_S, TOKEN_S = 1.1, 0.15, 0.012

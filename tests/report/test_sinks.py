@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rollover.batch import Batch, Group
 from rollover.errors import MissingExtra
 from rollover.privacy import HIDDEN, redacted_text
 from rollover.report.config import LoggingConfig
@@ -18,7 +19,7 @@ from rollover.report.metrics import MetricsWriter
 from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
 from rollover.run.observers import SamplesObserver, StepEnded
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.environments.words import char_tokenizer, ids
 
 

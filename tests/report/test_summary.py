@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rollover.batch import WasteCause
 from rollover.errors import RunError
 from rollover.privacy import HIDDEN
 from rollover.report.comparison import compare_table
@@ -19,7 +20,6 @@ from rollover.report.summary import Accuracy, number, summarize, summary_rows, s
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchTrained
-from rollover.types import WasteCause
 from tests.report.synthetic import Simulation, write_run
 from tests.report.test_timeline import ROLLED_OVER
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.report import measures
 from rollover.report.measures import LengthSummary
 from rollover.report.timeline import DecodedSpan, Gap, SampleTrace, Timeline
@@ -24,7 +25,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import LagSummary
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 from tests.report.synthetic import Simulation
 
 ABORT, STOP = FinishReason.ABORT, FinishReason.STOP

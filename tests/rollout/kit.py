@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import CallPlacement, Capabilities, Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.rollout.config import Limits
@@ -24,7 +25,7 @@ from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import STRATEGIES
 from rollover.rollout.strategy import Strategy
 from rollover.sim.strategies import SimulatedRollout
-from rollover.types import Batch, FinishReason, Prompt, SamplingParams, Trajectory, WasteCause
+from rollover.types import FinishReason, Prompt, SamplingParams, Trajectory
 from tests.engine.fake import FakeEngine, logprob_at, token_at
 from tests.virtual_time import VirtualClock, run
 from tests.weights.kit import FakeWeights

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import CallDisplaced, DataError, EngineError, EngineTimeout, ResourceError, RewardError, RunError
 from rollover.rollout.config import Limits
@@ -26,7 +27,7 @@ from rollover.rollout.events import (
 )
 from rollover.rollout.journal import Journal
 from rollover.rollout.ledger import Ledger
-from rollover.types import Batch, FinishReason, Prompt, SampleId, Trajectory, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Trajectory
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,

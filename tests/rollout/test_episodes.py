@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import GenerateRequest
 from rollover.errors import RewardError
 from rollover.rollout.config import Limits
@@ -21,7 +22,7 @@ from rollover.rollout.generation import sample_seed
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, WasteCause
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
 from tests.engine.fake import logprob_at, token_at
 from tests.rollout.kit import NAMES, ON_FULL, SEED, LockstepEngine, Rig, content, lognormal, make_rig, play, with_stop
 from tests.virtual_time import VirtualClock, run

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rollover.batch import Batch
 from rollover.rollout.config import Limits
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch, WasteCause
 from rollover.errors import ResourceError, RunError
 from rollover.rollout.config import Limits
 from rollover.rollout.events import (
@@ -39,7 +40,7 @@ from rollover.rollout.events import (
 from rollover.rollout.journal import Journal, read_events, restart
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch, FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
     NAMES,

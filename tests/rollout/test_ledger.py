@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rollover.batch import WasteCause
 from rollover.rollout.events import (
     BatchConsumed,
     BatchSkipped,
@@ -30,7 +31,7 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.ledger import Ledger, SampleState
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 
 
 def prompt(i: int) -> Prompt:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollover.batch import Batch, Group
 from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, ledger_metrics, weighted_quantile
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
 

@@ -12,6 +12,7 @@ import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.advantages import compute_advantages, shaping
+from rollover.batch import Baseline
 from rollover.rollout.actions import StartSample
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, GroupOpened
@@ -19,7 +20,7 @@ from rollover.rollout.ledger import Ledger
 from rollover.rollout.reward_history import RewardHistory
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
-from rollover.types import Baseline, FinishReason, Prompt, Segment
+from rollover.types import FinishReason, Prompt, Segment
 from tests.rollout.kit import Prompts, play, strategy_of
 
 

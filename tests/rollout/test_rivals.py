@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import WasteCause
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
-from rollover.types import SampleId, WasteCause
+from rollover.types import SampleId
 from tests.rollout.kit import NAMES, Prompts, assert_bounded, play, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, consumed, ended, opened, published, scored, started
 from tests.rollout.test_strategies import G, N, ready, waste

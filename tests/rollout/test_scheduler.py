@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
-from rollover.types import FinishReason, SampleId, WasteCause
+from rollover.types import FinishReason, SampleId
 from tests.rollout.kit import Prompts, strategy_of
 from tests.rollout.test_ledger import ABORT, STOP, ended, restarted
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.errors import DataError, NoReward, RewardError
 from rollover.rollout.events import GroupDropped, SampleFailed, SampleScored
 from rollover.rollout.journal import Journal, restart
 from rollover.rollout.metrics import batch_metrics
-from rollover.types import SampleId, Score, Trajectory, WasteCause
+from rollover.types import SampleId, Score, Trajectory
 from tests.rollout.kit import LockstepEngine, ParityScorer, content, make_rig, play, run, with_stop
 from tests.rollout.test_driver import FIRST, SelectiveScorer
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import WasteCause
 from rollover.rollout.events import (
     BatchConsumed,
     GroupDropped,
@@ -21,7 +22,7 @@ from rollover.rollout.events import (
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import GroupRecord
 from rollover.rollout.staleness import choose_batch, headroom, least_start_version
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 from tests.rollout.kit import assert_bounded, num_due
 
 Chooser = Callable[..., tuple[int, ...] | None]

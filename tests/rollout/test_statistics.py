@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import Baseline
 from rollover.rollout.events import CheckpointSaved, Event, SampleScored
 from rollover.rollout.state import RolloutState
 from rollover.rollout.statistics import RecentLag, RecentLengths, Statistics
-from rollover.types import Baseline, SampleId
+from rollover.types import SampleId
 from tests.rollout.test_ledger import STOP, consumed, dropped, ended, failed, opened, published, restarted, started
 
 

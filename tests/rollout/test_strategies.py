@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch, WasteCause
 from rollover.engine.base import Capabilities
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleStarted, SegmentEnded
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategies import Rollover
-from rollover.types import Batch, SampleId, WasteCause
+from rollover.types import SampleId
 from tests.rollout.kit import (
     NAMES,
     ParityScorer,

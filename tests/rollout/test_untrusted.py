@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineMismatch
 from rollover.rollout.events import GroupDropped
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.records import FAILED
-from rollover.types import WasteCause
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import NAMES, Rig, assert_trainable, lognormal, make_rig, with_stop
 from tests.virtual_time import VirtualClock

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Batch
 from rollover.rollout.generation import sample_seed
-from rollover.types import Batch, FinishReason, Observation, Prompt, SampleId
+from rollover.types import FinishReason, Observation, Prompt, SampleId
 from tests.engine.fake import logprob_at, token_at
 from tests.rollout.kit import NAMES, ON_FULL, SEED, Prompts, Rig, play
 from tests.rollout.test_episodes import LIMIT, Game, assert_goes_on, killed_and_resumed

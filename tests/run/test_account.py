@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from rollover import cli
+from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.errors import RolloverError
 from rollover.rollout.events import BatchTrained, SampleFailed
 from rollover.trainer.local import LocalTrainer
-from rollover.types import Batch, FinishReason, TrainedStep, WasteCause
+from rollover.types import FinishReason
 from tests import runs
 
 DETERMINISTIC = ("--deterministic", "true")

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from rollover import cli
+from rollover.batch import Batch
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.servers.start.launch import ServerProcess
 from rollover.rollout.events import BatchTrained, SegmentEnded
@@ -21,7 +22,6 @@ from rollover.rollout.strategies import STRATEGIES
 from rollover.trainer import ranks
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
-from rollover.types import Batch
 from tests import runs
 from tests.engine.servers.embedded.kit import ENGINE, serving
 from tests.runs import Cue, Processes

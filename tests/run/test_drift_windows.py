@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollover.batch import Drift
 from rollover.run.drift_windows import MIN_TOKENS, DriftWindows
-from rollover.types import Drift
 
 TOLERANCE = 0.1
 """That of half precision, where rounding alone makes up to half of it."""

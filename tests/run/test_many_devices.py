@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollover import cli
+from rollover.batch import Batch
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest
 from rollover.trainer.fleet import FleetTrainer
-from rollover.types import Batch
 from tests import runs
 from tests.trainer import forked_ranks
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.events import (
     BatchConsumed,
@@ -17,7 +18,6 @@ from rollover.rollout.events import (
     VersionPublished,
 )
 from rollover.rollout.strategies import STRATEGIES
-from rollover.types import WasteCause
 from tests import runs
 from tests.runs import Cue, Outcome, Processes
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rollover import cli
+from rollover.batch import WasteCause
 from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.report.measures import windows
 from rollover.report.record import read_run
@@ -28,7 +29,7 @@ from rollover.run.prepare import initial_policy
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import Trajectory, WasteCause
+from rollover.types import Trajectory
 from tests import runs
 
 LOGPROB_TOLERANCE = 1e-4

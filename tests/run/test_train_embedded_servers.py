@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
-from rollover.types import WasteCause
+from rollover.batch import WasteCause
 from tests import runs
 from tests.speed import within
 from tests.swarm.chaos.forked import Forked

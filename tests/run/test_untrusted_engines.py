@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollover import cli
+from rollover.batch import WasteCause
 from rollover.hf import architecture
 from rollover.hf.rope import Rope
-from rollover.types import WasteCause
 from tests import runs
 from tests.engine.servers.model_server import ModelServer, serving
 

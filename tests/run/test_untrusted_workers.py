@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rollover import cli
+from rollover.batch import Batch, WasteCause
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.start.launch import free_port
 from rollover.errors import RolloverError
@@ -30,7 +31,6 @@ from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig
 from rollover.swarm.worker.connection import Refused
 from rollover.swarm.worker.joining import work_for
-from rollover.types import Batch, WasteCause
 from tests import runs
 from tests.swarm import liars
 from tests.swarm.liars import Liar, lingering, lying

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.errors import ConfigError
 from rollover.garbage import rare_collections
 from rollover.rollout.events import Event, GroupDropped, SegmentEnded
@@ -15,7 +16,6 @@ from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
 from rollover.sim.strategies import SIMULATED as NAMES
-from rollover.types import WasteCause
 from rollover.workload.base import Workload
 from rollover.workload.law import Generator, LengthLaw
 from tests.sim.kit import Lengths, one_replica, strategy_of

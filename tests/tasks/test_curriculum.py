@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleScored
 from rollover.tasks import curriculum as module
@@ -13,7 +14,7 @@ from rollover.tasks.config import TasksConfig
 from rollover.tasks.curriculum import Curriculum, CurriculumConfig
 from rollover.tasks.open import train_source
 from rollover.tasks.sources import ReasoningGymConfig
-from rollover.types import Prompt, SampleId, WasteCause
+from rollover.types import Prompt, SampleId
 from tests.environments.words import char_tokenizer
 
 

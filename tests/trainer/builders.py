@@ -21,12 +21,13 @@ from transformers import (
 )
 
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
+from rollover.batch import Batch, Group
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import save_model
 from rollover.trainer.packing import TrainingSample
 from rollover.trainer.world import ALONE
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 VOCAB = 40
 SHAPE = {

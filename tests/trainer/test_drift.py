@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import Batch
 from rollover.trainer.gathering import entropy_metrics
 from rollover.trainer.packing import TrainingSample
-from rollover.types import Batch, Trajectory
+from rollover.types import Trajectory
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
 
 OFF = {"a": 0.25, "b": 0.0}

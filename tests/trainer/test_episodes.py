@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import Group
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
 from rollover.trainer.minibatch import BatchTensors, split
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import FinishReason, Group, Observation, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Observation, SampleId, Segment, Trajectory
 from tests.trainer.builders import VOCAB, make_batch, make_folder, make_model, separate_logprobs, to_float64
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import WasteCause
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
 from rollover.trainer import rank as rank_module
 from rollover.trainer import ranks, staging
@@ -28,7 +29,6 @@ from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.leading import RankLost
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import Failed
-from rollover.types import WasteCause
 from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer, untrainable

@@ -11,10 +11,11 @@ from torch import Tensor
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.algorithms.batch import Denominators, TokenBatch
+from rollover.batch import Batch, Group
 from rollover.errors import ConfigError, ModelError, ResourceError, RolloverError
 from rollover.trainer.minibatch import shuffled
 from rollover.trainer.packing import TrainingSample
-from rollover.types import Batch, FinishReason, Group, Prompt, SampleId
+from rollover.types import FinishReason, Prompt, SampleId
 from tests.trainer.builders import (
     gradients,
     make_batch,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollover.batch import Batch, Drift
 from rollover.errors import ConfigError, ModelError, RolloverError
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import LoraConfig, TrainerConfig
@@ -18,7 +19,7 @@ from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, num_positions, pack
 from rollover.trainer.proof import prove_routes
-from rollover.types import Batch, Drift, FinishReason, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.trainer.builders import make_batch, make_samples
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_experts import FAMILIES, make_experts

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.batch import Batch
 from rollover.errors import ModelError, RolloverError
 from rollover.trainer import balancing
 from rollover.trainer.balancing import by_longest_first
@@ -20,7 +21,6 @@ from rollover.trainer.local import LocalTrainer
 from rollover.trainer.minibatch import BatchTensors, shuffled, split
 from rollover.trainer.models import load_policy
 from rollover.trainer.world import PeerLost, World
-from rollover.types import Batch
 from tests.trainer.builders import make_batch, make_folder, make_trainer, untrainable
 from tests.trainer.rank_pool import RankPool
 

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 import rollover.trainer.logprobs as logprobs_module
 from rollover.algorithms.batch import Denominators, TokenBatch
 from rollover.algorithms.losses import policy_loss
+from rollover.batch import Batch, WasteCause
 from rollover.engine.embedded.sampler import sample
 from rollover.kept_codec import decode_kept, encode_kept
 from rollover.trainer.kept_sets import KeptSets
 from rollover.trainer.logprobs import all_logprobs, head_logprobs, response_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import Batch, SamplingParams, WasteCause
+from rollover.types import SamplingParams
 from tests.algorithms.batches import row as algorithm_row
 from tests.trainer.builders import (
     make_batch,

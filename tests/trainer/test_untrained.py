@@ -15,6 +15,7 @@ import torch
 import rollover.trainer.local as trainer_module
 from rollover.algorithms import Algorithm, AlgorithmConfig, resolve
 from rollover.algorithms.advantages import ComponentRewards, compute_advantages
+from rollover.batch import Batch, WasteCause
 from rollover.errors import NoReward, RewardError
 from rollover.rollout.events import (
     BatchConsumed,
@@ -27,7 +28,7 @@ from rollover.rollout.events import (
 from rollover.rollout.ledger import Ledger
 from rollover.trainer.minibatch import BatchTensors
 from rollover.trainer.packing import TrainingSample
-from rollover.types import Batch, FinishReason, Trajectory, WasteCause
+from rollover.types import FinishReason, Trajectory
 from tests.rollout.kit import ParityScorer, make_rig, play, with_stop
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer, separate_logprobs
 from tests.trainer.test_truncated_sampling import recorded

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.rollout.events import Event, GroupDropped, GroupOpened, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment, WasteCause
+from rollover.types import FinishReason, Prompt, SampleId, Segment
 from rollover.workload.source import read_run
 from rollover.workload.trace import TracePrompt
 

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, s
 from pathlib import Path
 from typing import Any
 
+from rollover.batch import Batch, Group, WasteCause
 from rollover.clock import SystemClock
 from rollover.errors import ConfigError, RunError
 from rollover.hf.hub import resolve_model
@@ -42,7 +43,7 @@ from rollover.integrations.slime.settings import (
 from rollover.integrations.slime.source import GivesGroups, SlimeSource
 from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
-from rollover.types import Batch, Group, Trajectory, WasteCause
+from rollover.types import Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rollover.batch import Batch, Drift, WasteCause
 from rollover.integrations.trl.prompts import ROW
-from rollover.types import Batch, Drift, WasteCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollover.batch import Batch, Drift, WasteCause
 from rollover.clock import SystemClock
 from rollover.engine.base import Capabilities
 from rollover.engine.kind import EngineSetup, OpenedEngine
@@ -27,7 +28,6 @@ from rollover.rollout.scheduler import Source
 from rollover.run.engine_trust import Trust
 from rollover.run.kinds import open_engine
 from rollover.run.meter import peak_memory_bytes
-from rollover.types import Batch, Drift, WasteCause
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import MemoryWeights
 

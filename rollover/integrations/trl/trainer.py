@@ -26,6 +26,7 @@ import torch
 import trl
 from transformers import TrainerCallback
 
+from rollover.batch import Batch
 from rollover.engine.base import Capabilities
 from rollover.errors import ConfigError, RunError
 from rollover.integrations.hosted import Asked, HostedConfig, hosted_config
@@ -47,7 +48,6 @@ from rollover.integrations.trl.prompts import DatasetPrompts, encoder, fingerpri
 from rollover.integrations.trl.rollouts import HostedRollouts
 from rollover.integrations.trl.weights import dropouts, model_folder, number_format
 from rollover.rollout.events import Event
-from rollover.types import Batch
 
 _RATIO = "importance_sampling_ratio"
 _UNWEIGHED = (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollover.batch import Batch
 from rollover.hf.hub import resolve_model
 from rollover.hf.tokenizer import stop_token_ids
 from rollover.integrations.feed import FeedParts, ScoredByHost
@@ -25,7 +26,7 @@ from rollover.integrations.verl.replicas import GeneratesTokens, StopsCalls, Ver
 from rollover.integrations.verl.rows import Row, VerlRows
 from rollover.integrations.verl.settings import VerlSettings, verl_version
 from rollover.rollout.events import Event, GroupDropped, GroupOpened
-from rollover.types import Batch, Prompt, Trajectory
+from rollover.types import Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from rollover.batch import WasteCause
 from rollover.errors import ConfigError, DataError, EngineError, RunError
 from rollover.report.metrics import read_metrics
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
-from rollover.types import WasteCause
 from tests.integrations.slime import recorded
 from tests.integrations.slime.farm import Farm
 from tests.integrations.slime.kit import (

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from rollover.batch import Batch
 from rollover.integrations.trl.answers import Answers
 from rollover.rollout.events import SegmentEnded, VersionPublished
-from rollover.types import Batch
 from tests.integrations.trl.kit import WatchedTrainer, trainer
 
 STEPS = 8

@@ -11,6 +11,7 @@ import datasets
 import torch
 from trl import GRPOConfig
 
+from rollover.batch import Batch
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.errors import EngineError
 from rollover.integrations.trl import GRPOTrainer
@@ -18,7 +19,6 @@ from rollover.integrations.trl.answers import Answers
 from rollover.rollout.events import CheckpointSaved
 from rollover.rollout.journal import read_events
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch
 from tests.runs import LETTERS
 
 PROMPTS, GENERATIONS = 4, 4

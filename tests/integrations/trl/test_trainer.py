@@ -14,6 +14,7 @@ import torch
 import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollover.batch import Batch
 from rollover.errors import EngineMismatch, RunError
 from rollover.integrations.trl import rollouts
 from rollover.integrations.trl.answers import Answers
@@ -21,7 +22,6 @@ from rollover.report.record import read_run
 from rollover.report.run_report import render_report
 from rollover.rollout.events import BatchConsumed, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import Batch
 from tests.engine.servers.model_server import ModelServer, SGLangModelServer, serving
 from tests.integrations.trl.kit import (
     APRIL,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollover.batch import Batch
 from rollover.rollout.events import SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import Batch
 from tests import runs
 from tests.swarm.chaos.record import SAMPLE, WireRecord
 

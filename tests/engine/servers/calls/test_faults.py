@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 
+from rollover.batch import Batch
 from rollover.rollout.config import Limits
 from rollover.rollout.driver import RolloutDriver
 from rollover.rollout.state import RolloutState
-from rollover.types import Batch, FinishReason, SamplingParams
+from rollover.types import FinishReason, SamplingParams
 from rollover.weights.sources import FolderWeights
 from tests.engine.servers.pool.kit import new_pool, scripted_engines
 from tests.engine.servers.scripted_server import Answer

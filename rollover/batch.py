@@ -1,5 +1,4 @@
-"""The records of a training step: ``Trajectory -> Group -> Batch -> TrainedStep``, and the causes for which a token is not
-trained."""
+"""The records of a training step: ``Trajectory -> Group -> Batch -> TrainedStep``, and why a token is not trained."""
 
 from __future__ import annotations
 

@@ -16,14 +16,13 @@ task                  consumes                 waits for                        
 ====================  =======================  ===============================  ==============================
 ``next_batch``        ready groups             a full batch                     a group settled; the stall limit
 ``_generate``, each   segments of one call     the engine, or a back-off        chunks; abort; the engine's error
-``_answer``, each     one turn of an episode   the environment                  its answer, error or time-out
-``_score``, a sample  one finished trajectory  the scorer (off the abort path)  its reward, error or time-out
-(or a group of them)
+``Consumers``, each   a turn of an episode, a  the environment or the scorer    its answer or reward, error or
+                      finished trajectory      (off the abort path)             time-out
 ====================  =======================  ===============================  ==============================
 
 Progress is a token, an answer of an environment or a reward. An abort that the driver has not requested is a failure of
 the engine like any other: the sample keeps its tokens and is tried again, as described in ``rollover.rollout.retries``.
-The life of one call is in ``rollover.rollout.generation``.
+The life of one call is in ``rollover.rollout.generation``; what follows it, in ``rollover.rollout.consumers``.
 
 Invariants: every change of state is an event, journaled in the order in which the ledger applied it; a
 sample has at most one open engine call; the staleness bound holds for every batch handed out.
@@ -41,25 +40,26 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from rollover.batch import Batch, WasteCause
+from rollover.batch import Batch
 from rollover.clock import Clock, SystemClock
 from rollover.engine.base import CallPlacement, Engine
-from rollover.errors import CallDisplaced, EngineError, EngineTimeout, NoReward, RewardError, RolloverError
+from rollover.errors import CallDisplaced, EngineError, EngineTimeout
 from rollover.rollout.actions import ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
+from rollover.rollout.consumers import Consumers
 from rollover.rollout.environment import Environment, NoEnvironment
-from rollover.rollout.events import Event, GroupDropped, SampleFailed, SampleScored
+from rollover.rollout.events import Event
 from rollover.rollout.generation import SampleCall
 from rollover.rollout.journal import Journal
 from rollover.rollout.places import EnginePlaces
-from rollover.rollout.records import FINISHED, SETTLED, SampleRecord
+from rollover.rollout.records import SampleRecord
 from rollover.rollout.retries import Retries
 from rollover.rollout.scheduler import Scheduler, Source
-from rollover.rollout.scorer import Scorer, compares_siblings, scores_of
+from rollover.rollout.scorer import Scorer, compares_siblings
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import Strategy
 from rollover.rollout.writer import EventWriter
-from rollover.types import Observation, Prompt, SampleId, SamplingParams
+from rollover.types import Prompt, SampleId, SamplingParams
 
 
 class RolloutDriver:
@@ -115,8 +115,6 @@ class RolloutDriver:
         self._limits = limits = limits or Limits()
         self._clock = clock = clock or SystemClock(0.0 if journal is None else journal.last_time_s)
         self.ledger = state.ledger
-        self._scorer = scorer
-        self._environment = environment or NoEnvironment()
         self._scheduler = Scheduler(
             strategy=strategy,
             source=source,
@@ -134,7 +132,17 @@ class RolloutDriver:
         self._engine = engine
         self._writer = EventWriter(journal, state.ledger, placement, self._break)
         self._observer = observer
-        self._turn = asyncio.Lock() if lockstep else None
+        self._lockstep = lockstep
+        self._consumers = Consumers(
+            environment=environment or NoEnvironment(),
+            scorer=scorer,
+            scheduler=self._scheduler,
+            clock=clock,
+            act=self._act,
+            lockstep=lockstep,
+            on_done=self._ended,
+            on_error=self._break,
+        )
         self._name = secrets.token_hex(4)
         """Distinguishes request ids from the ids that another driver, or this run before a crash, has sent."""
         self._calls: dict[SampleId, SampleCall] = {}
@@ -150,9 +158,6 @@ class RolloutDriver:
             is_journaled=placement is not None and journal is not None,
             on_tokens=self._tokens_arrived,
         )
-        self._answering: dict[SampleId, asyncio.Task[None]] = {}
-        """Turns that the environment is answering."""
-        self._scoring: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
         """Stops the running samples once the scheduler says so."""
         self._batch_is_due = False
@@ -187,11 +192,7 @@ class RolloutDriver:
             raise self._broken
         self._scheduler.begin_round()
         if not self.ledger.replay:
-            in_hand = self._scoring.keys() | self._calls.keys()  # a call that is ending scores its own sample
-            for sample_id in self.ledger.acting.keys() - self._answering.keys() - self._calls.keys():
-                self._start_answering(sample_id)
-            for sample_id in self.ledger.unscored.keys() - in_hand:
-                self._start_scoring(self._due(sample_id))
+            self._consumers.take_up(but=self._calls.keys())  # a call that is ending hands over its own sample
         self._last_progress_s = self._clock.now_s()
         self._act()
         await self._until(lambda: bool(self._distrusted) or self._can_consume())
@@ -245,7 +246,7 @@ class RolloutDriver:
                 self._distrusted.clear()
         finally:
             tasks = (call.task for call in self._calls.values())
-            pending = [*tasks, *self._answering.values(), *self._scoring.values()]
+            pending = [*tasks, *self._consumers.tasks()]
             if pending:
                 for task in pending:
                     task.cancel()
@@ -287,7 +288,7 @@ class RolloutDriver:
                     call = self._calls[sample_id] = self._open_call(
                         request_id=f"{self._name}.{sample_id}#{self._num_calls}.",
                         start=action,
-                        turn_limit=self._environment.turn_limit(prompt),
+                        turn_limit=self._consumers.environment.turn_limit(prompt),
                         back_off_s=self._retries.back_off_s(sample_id),
                     )
                     call.task = asyncio.create_task(self._generate(call))
@@ -316,9 +317,7 @@ class RolloutDriver:
 
     def _can_consume(self) -> bool:
         """Return whether a batch is due. In lockstep, calls that have ended are closed and scored first."""
-        in_hand = self._turn is not None and (
-            self._answering or self._scoring or self._calls.keys() - self.ledger.running.keys()
-        )
+        in_hand = self._lockstep and (self._consumers.are_busy or self._calls.keys() - self.ledger.running.keys())
         return self._batch_is_due and not in_hand
 
     async def _until(self, done: Callable[[], bool]) -> None:
@@ -329,12 +328,12 @@ class RolloutDriver:
                 await asyncio.wait([self._stopping])  # it has a deadline of its own
                 continue
             self._changed.clear()
-            idle_s = self._clock.now_s() - self._last_progress_s
-            if self._answering:  # which has deadlines of its own
+            idle_s = self._clock.now_s() - max(self._last_progress_s, self._consumers.last_result_s)
+            if self._consumers.answering:  # which has deadlines of its own
                 idle_s = 0.0
             if idle_s >= self._limits.stall_timeout_s:
                 raise EngineTimeout(self._stalled(idle_s))
-            waited_for = self._calls or self._answering or self._scoring or self._placement
+            waited_for = self._calls or self._consumers.are_busy or self._placement
             assert waited_for, "no batch, and nothing is running, acting or being scored"
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.stall_timeout_s - idle_s):
@@ -344,10 +343,11 @@ class RolloutDriver:
         def names(ids: Iterable[SampleId]) -> str:
             return ", ".join(str(i) for i in sorted(ids)[:8]) or "none"
 
+        scoring = self._consumers.scoring
         return (
             f"no token and no reward for {idle_s:.0f} s (rollout.stall_timeout_s);"
             f" {len(self._calls)} samples decoding: {names(self._calls)};"
-            f" {len(self._scoring)} being scored: {names(self._scoring)}; the engine is {self._engine!r}"
+            f" {len(scoring)} being scored: {names(scoring)}; the engine is {self._engine!r}"
         )
 
     async def _stop_all(self) -> None:
@@ -394,8 +394,8 @@ class RolloutDriver:
             try:
                 async for segment in call.segments():
                     self._scheduler.segment_ended(sample_id, segment, segment.end_s)
-                    if call.is_over and self._turn is not None:
-                        await self._after_call(sample_id)  # the engine waits until this returns
+                    if call.is_over and self._lockstep:
+                        await self._consumers.consume(sample_id)  # the engine waits until this returns
                         acted = True
             except EngineError as e:
                 failure = e
@@ -409,7 +409,7 @@ class RolloutDriver:
             if failure is not None:
                 self._call_failed(sample_id, failure)
             if not acted:
-                await self._after_call(sample_id)
+                await self._consumers.consume(sample_id)
         except Exception as e:  # a bug, or a prompt that cannot be read: next_batch raises it
             self._break(e)
 
@@ -426,111 +426,14 @@ class RolloutDriver:
             raise error
         self._scheduler.failed(sample_id, str(error), self._clock.now_s())
 
-    async def _after_call(self, sample_id: SampleId) -> None:
-        """Start scoring a finished sample, or answering a turn, and fill the place that became free."""
-        async with self._turn or nullcontext():
-            if sample_id in self.ledger.acting:
-                if self._turn is None:
-                    self._start_answering(sample_id)
-                else:
-                    await self._answer(sample_id)
-            await self._go_on(sample_id)
-            if self._turn is not None:
-                await asyncio.sleep(0)  # new calls and aborts reach the engine before it continues
-
-    async def _go_on(self, sample_id: SampleId) -> None:
-        """Have whatever is due for its reward scored, and act."""
-        due = self._due(sample_id)
-        if self._turn is not None:
-            await self._score(due)
-        else:
-            self._start_scoring(due)
-        self._act()
-
-    def _start_answering(self, sample_id: SampleId) -> None:
-        self._answering[sample_id] = asyncio.create_task(self._answer_alone(sample_id))
-
-    async def _answer_alone(self, sample_id: SampleId) -> None:
-        """Have a turn answered, and act on the answer."""
-        try:
-            await self._answer(sample_id)
-            async with self._turn or nullcontext():
-                await self._go_on(sample_id)
-        except Exception as e:
-            self._break(e)
-        self._ended()
-
-    async def _answer(self, sample_id: SampleId) -> None:
-        """Have the environment answer the last turn of an episode."""
-        observation: Observation | RewardError
-        try:
-            trajectory = self.ledger.sample(sample_id).trajectory
-            observation = await self._environment.act(trajectory, self._clock.now_s())
-        except RewardError as e:
-            observation = e
-        finally:
-            self._answering.pop(sample_id, None)
-        now_s = self._last_progress_s = self._clock.now_s()
-        if isinstance(observation, RewardError):
-            self._scheduler.failed(sample_id, str(observation), now_s)
-        else:
-            self._scheduler.observed(sample_id, observation._replace(end_s=now_s), now_s)
-
-    def _due(self, sample_id: SampleId) -> tuple[SampleId, ...]:
-        """Return the samples to score now that this one has ended: itself if it is finished, or, if their reward
-        compares siblings, all finished ones of its group once each has ended."""
-        group = self.ledger.groups.get(sample_id.group)
-        if group is None or not compares_siblings(self._scorer, group.prompt.source):
-            return (sample_id,) if sample_id in self.ledger.unscored else ()
-        if any(sample.state is not FINISHED and sample.state not in SETTLED for sample in group.samples):
-            return ()
-        finished = (sample.sample_id for sample in group.samples if sample.state is FINISHED)
-        return tuple(one for one in finished if one not in self._scoring)
-
-    def _start_scoring(self, sample_ids: tuple[SampleId, ...]) -> None:
-        if sample_ids:
-            self._scoring.update(dict.fromkeys(sample_ids, asyncio.create_task(self._score(sample_ids))))
-
-    async def _score(self, sample_ids: tuple[SampleId, ...]) -> None:
-        if not sample_ids:
-            return
-        try:
-            scores = await scores_of(self._scorer, [self.ledger.sample(i).trajectory for i in sample_ids])
-        except RolloverError as e:
-            self._break(e)
-            return
-        finally:
-            for sample_id in sample_ids:
-                self._scoring.pop(sample_id, None)
-        now_s = self._last_progress_s = self._clock.now_s()
-        try:
-            for sample_id, score in zip(sample_ids, scores, strict=True):
-                if isinstance(score, RewardError):
-                    cause = WasteCause.NO_REWARD if isinstance(score, NoReward) else WasteCause.FAILED
-                    self._scheduler.failed(sample_id, str(score), now_s, cause=cause)
-                else:
-                    self._scheduler.scored(sample_id, score, now_s)
-            self._act()
-        except Exception as e:
-            self._break(e)
-        self._ended()
-
     def _ended(self) -> None:
         """Wake the waiting caller when a call or a score has ended, but only in lockstep or when no call is left;
         otherwise it is woken when a batch is due."""
-        if self._turn is not None or not self._calls:
+        if self._lockstep or not self._calls:
             self._changed.set()
 
     def _emit(self, event: Event) -> None:
-        match event:
-            case GroupDropped(group_id=group_id):
-                for tasks in (self._scoring, self._answering):
-                    for sample_id in [i for i in tasks if i.group == group_id]:
-                        tasks.pop(sample_id).cancel()
-                for index in range(self._scheduler.strategy.group_size):
-                    self._environment.leave(SampleId(group_id, index))
-            case SampleScored(sample_id=sample_id) | SampleFailed(sample_id=sample_id):
-                self._environment.leave(sample_id)
+        self._consumers.see(event)
         self._writer.add(event)
         self._observer(event)
 

@@ -125,7 +125,7 @@ def written(setting: RolloutConfig) -> dict[str, Any]:
 
 
 def mean_lag(runs: Sequence[TrialResult]) -> float:
-    return statistics.fmean(o.lag for o in runs)
+    return statistics.fmean(o.lags.batch for o in runs)
 
 
 def screened(bench: Bench, cap: int, targets: Sequence[float]) -> list[RolloutConfig]:
@@ -159,7 +159,10 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
             "trained_length": asdict(MeanOverSeeds.of([o.trained_length for o in runs])),
             "wasted": max((sum(o.wasted.values()) for o in runs), default=0.0),
             "prefilled": statistics.fmean(o.prefilled for o in runs),
-        } | {f: statistics.fmean(getattr(o, f) for o in runs) for f in ("lag", "lag_p95", "max_lag", "off_policy")}
+        } | {
+            f"{name}_lag": statistics.fmean(getattr(o.lags, name) for o in runs)
+            for name in ("batch", "token", "group", "head", "max")
+        }
         if against is not None:
             ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=False)]
             found["over_rival"] = asdict(MeanOverSeeds.of(ratios))
@@ -197,7 +200,7 @@ def show(found: dict[str, Any]) -> None:
         ratio = f"  {over['mean']:.3f} +- {over['margin'] or 0:.3f} times the rival" if over else ""
         return (
             f"  {name:34s} gain {e['gain']['mean']:.2f} +- {e['gain']['margin'] or 0:.2f}"
-            f"  {e['share_of_ceiling']:4.0%} of the ceiling  lag {e['lag']:.2f}  max {e['max_lag']:.0f}{ratio}"
+            f"  {e['share_of_ceiling']:4.0%} of the ceiling  lag {e['batch_lag']:.2f}  max {e['max_lag']:.0f}{ratio}"
         )
 
     print(f"\n{found['preset']}, {found['replicas']} replicas: ceiling {found['ceiling']:.2f} times sync")

@@ -51,7 +51,7 @@ def study(preset: str, lag: float, unit: Any, num_seeds: int, length: Length, ru
                         "told": f"{belief:g}",
                         "gain": asdict(over(runs, sync)),
                         "over_unweighed": asdict(over(runs, unweighed)),
-                        "lag": statistics.fmean(o.lag for o in runs),
+                        "lag": statistics.fmean(o.lags.batch for o in runs),
                         "prefilled": statistics.fmean(o.prefilled for o in runs),
                     }
                     for belief, runs in zip(TOLD, each, strict=True)

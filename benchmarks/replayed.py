@@ -246,7 +246,7 @@ def target_for(lag: float, ours: Setting, workload: Workload, model: ReplicaMode
         for share in np.arange(0.2, 1.05, 0.05).tolist()
     ]
     windows = [foretell(option, workload, model, steps).after(warmup) for option in options]
-    found = [(window.tokens_per_s, i) for i, window in enumerate(windows) if window.lag.mean <= lag]
+    found = [(window.tokens_per_s, i) for i, window in enumerate(windows) if window.lag.batch <= lag]
     return options[max(found)[1]] if found else options[0]
 
 

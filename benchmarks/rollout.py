@@ -232,7 +232,7 @@ def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: i
     def aim(setting: Setting) -> Setting:
         if "april's lag" not in setting.name:
             return setting
-        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag.mean
+        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag.batch
         return target_for(lag, setting, workload, model, steps, warmup)
 
     return [aim(setting) for setting in chosen]
@@ -247,7 +247,7 @@ def figures(run: Run, workload: Replay, setting: Setting, warmup: int) -> Result
         "tokens_per_s": window.tokens_per_s,
         "seconds": window.seconds,
         "iterations": window.iterations,
-        "lag": window.lag.mean,
+        "lag": window.lag.batch,
         "lag_p95": window.lag.p95,
         "lag_max": window.lag.max,
         "length_drift": trained_length_drift(window, workload, setting.config),

@@ -92,7 +92,7 @@ def large(steps: int) -> dict[str, Any]:
         "steps": steps,
         "mean_in_flight": window.mean_running,
         "share_of_full_steps": full,
-        "lag": window.lag.mean,
+        "lag": window.lag.batch,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # Linux counts in KiB
     }
 

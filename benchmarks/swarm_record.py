@@ -21,7 +21,7 @@ from rollover.report.metrics import read_metrics
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.rollout.metrics import token_lags
+from rollover.rollout.lag import BatchLag
 from rollover.rollout.state import RolloutState
 from rollover.swarm.coordinator.status.weight_log import FILE_NAME
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest
@@ -41,7 +41,7 @@ def record_of(run: Path, rooms: Mapping[str, int]) -> Record:
     segments = [event.segment for event in events if isinstance(event, SegmentEnded)]
     lags: Counter[int] = Counter()
     for batch in batches:
-        lags.update(token_lags(batch))
+        lags.update(BatchLag.of(batch).tokens)
     tokens = folded.ledger.tokens
     return {
         "wall_s": end_s - start_s,

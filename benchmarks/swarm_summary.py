@@ -226,7 +226,7 @@ def forecast(
     for arm, config in configs.items():
         made = simulate(config.build_strategy(scenario.capabilities), trace.workload(), scenario, steps=steps)
         found[arm] = {"wall_s": sum(s.duration_s for s in made.steps)}
-        lags = [(lag, n) for s in made.steps for lag, n in s.lags]
+        lags = [entry for s in made.steps for entry in s.lag.tokens.items()]
         found[arm]["staleness_mean"] = sum(lag * n for lag, n in lags) / sum(n for _, n in lags)
     found["pull_over_push_pull"] = found["pull"]["wall_s"] / found["push-pull"]["wall_s"]
     return found

@@ -13,7 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
-EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-27.json"
+EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-28.json"
+ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -26,7 +27,7 @@ def record(path: str) -> Any:
 def rollout() -> str:
     """Return the table of strategies on the embedded engine."""
     rows = record(ROLLOUT)["summary"]
-    names = ("sync", "april, as packaged", "rollover, as packaged")
+    names = ("sync", "april, as packaged")
     runs = [rows[name] for name in names]
     speeds = " | ".join(f"{run['mean']['tokens_per_s']:,.0f}" for run in runs)
     gains = [f"{run['gain']:.2f}× ({min(run['gains']):.2f} to {max(run['gains']):.2f})" for run in runs[1:]]
@@ -34,8 +35,8 @@ def rollout() -> str:
     lags = " | ".join(f"{run['mean']['lag']:.2f} / {run['mean']['lag_max']:.0f}" for run in runs)
     return "\n".join(
         [
-            "| one engine, long-tailed lengths, default settings | `sync` | `april`, the default | `rollover` |",
-            "|---|---|---|---|",
+            "| one engine, long-tailed lengths, default settings | `sync` | `april`, the default |",
+            "|---|---|---|",
             f"| trained tokens/s over rollout and weight update | {speeds} |",
             f"| speed-up over `sync`, with the range of three repeats | 1× | {' | '.join(gains)} |",
             f"| speed-up predicted by the simulator, given measured iteration times | 1× | {predicted} |",
@@ -49,18 +50,28 @@ def equal_lag() -> str:
     presets = record(EQUAL_LAG)["presets"]
     head = " | ".join(f"`{preset}`" for preset in presets)
 
-    def ratios(lag: str) -> str:
-        found = [preset["ratio"][lag] for preset in presets.values()]
-        return " | ".join(f"{ratio['mean']:.2f} ± {ratio['margin']:.2f}" for ratio in found)
+    def cell(found: dict[str, Any]) -> str:
+        return f"{found['ratio']['mean']:.2f} ± {found['ratio']['margin']:.2f} at {found['lag']['april']:.2f}"
 
-    return "\n".join(
-        [
-            f"| no older than `april`, by the mean lag of | {head} |",
-            "|---|" + "---|" * len(presets),
-            f"| trained tokens | {ratios('token_lag')} |",
-            f"| batches, each of which is one update | {ratios('batch_lag')} |",
-        ]
-    )
+    rows = [
+        f"| *r* = {ratio} | {' | '.join(cell(preset[ratio]) for preset in presets.values())} |"
+        for ratio in next(iter(presets.values()))
+    ]
+    return "\n".join([f"| `april` with | {head} |", "|---|" + "---|" * len(presets), *rows])
+
+
+def rounds() -> str:
+    """Return the table of rounds in closed form and simulated."""
+    rows = []
+    for row in record(ROUNDS)["rounds"]:
+        form, found = row["round"], row["simulated"]
+        rows.append(
+            f"| `{row['preset']}` | {form['num_batches']} | {form['ratio']:.2f}"
+            f" | {form['iterations_per_batch']:,.0f} / {found['iterations_per_batch']:,.0f}"
+            f" | {form['lag']:.2f} / {found['lag']:.2f} | {found['spread']:.2f} |"
+        )
+    head = "| workload | m | r | K, closed form / simulated | lag, closed form / simulated | spread of batch tokens |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 
 def learning() -> str:
@@ -90,10 +101,11 @@ def sampling() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "equal_lag": equal_lag,
+    "rounds": rounds,
     "learning": learning,
     "sampling": sampling,
 }
-PAGES = ("README.md", "docs/engines.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md")
+PAGES = ("README.md", "docs/engines.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md", "docs/theory.md")
 
 
 def render(page: str) -> str:

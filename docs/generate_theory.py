@@ -15,7 +15,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from rollover.rollout.round import best_round
+from rollover.rollout.round import best_rounds
 from rollover.rollout.statistics import RecentLengths
 from rollover.sim.run import simulate
 from rollover.sim.scenario import ReplicaModel, Scenario
@@ -69,7 +69,7 @@ def play(preset: str, name: Literal["sync", "april", "concurrency", "rollover"],
         tokens_per_c0=window.tokens_per_s,
         iterations=window.iterations,
         prefill=window.prefilled_tokens / PREFILL / len(window.steps),
-        lag=window.lag.mean,
+        lag=window.lag.token,
         mean_length=window.mean_length,
     )
 
@@ -86,8 +86,13 @@ def round_gains(preset: str, model: StepModel, lags: Sequence[float]) -> list[fl
     """Return the gains of the best rounds of single samples, with caches kept."""
     workload = PRESETS[preset].workload()
     lengths = RecentLengths(tuple((n,) for i in range(1000) for n in workload.group_lengths(i, GROUP)))
-    rounds = [best_round(lengths, max_lag=lag, max_staleness=99, batch_size=BATCH * GROUP) for lag in lags]
-    return [model.gain(found.iterations_per_batch) for found in rounds]
+    gains = []
+    for lag in lags:
+        younger, older = best_rounds(lengths, target_lag=lag, max_staleness=99, batch_size=BATCH * GROUP)
+        share = (lag - younger.lag) / (older.lag - younger.lag) if older is not younger else 0.0
+        iterations = younger.iterations_per_batch * (1 - share) + older.iterations_per_batch * share
+        gains.append(model.gain(iterations))
+    return gains
 
 
 def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[Point]]], path: Path) -> None:
@@ -98,14 +103,8 @@ def draw_frontier(models: dict[str, StepModel], runs: dict[str, dict[str, list[P
         axis.plot(lags, [model.gain_at_lag(x) for x in lags], color="#334", label="closed form, whole groups")
         by_sample = [model.gain_at_lag(x, whole_groups=False) for x in lags]
         axis.plot(lags, by_sample, color="#334", ls=":", label="closed form, single samples")
-        axis.step(
-            lags,
-            round_gains(preset, model, lags.tolist()),
-            color="#393",
-            lw=1,
-            where="post",
-            label="rounds, single samples",
-        )
+        gains = round_gains(preset, model, lags.tolist())
+        axis.plot(lags, gains, color="#393", lw=1, label="rounds, single samples")
         axis.axhline(model.ceiling, color="#999", lw=1, ls="--", label="ceiling")
         sync = runs[preset]["sync"][0]
         for name, color in (("april", "#c33"), ("concurrency", "#27a"), ("rollover", "#393")):

@@ -28,6 +28,11 @@ MAX_REPLICAS = 10_000
     help="Recommend a setting with a mean lag of at most L.",
 )
 @click.option(
+    "--lag-of",
+    type=click.Choice(["batch", "token", "group", "head", "max"]),
+    help="The lag that counts. Of batches by default; with --from, of groups if the loss averages per response.",
+)
+@click.option(
     "--max-staleness", type=Count(min=0), metavar="S", help="Staleness bound of all settings; unbounded by default."
 )
 @click.option(

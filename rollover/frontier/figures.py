@@ -55,7 +55,7 @@ def frontier(study: Study) -> Figure:
     return figure(
         data,
         height=460,
-        xaxis=axis("lag: mean of trained tokens, in versions", rangemode="tozero"),
+        xaxis=axis(f"{study.setup.lag_of} lag, in versions", rangemode="tozero"),
         yaxis=axis("throughput over synchronous rollout", rangemode="tozero", ticksuffix="×"),
         hovermode="closest",
     )

@@ -19,6 +19,7 @@ from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, r
 from rollover.frontier.study import Progress, Study, study
 from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
+from rollover.rollout.lag import LagOf
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import Lengths, capped, read_lengths
@@ -41,6 +42,7 @@ class StudyRequest:
     """A run that supplies the lengths, the batch and the engine."""
     strategies: tuple[str, ...] = ()
     lag_budgets: tuple[float, ...] = ()
+    lag_of: LagOf | None = None
     max_staleness: int | None = None
     scenario: Path | None = None
     device: str | None = None
@@ -129,6 +131,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         unit=unit,
         notes=notes,
         max_staleness=request.max_staleness,
+        lag_of=request.lag_of or (recorded.lag_of if recorded else "batch"),
         one_device=recorded is not None and recorded.one_device and file.colocated is None,
     )
     return setup, recorded

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.frontier.timing import Segments, fit_iterations
@@ -21,6 +22,7 @@ from rollover.report.record import JOURNAL, read_config, read_timeline
 from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
+from rollover.rollout.lag import LagOf
 from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
@@ -51,6 +53,8 @@ class Recorded:
     """(trained tokens, seconds) of each step."""
     one_device: bool
     """True if one device both trained and decoded."""
+    lag_of: LagOf
+    """The lag of what its loss gives the same weight: sequences or batches."""
     notes: tuple[str, ...]
 
     def tokens_per_s(self, warmup: int) -> float:
@@ -95,6 +99,7 @@ def read_recorded(path: Path) -> Recorded:
         num_steps=len(rows),
         step_tokens_per_s=tuple((tokens[r.step], r.values["time/step_s"]) for r in rows),
         one_device=one_device,
+        lag_of="group" if _averages_sequences(config) else "batch",
         notes=(
             how,
             f"Trainer: {1e6 * trainer.s_per_token:.1f} µs per trained token, rewards {1000 * reward.base_s:.1f} ms"
@@ -116,6 +121,12 @@ def _episodes(timeline: Timeline) -> list[str]:
         f"The run has episodes. Simulated responses are as long as their turns together; the {len(acting):,} answers of"
         f" environments, which took {1000 * mean_s:.0f} ms on average, take no time and have no tokens."
     ]
+
+
+def _averages_sequences(config: dict[str, Any]) -> bool:
+    """Return whether the loss of the run gives each response the same weight in its batch."""
+    document = toml.Document(name="algorithm", data=config.get("algorithm") or {})
+    return resolve(schema.build(AlgorithmConfig, document)).aggregation.startswith("seq-mean")
 
 
 def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:

@@ -38,11 +38,13 @@ _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "gain": lambda p, _: f"{p.gain.mean:.2f}×" + ("" if p.gain.margin is None else f" ±{p.gain.margin:.2f}"),
     "tokens/{unit}": lambda p, _: f"{p.mean('tokens_per_s'):,.0f}",
     "of ceiling": lambda p, ceiling: f"{p.mean('tokens_per_s') / ceiling:.0%}",
-    "lag": lambda p, _: f"{p.lag:.2f}",
-    "p95": lambda p, _: f"{p.mean('lag_p95'):.1f}",
+    "batch": lambda p, _: f"{p.lag_over('batch'):.2f}",
+    "token": lambda p, _: f"{p.lag_over('token'):.2f}",
+    "group": lambda p, _: f"{p.lag_over('group'):.2f}",
+    "head": lambda p, _: f"{p.lag_over('head'):.2f}",
     "max": lambda p, _: f"{p.max_lag}",
-    "head": lambda p, _: f"{p.mean('head_lag'):.2f}",
-    "off-policy": lambda p, _: f"{p.mean('off_policy'):.0%}",
+    "p95": lambda p, _: f"{p.lag_over('p95'):.1f}",
+    "off-policy": lambda p, _: f"{p.lag_over('off_policy_fraction'):.0%}",
     "wasted": lambda p, _: f"{sum(p.wasted.values()):.0%}",
     "prefilled": lambda p, _: f"{p.mean('prefilled'):.2f}",
     "length": lambda p, _: f"{p.mean('trained_length'):.2f}",
@@ -50,8 +52,12 @@ _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
 }
 """Columns of the table: name, and a function of a point and the setup's ceiling."""
 HEAD = ("setting", *_FIGURES)
-FIRST_TO_GO = ("p95", "head", "K", "prefilled", "max", "off-policy", "tokens/{unit}", "of ceiling")
-"""Columns that a narrow terminal omits, in this order. Gain, lag, waste and length bias are always shown together."""
+FIRST_TO_GO = (
+    *("p95", "group", "head", "K", "prefilled", "token", "max", "batch", "off-policy"),
+    *("tokens/{unit}", "of ceiling"),
+)
+"""Columns that a narrow terminal omits, in this order, but for the lag that counts. Gain, this lag, waste and length
+bias are always shown together."""
 
 
 def rows(study: Study) -> list[tuple[FrontierPoint, tuple[str, ...]]]:
@@ -74,7 +80,7 @@ def study_table(study: Study, width: int) -> Table:
     found = rows(study)
     names = [name.format(unit=study.setup.unit) for name in HEAD]
     widths = [max(map(len, column)) for column in zip(names, *(cells for _, cells in found), strict=True)]
-    places = _fitting(widths, width)
+    places = _fitting(widths, width, kept=study.setup.lag_of)
     left_out = [names[place] for place in range(len(HEAD)) if place not in places]
     shown = Table(title=headline(study), title_justify="left", title_style="bold", caption_justify="left")
     if left_out:
@@ -91,10 +97,12 @@ def study_table(study: Study, width: int) -> Table:
     return shown
 
 
-def _fitting(widths: Sequence[int], width: int) -> list[int]:
+def _fitting(widths: Sequence[int], width: int, kept: str) -> list[int]:
     """Choose the columns that stay: each takes its characters and three for its rule and its margins."""
     places = list(range(len(widths)))
     for name in FIRST_TO_GO:
+        if name == kept:
+            continue
         if 1 + sum(widths[place] + 3 for place in places) <= width:
             break
         places.remove(HEAD.index(name))
@@ -112,8 +120,8 @@ def headline(study: Study) -> str:
 
 def legend() -> str:
     return (
-        "gain: trained tokens per time over sync, paired; lag: mean over trained tokens in versions, followed by p95,"
-        " max, and the mean over groups of the oldest token; wasted: of decoded tokens; prefilled: tokens per trained"
+        "gain: trained tokens per time over sync, paired; batch, token, group: lag in versions, mean over batches,"
+        " tokens, groups; head: lag of a group's oldest token; wasted: of decoded tokens; prefilled: tokens per trained"
         " token, prompts included; length: trained over admitted mean, 1 means no bias; K: iterations per step"
     )
 

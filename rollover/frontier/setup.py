@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rollover.errors import ConfigError
+from rollover.rollout.lag import LagOf
 from rollover.rollout.shared import SharedConfig
 from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario
@@ -119,6 +120,8 @@ class Setup:
     """Sentences on the origin of the parameters."""
     max_staleness: int | None = None
     """Staleness bound of all settings; ``None`` for a strategy that holds nothing back."""
+    lag_of: LagOf = "batch"
+    """The lag that settings are compared by."""
     one_device: bool = False
     """True if one device both trains and decodes: generation during training would slow training down."""
 

@@ -199,7 +199,8 @@ class _Bench:
             outcomes = tuple(done[place * len(seeds) : (place + 1) * len(seeds)])
             if config.strategy.kind == "sync":
                 self._baselines.setdefault(id(setup), outcomes)
-            points.append(FrontierPoint(config=config, outcomes=outcomes, baseline=self._baselines[id(setup)]))
+            baseline = self._baselines[id(setup)]
+            points.append(FrontierPoint(config=config, outcomes=outcomes, baseline=baseline, lag_of=setup.lag_of))
         return points
 
 

@@ -14,6 +14,7 @@ from functools import partial
 
 from rollover.errors import ConfigError
 from rollover.rollout.config import RolloutConfig
+from rollover.rollout.lag import LagOf, LagSummary
 from rollover.sim.result import Simulation
 from rollover.sim.run import simulate
 from rollover.sim.scenario import Scenario
@@ -57,17 +58,12 @@ class Trial:
 class TrialResult:
     """Figures of one simulation without its warm-up; waste is counted over the whole run.
 
-    Example: ``tokens_per_s=68.0, lag=0.85, max_lag=2, trained_length=1.0``.
+    Example: ``tokens_per_s=68.0, iterations=4096.0, trained_length=1.0``.
     """
 
     tokens_per_s: float
     """Trained tokens per unit of time of the whole loop."""
-    lag: float
-    """Mean lag of trained tokens, in versions."""
-    lag_p95: float
-    max_lag: float
-    head_lag: float
-    off_policy: float
+    lags: LagSummary
     iterations: float
     """K: iterations per step."""
     mean_running: float
@@ -85,11 +81,7 @@ class TrialResult:
         wasted = {str(cause): n / run.tokens.decoded for cause, n in run.tokens.wasted.items() if n}
         return cls(
             tokens_per_s=window.tokens_per_s,
-            lag=window.lag.mean,
-            lag_p95=window.lag.p95,
-            max_lag=window.lag.max,
-            head_lag=window.lag.head_mean,
-            off_policy=window.lag.off_policy_fraction,
+            lags=window.lag,
             iterations=window.iterations,
             mean_running=window.mean_running,
             step_s=window.seconds / len(window.steps),
@@ -129,6 +121,7 @@ class FrontierPoint:
     outcomes: tuple[TrialResult, ...]
     baseline: tuple[TrialResult, ...] = field(repr=False)
     """Synchronous rollout on the same lengths, seed by seed."""
+    lag_of: LagOf = "batch"
 
     def mean(self, figure: str) -> float:
         """Return the mean over seeds of a numeric field of ``TrialResult``."""
@@ -142,11 +135,16 @@ class FrontierPoint:
 
     @property
     def lag(self) -> float:
-        return self.mean("lag")
+        """Return the lag that counts, mean over seeds."""
+        return self.lag_over(self.lag_of)
+
+    def lag_over(self, what: str) -> float:
+        """Return the mean over seeds of a field of ``LagSummary``."""
+        return statistics.fmean(getattr(o.lags, what) for o in self.outcomes)
 
     @property
     def max_lag(self) -> int:
-        return int(max(o.max_lag for o in self.outcomes))
+        return max(o.lags.max for o in self.outcomes)
 
     @property
     def wasted(self) -> dict[str, float]:

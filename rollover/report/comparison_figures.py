@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 from rollover.report import downsampling, measures, run_figures
@@ -63,13 +64,13 @@ def lag_histograms(records: Sequence[RunRecord]) -> Figure | None:
 def head_lag(records: Sequence[RunRecord]) -> Figure | None:
     data = []
     for name, colour, record in _coloured(records):
-        steps = [s for s in record.timeline.steps if s.head_lags]
-        heads = [sum(s.head_lags) / len(s.head_lags) for s in steps]
+        steps = [s for s in record.timeline.steps if any(s.lag)]
+        heads = [fmean(s.lag.heads) for s in steps]
         if steps:
             data.append(line(*downsampling.coarsened([float(s.step) for s in steps], heads), name, colour))
     if not data:
         return None
-    y_axis = axis("versions, mean over samples", rangemode="tozero")
+    y_axis = axis("versions, mean over groups", rangemode="tozero")
     x_axis = axis("training step", showgrid=False)
     return figure(data, height=270, xaxis=x_axis, yaxis=y_axis, hovermode="x unified")
 

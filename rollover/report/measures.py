@@ -12,7 +12,7 @@ from statistics import fmean
 
 from rollover.batch import WasteCause
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
-from rollover.rollout.metrics import LagSummary, weighted_quantile
+from rollover.rollout.lag import LagSummary, weighted_quantile
 from rollover.types import SampleId
 
 
@@ -33,14 +33,14 @@ def lag_histogram(steps: Iterable[ConsumedStep]) -> dict[int, int]:
     """Count the trained tokens of each lag, over all steps, ascending."""
     lags: Counter[int] = Counter()
     for step in steps:
-        lags.update(step.lags)
+        lags.update(step.lag.tokens)
     return dict(sorted(lags.items()))
 
 
 def lag(steps: Sequence[ConsumedStep]) -> LagSummary | None:
     """Summarise the lags of the trained tokens; return ``None`` until a token has been trained."""
-    lags = lag_histogram(steps)
-    return LagSummary.of(lags, [lag for step in steps for lag in step.head_lags]) if lags else None
+    found = [step.lag for step in steps]
+    return LagSummary.of(found) if any(map(any, found)) else None
 
 
 def generated_lengths(samples: Iterable[SampleTrace]) -> tuple[int, ...]:

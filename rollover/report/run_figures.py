@@ -113,18 +113,18 @@ def lag_histogram(record: RunRecord) -> Figure | None:
 
 
 def lag_over_steps(record: RunRecord) -> Figure | None:
-    steps = [s for s in record.timeline.steps if s.head_lags]
+    steps = [s for s in record.timeline.steps if any(s.lag)]
     if not steps:
         return None
     x = [float(s.step) for s in steps]
-    mean = [sum(a * n for a, n in s.lags.items()) / s.num_tokens for s in steps]
-    head = [sum(s.head_lags) / len(s.head_lags) for s in steps]
-    oldest = [float(max(part)) for part in downsampling.stretches([max(s.head_lags) for s in steps])]
+    mean = [s.lag.mean for s in steps]
+    head = [fmean(s.lag.heads) for s in steps]
+    oldest = [float(max(part)) for part in downsampling.stretches([max(s.lag.heads) for s in steps])]
     starts = [part[0] for part in downsampling.stretches(x)]
     data = [
         line(starts, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
         *downsampling.band(x, mean, "--orange"),
-        line(*downsampling.coarsened(x, head), "head lag, mean over samples", "--violet"),
+        line(*downsampling.coarsened(x, head), "head lag, mean over groups", "--violet"),
         line(*downsampling.coarsened(x, mean), "token lag, mean", "--orange"),
     ]
     x_axis = step_axis(len(x), downsampling.x_title(len(x), what="means, oldest and a band"))

@@ -91,7 +91,7 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
         ),
         (
             "Lag",
-            number(lag.mean if lag else None, ".2f"),
+            number(lag.batch if lag else None, ".2f"),
             "versions",
             f"p95 {lag.p95}, max {lag.max}; {lag.off_policy_fraction:.0%} of tokens off-policy"
             if lag

@@ -22,7 +22,7 @@ from rollover.report.metrics import MetricRow, accuracies_by_dataset, series, st
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED
 from rollover.report.timeline import Timeline
-from rollover.rollout.metrics import LagSummary
+from rollover.rollout.lag import LagSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,10 @@ def accuracy_text(accuracy: Accuracy | None) -> str:
 def lag_text(lag: LagSummary | None) -> str:
     if lag is None:
         return "–"
-    return f"mean {lag.mean:.2f}, p95 {lag.p95}, max {lag.max} versions; head {lag.head_mean:.2f}"
+    return (
+        f"{lag.batch:.2f} versions, mean over batches ({lag.token:.2f} over tokens, {lag.group:.2f} over groups); p95"
+        f" {lag.p95}, max {lag.max}, head {lag.head:.2f}"
+    )
 
 
 def lengths_text(found: LengthSummary | None) -> str:

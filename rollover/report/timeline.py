@@ -8,7 +8,7 @@ counts and times, never the tokens of responses, so the timeline of a long run s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -30,6 +30,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.rollout.lag import BatchLag
 from rollover.types import FinishReason, SampleId, Segment
 
 
@@ -134,23 +135,21 @@ class WastePoint:
 class ConsumedStep:
     """The batch of one training step, and how old it was when it was consumed.
 
-    Example: with ``lags={0: 900, 1: 100}`` and no ``untrained`` points, ``num_trained_tokens`` is 1,000.
+    Example: with ``lag=BatchLag([{0: 900, 1: 100}])`` and no ``untrained`` points, ``num_trained_tokens`` is 1,000.
     """
 
     step: int
     consumed_s: float
     num_samples: int
     num_resumes: int
-    lags: Mapping[int, int]
-    """Lag (step minus the version that sampled the token) to number of tokens."""
-    head_lags: tuple[int, ...]
-    """Lag of each sample's oldest token."""
+    lag: BatchLag
+    """Tokens by their lag, group by group."""
     untrained: tuple[WastePoint, ...] = ()
     """Its tokens without a gradient, by cause, once the step is done."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lags.values())
+        return sum(sum(group.values()) for group in self.lag)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -369,17 +368,17 @@ class _Fold:
         self.unscored.difference_update(sample_ids)
 
     def _consume(self, event: BatchConsumed) -> None:
-        samples = [self._change(i, trained_step=event.step) for g in event.group_ids for i in self._kept(g)]
-        lags: Counter[int] = Counter()
-        for span in (span for sample in samples for span in sample.spans if span.num_tokens):
-            lags[event.step - span.policy_version] += span.num_tokens
+        groups = [[self._change(i, trained_step=event.step) for i in self._kept(g)] for g in event.group_ids]
+        samples = [sample for group in groups for sample in group]
         self.steps[event.step] = ConsumedStep(
             step=event.step,
             consumed_s=event.time_s,
             num_samples=len(samples),
             num_resumes=sum(s.num_resumes for s in samples),
-            lags=dict(sorted(lags.items())),
-            head_lags=tuple(event.step - v for s in samples if (v := s.oldest_version) is not None),
+            lag=BatchLag.counted(
+                event.step,
+                (((span.policy_version, span.num_tokens) for s in group for span in s.spans) for group in groups),
+            ),
         )
 
     def _restart(self, event: Restarted) -> None:

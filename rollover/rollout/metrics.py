@@ -3,76 +3,26 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Self
+from collections import defaultdict
+from collections.abc import Mapping
 
 from rollover.batch import Batch, Drift
+from rollover.rollout.lag import BatchLag, LagSummary
 from rollover.rollout.ledger import Ledger
 from rollover.types import FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LagSummary:
-    """Lag of trained tokens, in versions. Mean and p95 are weighted by tokens.
-
-    Example: ``mean=0.85, p95=2, max=2, head_mean=1.0, off_policy_fraction=0.78``.
-    """
-
-    mean: float
-    p95: int
-    max: int
-    head_mean: float
-    """Mean over samples, or over groups, of the lag of their oldest token."""
-    off_policy_fraction: float
-    """Share of trained tokens with a lag of 1 or more."""
-
-    @classmethod
-    def of(cls, lags: Mapping[int, int], head_lags: Sequence[int]) -> Self:
-        """Summarise the numbers of tokens by their lag, and the lags of oldest tokens. Without tokens, everything is
-        0."""
-        lags = lags or {0: 1}
-        total = sum(lags.values())
-        return cls(
-            mean=sum(lag * n for lag, n in lags.items()) / total,
-            p95=weighted_quantile(lags, 0.95),
-            max=max(lags),
-            head_mean=statistics.fmean(head_lags or [0]),
-            off_policy_fraction=sum(n for lag, n in lags.items() if lag > 0) / total,
-        )
-
-
-def weighted_quantile(counts: Mapping[int, int], q: float) -> int:
-    """Return the smallest value such that at least the share ``q`` of the counts lies at or below it."""
-    values = sorted(counts)
-    reached = list(accumulate(counts[value] for value in values))
-    return values[bisect_left(reached, q * reached[-1])]
-
-
-def token_lags(batch: Batch) -> Counter[int]:
-    """Count the tokens of each lag: the step minus the version that sampled them."""
-    lags: Counter[int] = Counter()
-    for trajectory in batch.trajectories:
-        for segment in trajectory.segments:
-            if num_tokens := len(segment.token_ids):
-                lags[batch.step - segment.policy_version] += num_tokens
-    return lags
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Compute rewards, lengths and staleness of the batch that one step trains.
 
     A token's staleness is the step minus the version that sampled it; ``staleness/mean`` and ``staleness/p95``
-    weigh every token alike, ``staleness/head_mean`` is the mean over samples of their oldest token's staleness.
+    weigh every token alike; ``staleness/group_mean`` is the mean over groups of the mean of their tokens, and
+    ``staleness/head_mean`` that of their oldest tokens.
     ``prompt/repeated`` is the share of the rows of the dataset whose prompt is that of another row of the batch.
     """
     rewards = [t.reward for t in batch.trajectories if t.reward is not None]
     lengths = [t.num_tokens for t in batch.trajectories]
-    heads = [batch.step - v for t in batch.trajectories if (v := t.oldest_version) is not None]
-    lag = LagSummary.of(token_lags(batch), heads)
+    lag = LagSummary.of([BatchLag.of(batch)])
     signal = sum(len(set(g.rewards_G)) > 1 for g in batch.groups)
     rows = {g.prompt.prompt_id.partition("@")[0]: (g.prompt.token_ids, g.prompt.text) for g in batch.groups}
     return {
@@ -85,10 +35,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "response/mean_tokens": statistics.fmean(lengths),
         "response/max_tokens": max(lengths),
         "response/truncated": statistics.fmean(t.finish_reason is FinishReason.LENGTH for t in batch.trajectories),
-        "staleness/mean": lag.mean,
+        "staleness/mean": lag.token,
+        "staleness/group_mean": lag.group,
         "staleness/p95": float(lag.p95),
         "staleness/max": lag.max,
-        "staleness/head_mean": lag.head_mean,
+        "staleness/head_mean": lag.head,
         "staleness/off_policy_tokens": lag.off_policy_fraction,
         "rollout/resumes_per_sample": statistics.fmean(t.num_resumes for t in batch.trajectories),
     }

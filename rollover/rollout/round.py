@@ -9,15 +9,17 @@ ceil(L / D)``-th round, so that
 * an iteration's cost is shared by m batches: K = D / m for each;
 * samples that continue in a later round are prefilled again if new weights cost them their caches;
 * a token decoded in the i-th round of a sample that ends in its j-th is ``m (j - i)`` versions older, and all tokens of
-  the k-th batch of a round, k = 0 .. m - 1, are k versions older still. The longest responses are trained first, so
-  that few tokens wait.
+  the k-th batch of a round, k = 0 .. m - 1, are k versions older still. Each batch of a round has the same mix of
+  lengths (``stratified``), so that its mean lag is ``(m - 1) / 2`` and what was carried over.
 
 All of this follows from the lengths alone. High throughput requires a small K and little prefill; only one number of
-the machine matters, the tokens that it prefills in the time of an iteration.
+the machine matters, the tokens that it prefills in the time of an iteration. Rounds of two kinds in turn reach any mean
+lag between theirs, at the mean of their costs: rounds of 1, 1 and 2 batches have a mean lag of 1/4.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from rollover.rollout.records import GroupRecord
     from rollover.rollout.statistics import RecentLengths
 
 _MOST_BATCHES = 64
@@ -33,7 +36,8 @@ _MOST_BATCHES = 64
 _LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a round."""
 _SAME = 1.01
-"""Times that differ by less than this factor count as equal; the younger tokens decide."""
+"""Times that differ by less than this factor count as equal: younger tokens decide, and rounds that carry nothing over,
+whose consequences do not depend on how many samples are about to end when the round does."""
 
 
 _ENOUGH = 2048
@@ -55,7 +59,7 @@ class Round:
     ratio: float
     """r: groups in flight at its start, divided by the groups that it trains."""
     lag: float
-    """Mean lag of trained tokens, in versions."""
+    """Mean lag of its batches, in versions."""
     iterations_per_batch: float
     """K."""
     prefilled_per_batch: float
@@ -67,17 +71,18 @@ ONE_BY_ONE = Round(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_p
 
 
 @lru_cache(maxsize=64)
-def best_round(
+def best_rounds(
     lengths: RecentLengths,
     *,
-    max_lag: float,
+    target_lag: float,
     max_staleness: int,
     batch_size: int,
     num_running: float = np.inf,
     prefill_tokens_per_iteration: float = np.inf,
-) -> Round:
-    """Return the round that takes least time, counted in iterations per batch, among those whose tokens are on average
-    at most ``max_lag`` versions old, and never more than ``max_staleness``.
+) -> tuple[Round, Round]:
+    """Return two rounds, the younger one first, between whose lags ``target_lag`` lies: taking turns, so that the mean
+    lag is the target, they need the least time per batch, counted in iterations, among all rounds whose tokens are
+    never more than ``max_staleness`` versions old. Both are the same if more lag gains nothing.
 
     Args:
         batch_size: groups in a batch.
@@ -86,40 +91,68 @@ def best_round(
             kept.
     """
     if not lengths.groups:
-        return ONE_BY_ONE
+        return ONE_BY_ONE, ONE_BY_ONE
+    hull = _hull(
+        rounds_within(lengths, max_staleness, batch_size, num_running),
+        lambda r: (
+            (r.iterations_per_batch + r.prefilled_per_batch / prefill_tokens_per_iteration)
+            * (_SAME if r.ratio > 1 else 1)
+        ),
+    )
+    above = next((i for i, found in enumerate(hull) if found.lag > target_lag), len(hull))
+    return hull[max(0, above - 1)], hull[min(above, len(hull) - 1)]
+
+
+def rounds_within(lengths: RecentLengths, max_staleness: int, batch_size: int, num_running: float) -> list[Round]:
+    """Return the rounds that keep the staleness bound."""
     tokens_PG = _some_of(lengths)
     size = tokens_PG.shape[1]
-    longest_P, total_P = tokens_PG.max(axis=1), tokens_PG.sum(axis=1)
+    longest_P, tokens = tokens_PG.max(axis=1), float(tokens_PG.sum())
     stops = np.unique(
         np.concatenate([np.quantile(longest_P, _LEVELS, method="higher"), longest_P.max() / np.arange(1, 5)])
     )
-    stops = np.ceil(stops[stops >= 1])
-    choices = range(1, min(max_staleness + 1, _MOST_BATCHES) + 1)
-    num_batches_M1 = np.array(choices)[:, None]
+    found = []
+    for stop in np.ceil(stops[stops >= 1]):
+        ratio, most, carried, again = _carried(tokens_PG, longest_P, stop)
+        for m in range(1, min((max_staleness + 1) // int(most), _MOST_BATCHES) + 1):
+            waiting = max(0.0, m * ratio * batch_size * size - num_running) * tokens / tokens_PG.size
+            found.append(
+                Round(
+                    num_batches=m,
+                    iterations=int(stop),
+                    ratio=ratio,
+                    lag=(m - 1) / 2 + m * carried / tokens,
+                    iterations_per_batch=(float(stop) + waiting / num_running) / m,
+                    prefilled_per_batch=again * batch_size,
+                )
+            )
+    return found
 
-    found = [_carried(tokens_PG, longest_P, stop) for stop in stops]
-    ratio_D, most_D, carried_D, again_D = (np.array(column) for column in zip(*found, strict=True))
-    behind_M = np.array([_behind(total_P, m) for m in choices])
-    lag_MD = behind_M[:, None] + num_batches_M1 * carried_D / total_P.sum()
-    pool_MD = num_batches_M1 * ratio_D * batch_size * size
-    waiting_MD = np.maximum(0.0, pool_MD - num_running) * (total_P.mean() / size)
-    iterations_MD = (stops + waiting_MD / num_running) / num_batches_M1
-    prefilled_D = again_D * batch_size
 
-    allowed_MD = (lag_MD <= max_lag) & (num_batches_M1 * most_D <= max_staleness + 1)
-    if not allowed_MD.any():
-        return ONE_BY_ONE
-    cost_MD = np.where(allowed_MD, iterations_MD + prefilled_D / prefill_tokens_per_iteration, np.inf)
-    alike_MD = cost_MD <= cost_MD.min() * _SAME
-    m, d = np.unravel_index(np.where(alike_MD, lag_MD, np.inf).argmin(), lag_MD.shape)
-    return Round(
-        num_batches=choices[m],
-        iterations=int(stops[d]),
-        ratio=float(ratio_D[d]),
-        lag=float(lag_MD[m, d]),
-        iterations_per_batch=float(iterations_MD[m, d]),
-        prefilled_per_batch=float(prefilled_D[d]),
-    )
+def _hull(rounds: list[Round], cost: Callable[[Round], float]) -> list[Round]:
+    """Return the rounds that no mixture of others beats, by their lag, as far as a lower cost is worth counting."""
+    hull: list[Round] = []
+    least = min(map(cost, rounds)) * _SAME
+    for found in sorted(rounds, key=lambda r: (r.lag, cost(r))):
+        if hull and (cost(found) >= cost(hull[-1]) or cost(hull[-1]) <= least):
+            continue
+        while len(hull) > 1 and (cost(hull[-1]) - cost(hull[-2])) * (found.lag - hull[-1].lag) >= (
+            cost(found) - cost(hull[-1])
+        ) * (hull[-1].lag - hull[-2].lag):
+            hull.pop()
+        hull.append(found)
+    return hull
+
+
+def stratified(groups: Sequence[GroupRecord], batch_size: int) -> list[GroupRecord]:
+    """Return a batch with the same mix of lengths as all of ``groups``, which make one batch or several: of each of as
+    many strata as a batch has groups, the longest and the shortest one in turn.
+
+    Example: of groups with 9, 8, 5, 4, 2 and 1 tokens, a batch of 3 gets those with 9, 4 and 2.
+    """
+    ordered = sorted(groups, key=lambda g: (-sum(s.num_tokens for s in g.samples), g.group_id))
+    ends = [len(ordered) * i // batch_size for i in range(batch_size + 1)]
+    return [ordered[ends[i + 1] - 1 if i % 2 else ends[i]] for i in range(batch_size)]
 
 
 def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
@@ -142,16 +175,8 @@ def _carried(
     resumes_PG = np.maximum(0, np.ceil(tokens_PG / stop) - 1)
     again_PG = stop * resumes_PG * (resumes_PG + 1) / 2
     return (
-        rounds_P.mean(),
-        rounds_P.max(),
+        float(rounds_P.mean()),
+        float(rounds_P.max()),
         float((rounds_P[:, None] * tokens_PG - decoded_PG).sum()),
-        again_PG.sum(axis=1).mean(),
+        float(again_PG.sum(axis=1).mean()),
     )
-
-
-def _behind(total_P: NDArray[np.float64], num_batches: int) -> float:
-    """Return the mean over tokens of the number of batches trained before theirs, when groups with most tokens come
-    first."""
-    ordered_P = -np.sort(-total_P)
-    place_P = (np.arange(len(ordered_P)) + 0.5) / len(ordered_P)
-    return float((ordered_P * np.floor(num_batches * place_P)).sum() / ordered_P.sum())

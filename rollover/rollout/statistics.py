@@ -45,30 +45,25 @@ class RecentLengths:
 
 @dataclass(frozen=True, slots=True)
 class RecentLag:
-    """Mean lag of trained tokens, in versions, with the weight of a batch fading by 1/64 per later batch.
+    """Mean over batches of the mean lag of their tokens, in versions, with the weight of a batch fading by 1/64 per
+    later batch.
 
-    Example: a first batch of 100 tokens, 40 of them one version old, gives ``mean`` 0.4 and ``num_batches`` 1. A second
-    one without lag gives a mean of 39.375 / 198.4375 = 0.198 over 1.98 batches.
+    Example: a first batch with a mean lag of 0.4 gives ``mean`` 0.4 and ``num_batches`` 1. A second one without lag
+    gives a mean of 0.39375 / 1.984375 = 0.198.
     """
 
     num_batches: float = 0.0
     """Sum of the batches' weights."""
-    num_tokens: float = 0.0
-    """Weighted sum of their tokens."""
     sum_of_lags: float = 0.0
-    """Weighted sum of those tokens' lags."""
+    """Weighted sum of their mean lags."""
 
-    def followed_by(self, num_tokens: int, sum_of_lags: int) -> Self:
-        """Return the lag with a batch of this many tokens added."""
-        return type(self)(
-            num_batches=self.num_batches * _LAG_KEPT + 1,
-            num_tokens=self.num_tokens * _LAG_KEPT + num_tokens,
-            sum_of_lags=self.sum_of_lags * _LAG_KEPT + sum_of_lags,
-        )
+    def followed_by(self, lag: float) -> Self:
+        """Return the lag with a batch of this mean lag added."""
+        return type(self)(self.num_batches * _LAG_KEPT + 1, self.sum_of_lags * _LAG_KEPT + lag)
 
     @property
     def mean(self) -> float:
-        return self.sum_of_lags / self.num_tokens if self.num_tokens else 0.0
+        return self.sum_of_lags / self.num_batches if self.num_batches else 0.0
 
 
 class Statistics:
@@ -114,5 +109,5 @@ class Statistics:
                 num_tokens += sample.num_tokens
                 sum_of_lags += sum((step - s.policy_version) * len(s.token_ids) for s in sample.segments)
         self.lengths = self.lengths.followed_by(lengths)
-        self.lag = self.lag.followed_by(num_tokens, sum_of_lags)
+        self.lag = self.lag.followed_by(sum_of_lags / max(1, num_tokens))
         self._num_batches += 1

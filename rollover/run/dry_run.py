@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollover.algorithms.config import resolve
-from rollover.algorithms.registry import ADVANTAGES
 from rollover.errors import require
 from rollover.run.config import RunConfig, check_context
 from rollover.types import Prompt
@@ -82,7 +80,7 @@ def _adapters(config: RunConfig) -> Iterator[str]:
 
 
 def _biases(config: RunConfig) -> Iterator[str]:
-    r, advantage = config.rollout, resolve(config.algorithm).advantage
+    r = config.rollout
     if r.replays_truncation:
         yield (
             f"each token is drawn from at most {r.max_kept} tokens (rollout.top_k), which are stored with it; log-probs"
@@ -92,11 +90,6 @@ def _biases(config: RunConfig) -> Iterator[str]:
         yield (
             "warning: rollout.accept_truncation_bias: top_p, top_k or min_p leaves tokens out, but log-probs are"
             " trained as those of the whole vocabulary, so importance ratios and gradients are biased"
-        )
-    if r.strategy.sorts_by_length and ADVANTAGES[advantage].compares == "batch":
-        yield (
-            f"warning: strategy {r.strategy.kind} trains responses of similar length together, and the advantage"
-            f" {advantage!r} compares those of a batch; strategy april mixes them"
         )
 
 

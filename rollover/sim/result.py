@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rollover.batch import Batch
-from rollover.rollout.metrics import LagSummary, token_lags
+from rollover.rollout.lag import BatchLag, LagSummary
 from rollover.rollout.records import Tokens
 from rollover.sim.replica import Replica
 
@@ -17,7 +16,7 @@ from rollover.sim.replica import Replica
 class StepRecord:
     """One step. Counters cover this step alone.
 
-    Example: with ``lags=((0, 900), (1, 100))``, 100 of the 1,000 trained tokens were one version old.
+    Example: with ``lag=BatchLag([{0: 900, 1: 100}])``, 100 of the 1,000 trained tokens were one version old.
     """
 
     step: int
@@ -28,10 +27,8 @@ class StepRecord:
     mean_running: float
     """Running samples: mean over the step, sum over replicas; 0 for a step that took no time."""
     prefilled_tokens: int
-    lags: tuple[tuple[int, int], ...]
-    """(lag in versions, trained tokens) pairs."""
-    head_lags: tuple[int, ...]
-    """Lag of the oldest token of each trained group."""
+    lag: BatchLag
+    """Trained tokens by their lag, group by group."""
     lengths: tuple[int, ...]
     """Lengths of the trained responses."""
 
@@ -75,12 +72,8 @@ class Window:
             raise ValueError("a window needs at least one step: simulate more steps than the warm-up takes")
         self.steps = steps
         self.seconds = sum(s.duration_s for s in steps)
-        lags: Counter[int] = Counter()
-        for step in steps:
-            lags.update(dict(step.lags))
-        self.trained_tokens = lags.total()
-        self.lag = LagSummary.of(lags, [lag for step in steps for lag in step.head_lags])
-        """Heads are heads of groups."""
+        self.trained_tokens = sum(n for step in steps for n in step.lengths)
+        self.lag = LagSummary.of([step.lag for step in steps])
 
     @property
     def steps_per_s(self) -> float:
@@ -149,7 +142,6 @@ def step_record(batch: Batch, used: Meter) -> StepRecord:
         iterations=used.iterations,
         mean_running=used.sample_s / used.now_s if used.now_s else 0.0,
         prefilled_tokens=used.prefilled_tokens,
-        lags=tuple(sorted(token_lags(batch).items())),
-        head_lags=tuple(batch.step - group.oldest_version for group in batch.groups),
+        lag=BatchLag.of(batch),
         lengths=tuple(trajectory.num_tokens for trajectory in batch.trajectories),
     )

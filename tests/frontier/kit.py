@@ -7,6 +7,7 @@ from typing import Any
 
 from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, TrialResult
+from rollover.rollout.lag import LagSummary
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.law import LengthLaw
@@ -25,14 +26,15 @@ def small(**changes: Any) -> Setup:
     return replace(setup, **changes)
 
 
-def outcome(**figures: float) -> TrialResult:
-    blank = {name: 0.0 for name in TrialResult.__slots__ if name != "wasted"}
-    return TrialResult(**(blank | {"tokens_per_s": 1.0, "trained_length": 1.0} | figures), wasted={})
+def outcome(*, lag: float = 0.0, max_lag: int = 0, **figures: float) -> TrialResult:
+    blank = {name: 0.0 for name in TrialResult.__slots__ if name not in ("wasted", "lags")}
+    lags = LagSummary(token=lag, batch=lag, group=lag, head=lag, max=max_lag, p95=max_lag, off_policy_fraction=0.0)
+    return TrialResult(**(blank | {"tokens_per_s": 1.0, "trained_length": 1.0} | figures), lags=lags, wasted={})
 
 
 def point(gain: float, lag: float, *, length: float = 1.0, max_lag: int = 0, **config: Any) -> FrontierPoint:
     """A made-up one, of a single seed."""
-    made = outcome(tokens_per_s=gain, lag=lag, trained_length=length, max_lag=max_lag)
+    made = outcome(tokens_per_s=gain, lag=lag, max_lag=max_lag, trained_length=length)
     kind = config.pop("strategy", "april")
     usual = (
         {} if kind == "sync" else {"max_staleness": 64} | ({"over_sampling_batch_size": 64} if kind == "april" else {})

@@ -112,7 +112,7 @@ def test_the_json_has_every_seed_and_no_infinity(found: Study) -> None:
     assert content["simulated"] is True
 
 
-@pytest.mark.parametrize("width", [70, 80, 100, 200])
+@pytest.mark.parametrize("width", [76, 80, 100, 200])
 def test_the_table_shows_whole_columns_of_every_setting(found: Study, width: int) -> None:
     shown = study_table(found, width)
     assert shown.row_count == len(found.points)
@@ -121,7 +121,7 @@ def test_the_table_shows_whole_columns_of_every_setting(found: Study, width: int
     printed = out.getvalue()
     for point, cells in rows(found):
         line = next(line for line in printed.splitlines() if cells[0] in line)
-        for place in map(HEAD.index, ("gain", "lag", "wasted", "length")):
+        for place in map(HEAD.index, ("gain", "batch", "wasted", "length")):
             assert f" {cells[place]} " in line, point
     assert "…" not in printed
     assert ("a wider terminal" in printed) == (width < 200)

@@ -23,8 +23,8 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
+from rollover.rollout.lag import BatchLag, LagSummary
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import LagSummary
 from rollover.types import FinishReason, Prompt, SampleId, Segment
 from tests.report.synthetic import Simulation
 
@@ -124,11 +124,10 @@ def test_the_active_curve_counts_samples_at_the_engine() -> None:
 
 def test_staleness_is_the_step_minus_the_version_weighted_by_tokens() -> None:
     timeline = Timeline.of(ROLLED_OVER)
-    assert timeline.steps[1].lags == {0: 11, 1: 25}
-    assert timeline.steps[1].head_lags == (1, 1)
+    assert timeline.steps[1].lag == BatchLag([{0: 11, 1: 25}])
     assert measures.lag_histogram(timeline.steps) == {0: 21, 1: 25}
     assert measures.lag(timeline.steps) == LagSummary(
-        mean=25 / 46, p95=1, max=1, head_mean=2 / 3, off_policy_fraction=25 / 46
+        token=25 / 46, batch=25 / 72, group=25 / 72, head=1 / 2, p95=1, max=1, off_policy_fraction=25 / 46
     )
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from rollover.batch import Batch, Group
 from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
+from rollover.rollout.lag import weighted_quantile
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.metrics import batch_metrics, ledger_metrics, weighted_quantile
+from rollover.rollout.metrics import batch_metrics, ledger_metrics
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 PROMPT = Prompt(prompt_id="p/0@0", token_ids=(1, 2), text="?", source="p")
@@ -31,17 +32,20 @@ def trajectory(index: int, reward: float, *segments: Segment, group: int = 0) ->
     return Trajectory(sample_id=SampleId(group, index), prompt=PROMPT, segments=segments, reward=reward)
 
 
-def test_staleness_weighs_tokens_and_head_staleness_weighs_samples() -> None:
+def test_staleness_weighs_tokens_and_head_staleness_weighs_groups() -> None:
     # Step 5. Sample 0: 6 tokens of version 3 and 2 of version 5 (lags 2, 0); sample 1: 4 tokens of version 4 (lag 1).
     one = trajectory(0, 1.0, segment(3, 6, FinishReason.ABORT), segment(5, 2))
     two = trajectory(1, 0.0, segment(4, 4, FinishReason.LENGTH))
-    numbers = batch_metrics(Batch(step=5, groups=(Group(group_id=0, prompt=PROMPT, trajectories=(one, two)),)))
-    assert numbers["staleness/mean"] == pytest.approx((6 * 2 + 4 * 1) / 12)
-    assert numbers["staleness/head_mean"] == pytest.approx((2 + 1) / 2)
+    other = trajectory(0, 0.5, segment(5, 6), group=1)
+    groups = tuple(Group(group_id=i, prompt=PROMPT, trajectories=t) for i, t in enumerate([(one, two), (other,)]))
+    numbers = batch_metrics(Batch(step=5, groups=groups))
+    assert numbers["staleness/mean"] == pytest.approx((6 * 2 + 4 * 1) / 18)
+    assert numbers["staleness/group_mean"] == pytest.approx((16 / 12 + 0) / 2)
+    assert numbers["staleness/head_mean"] == pytest.approx((2 + 0) / 2)
     assert (numbers["staleness/p95"], numbers["staleness/max"]) == (2.0, 2)
-    assert numbers["staleness/off_policy_tokens"] == pytest.approx(10 / 12)
-    assert numbers["rollout/resumes_per_sample"] == 0.5
-    assert numbers["response/truncated"] == 0.5
+    assert numbers["staleness/off_policy_tokens"] == pytest.approx(10 / 18)
+    assert numbers["rollout/resumes_per_sample"] == pytest.approx(1 / 3)
+    assert numbers["response/truncated"] == pytest.approx(1 / 3)
     assert (numbers["response/mean_tokens"], numbers["response/max_tokens"]) == (6.0, 8)
 
 

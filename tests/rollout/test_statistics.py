@@ -28,14 +28,14 @@ def decoded(group_id: int, *segments: tuple[int, int], index: int = 0, reward: f
     return [*events, SampleScored(time_s=0.0, sample_id=sample_id, reward=reward)]
 
 
-def test_the_lag_is_that_of_tokens_and_earlier_batches_count_less() -> None:
+def test_the_lag_is_that_of_batches_and_earlier_ones_count_less() -> None:
     state = RolloutState([opened(0), opened(1), *decoded(0, (60, 0)), consumed(0, 0), published(1)])
-    assert state.statistics.lag == RecentLag(num_batches=1.0, num_tokens=60.0, sum_of_lags=0.0)
+    assert state.statistics.lag == RecentLag(num_batches=1.0, sum_of_lags=0.0)
     for event in [*decoded(1, (40, 0), (60, 1)), consumed(1, 1)]:  # 40 tokens are one version old in step 1
         state.apply(event)
     kept = 63 / 64
-    assert state.statistics.lag == RecentLag(num_batches=1 + kept, num_tokens=100 + 60 * kept, sum_of_lags=40.0)
-    assert state.statistics.lag.mean == pytest.approx(40 / 159.0625)
+    assert state.statistics.lag == RecentLag(num_batches=1 + kept, sum_of_lags=0.4)
+    assert state.statistics.lag.mean == pytest.approx(0.4 / 1.984375)
 
 
 def test_without_a_batch_there_is_no_lag() -> None:

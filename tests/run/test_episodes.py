@@ -150,7 +150,7 @@ def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest
     assert largest_logprob_error(Path("out"), Path("model"), found) < LOGPROB_TOLERANCE
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
     capsys.readouterr()
-    assert cli.main(["samples", "out", "--sort", "length", "--show", "1"]) == 0
+    assert cli.main(["samples", "out", "--sort", "length", "--show", "24"]) == 0
     assert "⟦environment:" in capsys.readouterr().out
     assert "the environment answered with" in Path("out/report.html").read_text()
 

@@ -110,7 +110,7 @@ def test_a_step_takes_iterations_tokens_and_prefill(preset: str, name: str, size
 
 @pytest.mark.parametrize("r", [1.5, 2, 3])
 def test_head_lag_of_april_is_r_less_one(preset: str, r: float) -> None:
-    assert played(preset, "first", r).lag.head_mean == pytest.approx(r - 1, abs=0.02)
+    assert played(preset, "first", r).lag.head == pytest.approx(r - 1, abs=0.02)
 
 
 @pytest.mark.parametrize("num_running", [256, 512])
@@ -125,7 +125,7 @@ def test_head_lag_is_open_groups_over_batch(preset: str, num_running: int) -> No
 
     window = play(preset, "concurrency", num_running, observer=follow)
     mean_open = statistics.fmean(num_open[s.step] for s in window.steps)
-    assert window.lag.head_mean == pytest.approx(mean_open / N, rel=0.02)
+    assert window.lag.head == pytest.approx(mean_open / N, rel=0.02)
 
 
 @pytest.mark.parametrize("num_running", [256, 512])
@@ -138,19 +138,19 @@ def test_refill_takes_tokens_over_concurrency_iterations(preset: str, num_runnin
 @pytest.mark.parametrize("num_running", [256, 512])
 def test_lag_times_iterations_is_kappa(preset: str, num_running: int) -> None:
     window = played(preset, "concurrency", num_running)
-    assert window.lag.mean * window.iterations == pytest.approx(step_model(preset).kappa, rel=0.03)
+    assert window.lag.token * window.iterations == pytest.approx(step_model(preset).kappa, rel=0.03)
 
 
 @pytest.mark.parametrize("r", [1.5, 2])
 def test_rounds_do_better_than_kappa_at_low_lag(preset: str, r: float) -> None:
     """A fresh group begins with a whole step ahead of it; uniform phase is lost."""
     window = played(preset, "first", r)
-    assert window.lag.mean * window.iterations < 0.97 * step_model(preset).kappa
+    assert window.lag.token * window.iterations < 0.97 * step_model(preset).kappa
 
 
 def test_sync_waits_for_the_longest(preset: str) -> None:
     assert played(preset, "sync").iterations == pytest.approx(step_model(preset).sync_iterations, rel=0.005)
-    assert played(preset, "sync").lag.mean == 0
+    assert played(preset, "sync").lag.token == 0
 
 
 def test_nothing_exceeds_the_ceiling(preset: str) -> None:
@@ -177,7 +177,7 @@ def test_table_of_an_independent_simulator(preset: str, name: str, size: float) 
     """Gains move by .03 and lags by .02 from seed to seed."""
     their_gain, their_lag = TABLE[name, size][PRESET_NAMES.index(preset)]
     assert gain(preset, name, size) == pytest.approx(their_gain, rel=0.035)
-    assert played(preset, name, size).lag.mean == pytest.approx(their_lag, rel=0.05)
+    assert played(preset, name, size).lag.token == pytest.approx(their_lag, rel=0.05)
 
 
 def test_keeping_caches_changes_time_alone(preset: str) -> None:
@@ -185,7 +185,7 @@ def test_keeping_caches_changes_time_alone(preset: str) -> None:
     assert gain(preset, "concurrency", 512, keeps_kv=True) == pytest.approx(theirs, rel=0.035)
     kept, lost = (played(preset, "concurrency", 512, keeps_kv=keeps) for keeps in (True, False))
     assert kept.iterations == pytest.approx(lost.iterations, rel=0.01)
-    assert kept.lag.mean == pytest.approx(lost.lag.mean, rel=0.01)
+    assert kept.lag.token == pytest.approx(lost.lag.token, rel=0.01)
 
 
 def test_the_published_setup(preset: str) -> None:
@@ -201,8 +201,8 @@ def test_taking_the_oldest_whole_groups_costs_no_throughput_and_saves_lag(preset
     """Many groups end together at the cap; which of them are taken is free."""
     oldest, first = played(preset, "april", 2), played(preset, "first", 2)
     assert oldest.tokens_per_s == pytest.approx(first.tokens_per_s, rel=0.01)
-    assert oldest.lag.mean < 0.96 * first.lag.mean
-    assert oldest.lag.head_mean == pytest.approx(first.lag.head_mean, abs=0.02)
+    assert oldest.lag.token < 0.96 * first.lag.token
+    assert oldest.lag.head == pytest.approx(first.lag.head, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "size"), POLICIES)

@@ -58,7 +58,7 @@ def run(preset: str, target: float, unit: str, observer: Any = None, **config: A
 )
 def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: float, unit: str) -> None:
     window = run(preset, target, unit)
-    assert window.lag.mean == pytest.approx(target, rel=0.12)
+    assert window.lag.batch == pytest.approx(target, rel=0.06)
     assert window.mean_length == pytest.approx(PRESETS[preset].mean_tokens, rel=0.04)
 
 
@@ -93,7 +93,7 @@ def test_the_closed_form_foretells_the_iterations(unit: str) -> None:
     assert simulation.after(min(rounds)).iterations == pytest.approx(promised, rel=0.06)
 
 
-def test_a_round_is_trained_longest_first_without_a_start_in_between() -> None:
+def test_the_batches_of_a_round_are_alike_and_nothing_starts_in_between() -> None:
     between: list[int] = []
     started = 0
 
@@ -105,11 +105,11 @@ def test_a_round_is_trained_longest_first_without_a_start_in_between() -> None:
             between.append(started)
             started = 0
 
-    window = run("r1-16k", 1.0, "sample", watch)
+    window = run("r1-16k", 1.0, "group", watch)
     assert between.count(0) > len(between) / 2, "rounds of one batch only"
-    means = {s.step: sum(s.lengths) / len(s.lengths) for s in window.steps}
-    within = [step for step in means if step - 1 in means and between[step] == 0]
-    assert all(means[step] <= means[step - 1] for step in within)
+    tokens = {s.step: sum(s.lengths) for s in window.steps}
+    within = [step for step in tokens if step - 1 in tokens and between[step] == 0]
+    assert all(abs(tokens[step] / tokens[step - 1] - 1) < 0.25 for step in within)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3, 6])

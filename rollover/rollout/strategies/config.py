@@ -46,8 +46,6 @@ class StrategyConfig:
     """The strategy that these options configure."""
     on_policy: ClassVar[bool] = False
     """True when every token is trained by the weights that sampled it, so that the staleness bound is 0."""
-    sorts_by_length: ClassVar[bool] = False
-    """True when responses of similar length are trained together."""
     needs_in_flight_update: ClassVar[bool] = False
     """True when the strategy makes sense only on an engine that can load weights under running samples."""
     knob: ClassVar[Knob | None] = None

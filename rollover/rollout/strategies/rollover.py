@@ -3,15 +3,14 @@ iterations.
 
 What determines the curve of throughput against lag, and how this strategy uses it (``docs/theory.md``):
 
-* Several batches from one round share its tail. ``best_round`` weighs that against stopping early and carrying
+* Several batches from one round share its tail. ``best_rounds`` weighs that against stopping early and carrying
   the rest over, as APRIL (arXiv 2509.18521) does, with recent lengths: if many responses reach the cap, it waits for
   all and trains more batches at a time; if a few stragglers hold up the rest, it carries them over, unless prefilling
   them again under new weights takes longer than waiting.
-* The longest responses are trained first. Lag is counted per token, so that only the few tokens of short responses
-  wait while the batches of a round are trained.
-* Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of their
-  lag. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).
-* Lag that was not used recently may be used now, since the target is a mean.
+* Rounds of two kinds take turns, so that the mean lag of batches is the target, whatever it is.
+* Each batch of a round has the same mix of lengths, so that no batch is biased and rewards do not follow the lengths.
+* Single samples (``rollout.unit = "sample"``). Whole groups wait for their longest sibling, which is 40-48 % of the lag
+  of their tokens. It needs an advantage that compares no siblings (``algorithm.advantage = "history"``).
 
 Nothing is discarded, carried-over work goes first, and the staleness bound is a theorem as for ``april``.
 """
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rollover.engine.base import Capabilities
-from rollover.rollout.round import Round, best_round
+from rollover.rollout import staleness
+from rollover.rollout.round import Round, best_rounds, stratified
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies.config import Knob, StrategyConfig
 from rollover.rollout.strategy import OnFull, Strategy
@@ -31,20 +31,15 @@ from rollover.settings.changes import Inexact
 from rollover.types import UNBOUNDED
 
 if TYPE_CHECKING:
-    from rollover.rollout.records import GroupRecord
     from rollover.rollout.state import View
 
-_SPREAD = 16
-"""Number of batches over which unused lag is made available again, or excess lag is saved."""
-_MOST_OVER = 1.25
-"""Factor by which single rounds may deviate from the target while the mean meets it."""
 _RAMP_STEPS = 5
 """Lag grows over this many steps at first: a sudden surplus would fill the first batches with short responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollover(Strategy):
-    """Sizes its rounds so that trained tokens are ``target_lag`` versions old on average.
+    """Sizes its rounds so that batches are ``target_lag`` versions old on average.
 
     Example: ``Rollover(batch_size=32, group_size=8, max_staleness=4, target_lag=1.0, num_running=256,
     prefill_tokens_per_iteration=150.0)`` collects the first batch synchronously, since no lengths are known, and later
@@ -52,7 +47,7 @@ class Rollover(Strategy):
     """
 
     target_lag: float
-    """Mean lag of trained tokens, in versions."""
+    """Mean lag of batches, in versions: the mean over batches of the mean age of their tokens."""
     num_running: int
     """Samples that the engine decodes at the same time."""
     prefill_tokens_per_iteration: float
@@ -68,27 +63,29 @@ class Rollover(Strategy):
         return max(0, min(launched - view.ledger.num_unconsumed, self.headroom(view)))
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
-        is_collected = _is_collected(view, self.batch_size)
-        if not is_collected and len(view.ledger.ready) < self.batch_size * self.round(view).num_batches:
+        ready = view.ledger.ready
+        if not _is_collected(view, self.batch_size) and len(ready) < self.batch_size * self.round(view).num_batches:
             return None
-        return Strategy.select_batch(self, view)
-
-    def preference(self, group: GroupRecord) -> int:
-        return -sum(s.num_tokens for s in group.samples)
+        whole = sorted(ready)[: len(ready) // self.batch_size * self.batch_size]
+        chosen = {g.group_id for g in stratified([ready[i] for i in whole], self.batch_size)} if whole else set()
+        return staleness.choose_batch(
+            view.ledger,
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
+            order=lambda group: group.group_id not in chosen,
+        )
 
     def round(self, view: View) -> Round:
         """Return the round that is being collected. It changes only when a batch is consumed."""
-        lag, target = view.statistics.lag, self.target_lag
-        spare = (target - lag.mean) * lag.num_batches / _SPREAD
-        ramp = min(1.0, view.ledger.next_step / _RAMP_STEPS)
-        return best_round(
+        younger, older = best_rounds(
             view.statistics.lengths,
-            max_lag=ramp * min(max(target + spare, target / _MOST_OVER), target * _MOST_OVER),
+            target_lag=self.target_lag * min(1.0, view.ledger.next_step / _RAMP_STEPS),
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
             num_running=self.num_running,
             prefill_tokens_per_iteration=self.prefill_tokens_per_iteration,
         )
+        return older if view.statistics.lag.mean <= self.target_lag else younger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +93,11 @@ class RolloverConfig(StrategyConfig):
     """Collects as many batches at a time, and over-samples as much, as a target for the mean lag allows."""
 
     builds = Rollover
-    sorts_by_length = True
     knob = Knob(key="lag_target", symbol="lag", scale="plain", values=(0.25, 0.5, 1.0, 1.5, 2.0, 3.0))
 
     kind: Literal["rollover"] = "rollover"
     lag_target: float = 1.0
-    """Target for the mean lag of trained tokens, in versions."""
+    """Target for the mean lag of batches, in versions."""
     prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
     """Weighs the cost of recomputing KV caches: response tokens that the engine, or all servers together, can prefill
     in the time of a decode iteration with few samples. When left out: 20 for the embedded engine on a CPU, 150 for it

@@ -45,7 +45,6 @@ class SortedConfig(OverSampling):
     """
 
     builds = Sorted
-    sorts_by_length = True
     knob = replace(OverSampling.knob, values=(2.0, 3.0, 4.0))
 
     kind: Literal["sorted"] = "sorted"

@@ -5,16 +5,8 @@
 
 N = 32 prompts of G = 8 samples, B0 = 256 in all, training time left out: what the scheduler alone changes. Every
 strategy has an engine that keeps its cache over new weights; APRIL is run once more as published, without. Lengths are
-the same for all settings of a seed. First each rival's settings are screened with one seed; of those with a lag of
-about a target or less, the fastest is run with all seeds. `rollover` is told its lag, and
-compared with it seed by seed: on the same engine, and on one that guesses ahead (speculative decoding from siblings).
-The rival is then given the guesses too, so that what they do and what the schedule does can be told apart.
-
-Guesses: two tokens ahead, half of them right if those before were, at a fifth of a sample's cost. The chance is an
-assumption, below what grouped drafts are said to reach (Seer, arXiv 2511.14617). The cost follows from the roofline: a
-guess adds arithmetic, and no cache to read; for a 1.5B model of 16-bit weights with contexts of 4k tokens on an H100 at
-half of its peak, an iteration's arithmetic takes as long as its weights at some 150 rows, its caches at 30. Others are
-told with ``--acceptance`` and ``--guess-cost``: 0.33 and 1 are those of this project's engine on a CPU (``LOG.md``).
+the same for all settings of a seed. First each rival's settings are screened with one seed; of those with a batch lag
+of about a target or less, the fastest is run with all seeds. `rollover` is told its lag, and compared seed by seed.
 
 Strategies whose lag is 0 (`sync`, `probe`, `tail_rounds`, `oversample`) are not on the curve. Of strategies that train
 several batches from one collection (`windowed`, `sorted`, `rollover`), whole rounds are measured.
@@ -28,7 +20,7 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -72,45 +64,24 @@ def ours(cap: int, lag: float, unit: Literal["group", "sample"] = "sample", **op
     return config("rollover", cap, unit=unit, lag_target=lag, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guesses:
-    """What an engine that guesses ahead is like."""
-
-    acceptance: float
-    cost: float
-    tokens: int = 2
-
-    def model(self, model: ReplicaModel) -> ReplicaModel:
-        """Rows as ``draft_rows`` advises: where a guess costs as much as a sample, those of twice the time."""
-        rows = int(model.b0) if self.cost == 1 else model.draft_rows
-        return replace(
-            model,
-            draft_tokens=self.tokens,
-            draft_rows=rows,
-            draft_acceptance=self.acceptance,
-            draft_cost=self.cost,
-        )
-
-
-def scenario(replicas: int, *, keep: bool = True, guesses: Guesses | None = None) -> Scenario:
+def scenario(replicas: int, *, keep: bool = True) -> Scenario:
     model = ReplicaModel(c0_s=1.0, b0=B0 / replicas, prefill_tokens_per_s=PREFILL)
-    model = guesses.model(model) if guesses else model
     return Scenario(replicas=(model,) * replicas, kv_on_update="keep" if keep else "recompute")
 
 
 class Bench:
     """Runs settings of one preset over seeds."""
 
-    def __init__(self, preset: str, replicas: int, length: Length, guesses: Guesses, runner: Runner) -> None:
+    def __init__(self, preset: str, replicas: int, length: Length, runner: Runner) -> None:
         self.preset, self.law = preset, PRESETS[preset]
-        self.replicas, self.length, self.guesses, self.runner = replicas, length, guesses, runner
+        self.replicas, self.length, self.runner = replicas, length, runner
 
     def run(
-        self, settings: Sequence[RolloutConfig], seeds: Iterable[int], *, keep: bool = True, guessing: bool = False
+        self, settings: Sequence[RolloutConfig], seeds: Iterable[int], *, keep: bool = True
     ) -> list[list[TrialResult]]:
         """Outcomes by setting and seed."""
         seeds = list(seeds)
-        place = scenario(self.replicas, keep=keep, guesses=self.guesses if guessing else None)
+        place = scenario(self.replicas, keep=keep)
         trials = [Trial(config=c, seed=s, lengths=self.law, scenario=place) for c in settings for s in seeds]
         found = run_trials(trials, self.length, self.runner)
         return [found[i * len(seeds) : (i + 1) * len(seeds)] for i in range(len(settings))]
@@ -139,10 +110,10 @@ def screened(bench: Bench, cap: int, targets: Sequence[float]) -> list[RolloutCo
     return list(dict.fromkeys(setting for _, _, setting in fastest))
 
 
-def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: int) -> dict[str, Any]:
+def study(bench: Bench, targets: Sequence[float], num_seeds: int) -> dict[str, Any]:
     cap = bench.law.cap_tokens
     rivals = screened(bench, cap, targets)
-    every, few = range(num_seeds), range(min(num_seeds, num_guessing))
+    every = range(num_seeds)
     (sync,) = bench.run([config("sync", cap)], every)
     (published,) = bench.run([config("april", cap, over_sampling_batch_size=2 * N)], every, keep=False)
     rival_runs = bench.run(rivals, every)
@@ -151,11 +122,11 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
     def entry(
         setting: RolloutConfig, runs: Sequence[TrialResult], against: Sequence[TrialResult] | None = None
     ) -> dict[str, Any]:
-        gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=False)]  # guessing has fewer seeds
+        gains = [o.tokens_per_s / s.tokens_per_s for o, s in zip(runs, sync, strict=True)]
         found: dict[str, Any] = {
             "setting": written(setting),
             "gain": asdict(MeanOverSeeds.of(gains)),
-            "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=False)),
+            "share_of_ceiling": statistics.fmean(g / c for g, c in zip(gains, ceilings, strict=True)),
             "trained_length": asdict(MeanOverSeeds.of([o.trained_length for o in runs])),
             "wasted": max((sum(o.wasted.values()) for o in runs), default=0.0),
             "prefilled": statistics.fmean(o.prefilled for o in runs),
@@ -164,23 +135,15 @@ def study(bench: Bench, targets: Sequence[float], num_seeds: int, num_guessing: 
             for name in ("batch", "token", "group", "head", "max")
         }
         if against is not None:
-            ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=False)]
+            ratios = [o.tokens_per_s / a.tokens_per_s for o, a in zip(runs, against, strict=True)]
             found["over_rival"] = asdict(MeanOverSeeds.of(ratios))
         return found
 
     def pair(rival: RolloutConfig, runs: Sequence[TrialResult]) -> dict[str, Any]:
-        """Ours at the rival's lag: without guesses, with them, and with them for both."""
+        """Ours at the rival's lag."""
         mine = ours(cap, mean_lag(runs))
         (plain,) = bench.run([mine], every)
-        guessing, theirs = bench.run([mine, rival], few, guessing=True)
-        return {
-            "rival": entry(rival, runs),
-            "rollover": entry(mine, plain, runs),
-            "rollover_guessing": entry(mine, guessing, runs),
-            "both_guessing": asdict(
-                MeanOverSeeds.of([o.tokens_per_s / t.tokens_per_s for o, t in zip(guessing, theirs, strict=True)])
-            ),
-        }
+        return {"rival": entry(rival, runs), "rollover": entry(mine, plain, runs)}
 
     whole = ours(cap, mean_lag(published), "group")
     return {
@@ -213,9 +176,6 @@ def show(found: dict[str, Any]) -> None:
         if "rollover_by_groups" in pair:
             print(line("  rollover at its lag, whole groups", pair["rollover_by_groups"]))
         print(line("  rollover at its lag", pair["rollover"]))
-        print(line("  and guessing", pair["rollover_guessing"]))
-        both = pair["both_guessing"]
-        print(f"    both guessing: {both['mean']:.3f} +- {both['margin'] or 0:.3f} times the rival", flush=True)
 
 
 def main() -> None:
@@ -224,16 +184,12 @@ def main() -> None:
     parser.add_argument("--replicas", default="1,4")
     parser.add_argument("--targets", default="0.5,1,1.5,2,2.5,3", help="lags near which the best rivals are met")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--guessing-seeds", type=int, default=5, help="of runs with guesses")
-    parser.add_argument("--acceptance", type=float, default=0.5, help="chance that a guess is right")
-    parser.add_argument("--guess-cost", type=float, default=0.2, help="what one costs an iteration, in samples")
     parser.add_argument("--steps", type=int, default=72)
     parser.add_argument("--warmup", type=int, default=24)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"frontier-{date.today()}.json")
     args = parser.parse_args()
     length = Length(steps=args.steps, warmup=args.warmup)
-    guesses = Guesses(acceptance=args.acceptance, cost=args.guess_cost)
     record: dict[str, Any] = {
         "settings": vars(args) | {"out": args.out.name, "N": N, "G": G, "B0": B0, "prefill_tokens_per_c0": PREFILL},
         "python": platform.python_version(),
@@ -242,9 +198,9 @@ def main() -> None:
     with workers(args.jobs) as runner:
         for preset in args.presets.split(","):
             for replicas in map(int, args.replicas.split(",")):
-                bench = Bench(preset, replicas, length, guesses, runner)
+                bench = Bench(preset, replicas, length, runner)
                 targets = [float(lag) for lag in args.targets.split(",")]
-                record["studies"].append(study(bench, targets, args.seeds, args.guessing_seeds))
+                record["studies"].append(study(bench, targets, args.seeds))
                 show(record["studies"][-1])
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nrecorded in {args.out}")

@@ -24,12 +24,9 @@ Unit = Literal["s", "c0"]
 _MOST = {
     "replicas": 10_000,
     "fast_lane_replicas": 10_000,
-    "draft_tokens": 1000,
-    "draft_acceptance": 1,
-    "draft_cost": 1,
 }
 _OF_SCENARIO = ("trainer", "reward", "kv_on_update", "colocated", "accuracy", "filter_zero_signal")
-_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas", "draft_tokens", "draft_acceptance", "draft_cost")
+_FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +48,6 @@ class EngineSection:
     """Number of samples that a replica decodes at the same time."""
     swap_pause_s: float | None = None
     """Seconds for which decoding pauses for new weights."""
-    draft_tokens: int | None = None
-    """Draft tokens for each sample in an iteration (speculative decoding)."""
-    draft_acceptance: float | None = None
-    """Probability that a draft token is accepted if those before it were."""
-    draft_cost: float | None = None
-    """Cost of a draft token to an iteration, in samples."""
     replicas: int | None = None
     fast_lane_replicas: int = 0
     """Number of replicas that take only samples that ask for the fast lane."""

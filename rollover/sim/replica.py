@@ -106,7 +106,7 @@ class Replica:
         stalled_s = min(self._stall_s, elapsed_s)
         self._stall_s -= stalled_s
         if num_running:
-            self.iterations += (elapsed_s - stalled_s) / self.model.token_s(num_running)
+            self.iterations += (elapsed_s - stalled_s) / self.model.iteration_s(num_running)
 
     def stall(self, seconds: float) -> None:
         self._stall_s += seconds
@@ -120,7 +120,7 @@ class Replica:
             heapq.heappop(ends)
         until = min(ends[0][0], self._full_at())
         ahead = max(0.0, until - self.iterations)
-        return self._now_s + self._stall_s + ahead * self.model.token_s(len(self._running))
+        return self._now_s + self._stall_s + ahead * self.model.iteration_s(len(self._running))
 
     def _full_at(self) -> float:
         """Return the iteration at which the cache is full."""

@@ -50,40 +50,18 @@ class ReplicaModel:
     """Seconds for which decoding pauses for new weights."""
     fast_lane: bool = False
     """True if it takes only samples that ask for the fast lane."""
-    draft_tokens: int = 0
-    """Maximum draft tokens per sample in an iteration (speculative decoding); 0 for none."""
-    draft_rows: int = 2**31
-    """Maximum number of samples and draft tokens in an iteration."""
-    draft_acceptance: float = 0.5
-    """Probability that a draft token is accepted if those before it were."""
-    draft_cost: float = 1.0
-    """Cost of a draft token in an iteration, in samples: 1 if arithmetic limits the speed, less if memory does, because
-    a draft token reads no cache of its own."""
 
     def __post_init__(self) -> None:
         _require(self, "be above 0", lambda x: x > 0, "c0_s", "b0", "prefill_tokens_per_s", "kv_tokens", "max_running")
         _require(self, "be at least 0 seconds", lambda x: x >= 0, "prefill_call_s", "call_s", "swap_pause_s")
-        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "draft_acceptance", "draft_cost")
-        _require(self, "be at least 0", lambda x: x >= 0, "draft_tokens", "draft_rows")
 
     def iteration_s(self, num_running: float) -> float:
         return self.c0_s * (1 + num_running / self.b0)
 
-    def token_s(self, num_running: int) -> float:
-        """Return the mean time in which each of ``num_running`` samples gets one token further. Of g draft tokens for
-        each, a + a^2 + ... + a^g are accepted on average."""
-        if not self.draft_tokens or not num_running:
-            return self.iteration_s(num_running)
-        num_drafts = min(self.draft_tokens, max(0, self.draft_rows // num_running - 1))
-        tokens = sum(self.draft_acceptance**i for i in range(num_drafts + 1))
-        return self.iteration_s(num_running * (1 + num_drafts * self.draft_cost)) / tokens
-
     @property
     def most_tokens_per_s(self) -> float:
-        """Return the rate that no batch exceeds: the rate of a batch so large that only caches are read, or that just
-        leaves rows for draft tokens."""
-        batches = [self.draft_rows // (1 + g) for g in range(1, self.draft_tokens + 1)]
-        return max(self.b0 / self.c0_s, *(n / self.token_s(n) for n in batches if n), 0.0)
+        """Return the rate that no batch exceeds: the rate of a batch so large that only caches are read."""
+        return self.b0 / self.c0_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,6 @@ def test_what_a_scenario_file_says_is_simulated(tmp_path: Path) -> None:
         ("[engine]\nb_0 = 3.0\n", "scenario.toml:2: engine.b_0: unknown key; did you mean 'b0'?"),
         ("[engine]\nb0 = -3.0\n", "scenario.toml:2: engine.b0 must be above 0, got -3.0"),
         ("[engine]\nswap_pause_s = -1.0\n", "scenario.toml:2: engine.swap_pause_s must be at least 0, got -1.0"),
-        ("[engine]\ndraft_cost = 2.0\n", "scenario.toml:2: engine.draft_cost must be at most 1, got 2.0"),
         ("[trainer]\nbase_s = -1.0\n", "scenario.toml:2: trainer.base_s must be at least 0, got -1.0"),
         ("[rollout]\nstrategy = 'aprl'\n", "did you mean 'april'?"),
         ("kv_on_update = 'kept'\n", "scenario.toml:1: kv_on_update: 'kept' is not allowed"),

@@ -59,35 +59,6 @@ def test_sending_a_call_takes_its_time_once_for_each() -> None:
     assert drain(replica) == pytest.approx(dict.fromkeys((0, 1, 2), 1.5 + 10))
 
 
-@pytest.mark.parametrize(("num_drafts", "chance", "cost"), [(1, 0.5, 0.2), (3, 0.5, 1.0), (2, 0.0, 0.0)])
-def test_draft_tokens_make_iterations_longer_and_fewer(num_drafts: int, chance: float, cost: float) -> None:
-    """Two samples of 30 tokens: so many iterations as tokens an engine with draft tokens gets in each allow."""
-    drafts = {"draft_tokens": num_drafts, "draft_acceptance": chance, "draft_cost": cost}
-    ends = drain(replica_with([call(0, 30), call(1, 30)], **drafts))
-    tokens = sum(chance**i for i in range(num_drafts + 1))
-    seconds = 30 / tokens * (1 + 2 * (1 + num_drafts * cost) / 4)
-    assert ends == pytest.approx({0: seconds, 1: seconds})
-
-
-def test_rows_limit_the_draft_tokens() -> None:
-    model = ReplicaModel(c0_s=1.0, b0=4.0, draft_tokens=3, draft_rows=8)
-    assert [model.token_s(n) for n in (1, 2)] == pytest.approx(
-        [model.iteration_s(4) / 1.875, model.iteration_s(8) / 1.875]
-    )
-    assert model.token_s(4) == pytest.approx(model.iteration_s(8) / 1.5)
-    assert model.token_s(5) == model.iteration_s(5)
-
-
-@pytest.mark.parametrize("rows", [6, 40, 2**31])
-@pytest.mark.parametrize("num_drafts", [0, 1, 3])
-def test_no_batch_decodes_faster_than_the_ceiling(num_drafts: int, rows: int) -> None:
-    model = ReplicaModel(c0_s=0.5, b0=4.0, draft_tokens=num_drafts, draft_rows=rows, draft_cost=0.2)
-    sizes = (*range(1, 200), 10**8, rows, *(rows // (1 + g) for g in range(1, num_drafts + 1)))
-    speeds = [n / model.token_s(n) for n in sizes if n]
-    assert max(speeds) <= model.most_tokens_per_s
-    assert max(speeds) == pytest.approx(model.most_tokens_per_s, rel=1e-4)
-
-
 def test_prefill_holds_up_everybody_and_siblings_share_their_prompt() -> None:
     replica = replica_with([call(0, 10, prompt=100), call(0, 10, prompt=100, index=1)], prefill_tokens_per_s=50, b0=1e9)
     assert replica.prefilled_tokens == 100

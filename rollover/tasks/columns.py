@@ -159,7 +159,7 @@ class ColumnMap:
         if is_in_prompt and not self._settings.keeps_prompt:
             names.discard(self.prompt)
         else:
-            names.add(_top(row, self.prompt))
+            names |= {_top(row, part) for part in self._parts}
         return {name: _as_json(row[name], name, where) for name in row if name in names}
 
 

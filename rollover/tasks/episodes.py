@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rollover.environments.episodes import AgentConfig
 from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment, environment_seed
-from rollover.environments.episodes.base import Action, EnvironmentSettings, step
+from rollover.environments.episodes.base import Action, EnvironmentSettings, Messages, step
 from rollover.errors import DataError
+from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.messages import Question, row_arguments
 from rollover.tasks.prompt_source import Example
-from rollover.tasks.prompts import PromptEncoder, RowEncoder
+from rollover.tasks.prompts import Encoded, PromptEncoder, RowEncoder
 from rollover.tasks.sources.base import SourceSettings
 from rollover.types import Prompt
 
@@ -34,9 +36,26 @@ class AnswerWriter:
     returns the ids of ``"\\n<|im_start|>user\\n<tool_response>\\n46\\n</tool_response><|im_end|>\\n..."``.
     """
 
-    def __init__(self, encoder: PromptEncoder, source: str) -> None:
+    def __init__(self, encoder: PromptEncoder, source: SourceSettings) -> None:
         self._encoder = encoder
-        self._where = f"environment of source {source!r}"
+        self._source = source
+        self._where = f"environment of source {source.name!r}"
+
+    def open(self, messages: Messages, columns: Mapping[str, Any]) -> Encoded:
+        """Write a row's prompt out with messages after it. A text without a role is added to the last one."""
+        question = ColumnMap(self._source.column_settings(), columns, self._where).question(columns, self._where)
+        content: Any = question.content
+        if not self._encoder.has_template:
+            content += "".join(message["content"] for message in messages)
+        elif any(message["role"] for message in messages):
+            content = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            content = [*content, *messages]
+        elif isinstance(content, str):
+            content += messages[0]["content"]
+        else:
+            content = [*content[:-1], content[-1] | {"content": content[-1]["content"] + messages[0]["content"]}]
+        assert isinstance(self._encoder, RowEncoder)
+        return self._encoder.encode_whole(question._replace(content=content), where=self._where)
 
     def begin(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], columns: Mapping[str, Any]
@@ -71,12 +90,28 @@ def check_environment(config: SourceSettings, encoder: PromptEncoder | None) -> 
     environment.check()
     if encoder is None:
         return
-    writer = AnswerWriter(encoder, config.name)
+    writer = AnswerWriter(encoder, config)
     try:
         writer.write([{"role": environment.role, "content": "0"}], -1, {})
     except DataError as error:
         mend = '; set environment.tool_role = "user"' if environment.role == "tool" else ""
         raise DataError(f"{error}{mend}") from None
+
+
+def begin_episode(config: EnvironmentSettings, writer: AnswerWriter, prompt: Prompt) -> tuple[Any, tuple[int, ...]]:
+    """Begin an episode in this process, and return it with the ids of its prompt.
+
+    Raises:
+        DataError: ``reset`` fails.
+    """
+    try:
+        live = config.begin(prompt.columns, environment_seed(0, prompt))
+        if not config.writes_prompts:
+            return live, prompt.token_ids
+        opening = step(live, Action(text=""), config.role)
+    except Exception as error:
+        raise DataError(f"environment of prompt {prompt.prompt_id}, reset: {type(error).__name__}: {error}") from error
+    return live, writer.open(opening.messages, prompt.columns).token_ids
 
 
 class Demonstration:
@@ -97,7 +132,7 @@ class Demonstration:
         self._end = end
 
     def example(self, prompt: Prompt, *, is_bare: bool) -> Example:
-        live: Any = self._config.begin(prompt.columns, environment_seed(0, prompt))
+        live, prompt_ids = begin_episode(self._config, self._writer, prompt)
         turns = list(live.demonstrate(dict(prompt.columns)))
         response, is_own = tuple[int, ...](), tuple[bool, ...]()
         for text in turns[-1:] if is_bare else turns:
@@ -107,7 +142,7 @@ class Demonstration:
             response += (*turn, *answer)
             is_own += (True,) * len(turn) + (False,) * len(answer)
         live.close()
-        return prompt.token_ids, response, is_own
+        return prompt_ids, response, is_own
 
 
 def demonstrations(config: TasksConfig, tokenizer: Any, *, end: int) -> dict[str, Demonstration]:
@@ -115,7 +150,7 @@ def demonstrations(config: TasksConfig, tokenizer: Any, *, end: int) -> dict[str
     found = {}
     for source in config.train:
         if source.environment is not None and source.environment.demonstrates:
-            writer = AnswerWriter(encoder_of(source, config, tokenizer), source.name)
+            writer = AnswerWriter(encoder_of(source, config, tokenizer), source)
             found[source.name] = Demonstration(source.environment, writer, tokenizer, end=end)
     return found
 
@@ -129,10 +164,10 @@ def open_environments(config: TasksConfig, tokenizer: Any, *, limit: Callable[[s
             if source.environment is not None:
                 encoder = encoder_of(source, config, tokenizer)
                 check_environment(source, encoder)
-                if source.environment.writes_prompts:  # and nothing is added to what it writes
+                if isinstance(source.environment, AgentConfig):  # nothing is added to what it writes
                     bare = replace(config, prompt_suffix="", system_prompt=None)
                     encoder = PromptEncoder(tokenizer, bare, source.chat_template_kwargs)
-                writer = AnswerWriter(encoder, source.name)
+                writer = AnswerWriter(encoder, source)
                 name = f"{prefix}{source.name}"
                 found[name] = SourceEnvironment(source.environment, writer, limit(name))
     return EpisodeActor(found, tokenizer, seed=seed)

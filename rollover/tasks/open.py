@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollover.environments.episodes import ClassConfig
 from rollover.environments.reasoning_gym import gym_seed
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
 from rollover.hf.tokenizer import Tokenizer, stop_token_ids
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import NO_SOURCE, TasksConfig
-from rollover.tasks.episodes import check_environment, encoder_of
+from rollover.tasks.episodes import AnswerWriter, begin_episode, check_environment, encoder_of
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.prompt_source import EndlessSource, PromptSource, RowSource
 from rollover.tasks.prompts import PromptEncoder
@@ -179,6 +181,10 @@ def check_source(config: SourceSettings, encoder: PromptEncoder | None = None, *
         text, token_ids = encoder.encode(columns.question(rows[0], where), where=where)
         kept = columns.kept(rows[0], where)
         first = Prompt(prompt_id=f"{config.name}/0@0", token_ids=token_ids, text=text, source=config.name, columns=kept)
+        if isinstance(config.environment, ClassConfig) and config.environment.writes_prompts:
+            live, token_ids = begin_episode(config.environment, AnswerWriter(encoder, config), first)
+            live.close()
+            first = replace(first, token_ids=token_ids)
         if teaches:
             config.solution(first, columns.prompt)
     reference = columns.reference(rows[0], where)

@@ -246,6 +246,10 @@ class RowEncoder(PromptEncoder):
     def encode_many(self, questions: Sequence[tuple[Question, str]]) -> list[Encoded]:
         return [Encoded(found.text, ()) for found in super().encode_many(questions)]
 
+    def encode_whole(self, question: Question, *, where: str) -> Encoded:
+        """Tokenise a prompt to which the environment has added its part."""
+        return super().encode_many([(question, where)])[0]
+
 
 def _with_one_bos(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
     """Leave out the BOS that a tokenizer puts before a text that begins with one."""

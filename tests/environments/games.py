@@ -78,6 +78,18 @@ class Dice:
         return f"{action.text}{random.random()}"
 
 
+class Opens:
+    """Returns what the row says, as Python, and counts turns."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        self.turns = 0
+        return eval(row["opening"])
+
+    def step(self, action: Action) -> str:
+        self.turns += 1
+        return f"{self.turns}"
+
+
 class Counter:
     def reset(self, row: Any, seed: int) -> None:
         self.number = row["start"]

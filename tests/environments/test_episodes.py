@@ -125,6 +125,17 @@ def test_a_lost_episode_is_repeated_and_a_difference_is_refused() -> None:
     assert "repeated after a restart, it answered turn 2 with" in again["reason"]
 
 
+def test_a_prompt_that_reset_writes_otherwise_after_a_restart_is_refused() -> None:
+    config = ClassConfig(factory=f"{HERE}:Opens", reset_in_prompt=True)
+    turn = {"text": "", "token_ids": []}
+    request = {"key": "g0.0", "row": {"opening": "'a board'"}, "seed": 7, "num_turns": 1, "action": turn}
+    history = [(turn, {"text": "a board", "reward": None})]
+    assert Holder(config).answer(request | {"history": history})["text"] == "1"
+    history[0][1]["text"] = "another board"
+    again = Holder(config).answer(request | {"history": history})
+    assert "it answered reset with 'a board' and not with 'another board'" in again["reason"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -21,10 +21,11 @@ import random, time
 
 class Digits:
     "Answers each turn with a random digit, until the model has had three turns."
-    def __init__(self, slow_s=0.0):
-        self.slow_s = slow_s
+    def __init__(self, slow_s=0.0, opens=False):
+        self.slow_s, self.opens = slow_s, opens
     def reset(self, row, seed):
         self.letter, self.turns, self.draw = row["answer"], 0, random.random()
+        return f"{row['answer']}{random.randint(0, 9)}=" if self.opens else None
     def step(self, action):
         time.sleep(self.slow_s)
         self.turns += 1
@@ -65,6 +66,11 @@ SIZES = (
     *("--rollout.rollout_batch_size", "4", "--rollout.group_size", "3", "--logging.progress", "off"),
     *("--engine.max_running", "10", "--engine.block_size_tokens", "4", "--rollout.stop_strings", '["#", "7"]'),
     *("--checkpoint.every_steps", "2"),
+)
+
+OPENS = (
+    *("--tasks.train.0.environment.params.opens", "true", "--tasks.train.0.environment.reset_in_prompt", "true"),
+    *("--tasks.eval.0.environment.params.opens", "true", "--tasks.eval.0.environment.reset_in_prompt", "true"),
 )
 
 
@@ -108,8 +114,10 @@ def test_a_deterministic_run_of_episodes_ends_the_same_however_it_is_killed(proc
     )
 
 
-def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(processes: Processes) -> None:
-    argv = ["train", "run.toml", "--tasks.train.0.environment.params.slow_s", "0.02", *SIZES]
+def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
+    processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", "run.toml", "--tasks.train.0.environment.params.slow_s", "0.02", *OPENS, *SIZES]
     for number, cue in enumerate([Cue(Observed, 15), Cue(SegmentEnded, 12), Cue(Observed, 9, before=True)]):
         resumed = ["train", "--resume", "out"] if number else [*argv, "--run-dir", "out"]
         assert processes.run(*resumed, kill_at=cue).code == -9
@@ -126,7 +134,16 @@ def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(processes: Process
     assert max(answered.values()) == 1, "a turn has two answers"
     seen = Counter(Path("log.txt").read_text().split("\n"))
     assert seen, "the environment has acted"
+    for trajectory in (t for batch in runs.batches(Path("out")) for t in batch.trajectories):
+        row, opening = trajectory.prompt.columns, trajectory.observations[0]
+        assert trajectory.prompt.token_ids == trajectory.turns[0] == () and opening.text[0] == row["answer"]
+        assert opening.token_ids == tuple(runs.CHARACTERS.index(c) + 2 for c in f"{row['prompt']}{opening.text}")
     assert cli.main(["samples", "out", "--show", "2"]) == 0
+    assert cli.main(["eval", "out", "--logging.progress", "off"]) == 0
+    assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
+    capsys.readouterr()
+    assert cli.main(["train", "run.toml", "--dry-run", *OPENS, *SIZES]) == 0
+    assert "first prompt, 5 tokens" in capsys.readouterr().out
 
 
 def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rollover.environments.episodes import AgentConfig
+from rollover.environments.episodes import AgentConfig, ClassConfig
+from rollover.environments.episodes.base import Action
 from rollover.environments.rewards.episode import EnvironmentRewardConfig
 from rollover.errors import DataError
 from rollover.tasks.columns import ColumnMap
 from rollover.tasks.config import TasksConfig
-from rollover.tasks.episodes import AnswerWriter, encoder_of
+from rollover.tasks.episodes import AnswerWriter, begin_episode, encoder_of
 from rollover.tasks.messages import Question
 from rollover.tasks.prompts import Encoded, PromptEncoder
 from rollover.tasks.sources import JsonlConfig
+from rollover.types import Prompt
 from tests.tasks.test_templates import NO_TEXT, TEMPLATES, oracle, said, tokenizer_of
 
 NAMES = sorted(TEMPLATES.keys() - NO_TEXT)
+CALC = JsonlConfig(name="calc", path="calc.jsonl", reward=EnvironmentRewardConfig(), environment=AgentConfig(function="a:b"))
 QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
 
 
@@ -32,7 +36,7 @@ def continued(name: str, *messages: Any) -> tuple[list[int], tuple[int, ...]]:
     reply = [*tokenizer_of(name)([REPLY], add_special_tokens=False)["input_ids"][0]]
     if found.turn_end is not None:
         reply.append(found.turn_end)
-    answer = AnswerWriter(found, "calc").write(messages, reply[-1], {})
+    answer = AnswerWriter(found, CALC).write(messages, reply[-1], {})
     return [*prompt, *reply, *answer], answer
 
 
@@ -83,7 +87,7 @@ def test_a_program_begins_and_continues_a_conversation_with_its_tools() -> None:
     """What a program writes is written as a row's prompt is, and its tools are offered from the first request on."""
     calc = {"type": "function", "function": {"name": "calc", "description": "adds", "parameters": {"type": "object"}}}
     found = encoder("qwen2_5")
-    writer = AnswerWriter(found, "calc")
+    writer = AnswerWriter(found, CALC)
     begun = writer.begin([QUESTION], [calc], {})
     assert begun == found.encode(Question([QUESTION], (calc,)), where="row 1").token_ids
     assert "calc" in tokenizer_of("qwen2_5").decode(begun)
@@ -91,7 +95,7 @@ def test_a_program_begins_and_continues_a_conversation_with_its_tools() -> None:
     assert found.turn_end is not None
     with_tools = writer.write(answers, found.turn_end, {}, [calc])
     assert with_tools == writer.write(answers, found.turn_end, {}), "tools stand at the beginning"
-    plain = AnswerWriter(PromptEncoder(tokenizer_of("qwen2_5"), TasksConfig(chat_template="off")), "calc")
+    plain = AnswerWriter(PromptEncoder(tokenizer_of("qwen2_5"), TasksConfig(chat_template="off")), CALC)
     assert tokenizer_of("qwen2_5").decode(plain.begin([QUESTION, *answers], [], {})) == f"{QUESTION['content']}4647"
 
 
@@ -103,3 +107,35 @@ def test_a_row_whose_prompt_a_program_writes_has_a_text_and_no_tokens() -> None:
     assert rows.encode(Question([QUESTION]), where="row 1") == Encoded(plain.text, ())
     columns = ColumnMap(config.column_settings(), {"question": "1+1", "answer": "2"}, "row 1")
     assert columns.kept({"question": "1+1", "answer": "2"}, "row 1") == {"question": "1+1", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("opening", "messages"),
+    [
+        ("' x'", [said("user", "what is 1 + 1? x")]),
+        ("None", [QUESTION]),
+        ("'<|im_end|>'", [said("user", "what is 1 + 1?<|im_end|>")]),
+        ("[{'role': 'system', 'content': 'a'}, 'b']", [QUESTION, said("system", "a"), said("user", "b")]),
+        ("{'messages': 'c'}", [QUESTION, said("user", "c")]),
+    ],
+)
+@pytest.mark.parametrize("asked", [QUESTION["content"], [QUESTION]])
+def test_what_reset_returns_is_in_the_prompt(opening: str, messages: list[Any], asked: Any) -> None:
+    """The prompt is written and proved as if the row had asked all of it."""
+    environment = ClassConfig(factory="tests.environments.games:Opens", reset_in_prompt=True)
+    config = JsonlConfig(name="o", path="o.jsonl", reward=EnvironmentRewardConfig(), environment=environment)
+    tokenizer, tasks = tokenizer_of("qwen2_5"), TasksConfig(system_prompt="Be brief.", chat_template_date="2026-11-27")
+    writer = AnswerWriter(encoder_of(config, tasks, tokenizer), config)
+    row = {"prompt": asked, "opening": opening}
+    prompt = Prompt(prompt_id="o/0@0", token_ids=(), text="", source="o", columns=row)
+    live, prompt_ids = begin_episode(environment, writer, prompt)
+    assert prompt_ids == PromptEncoder(tokenizer, tasks).encode(Question(messages), where="row 1").token_ids
+    assert live.step(Action(text="")) == "1"
+
+
+def test_a_reset_that_fails_or_would_not_be_read_is_named() -> None:
+    environment = ClassConfig(factory="tests.environments.games:Opens")
+    prompt = Prompt(prompt_id="o/0@0", token_ids=(1,), text="", source="o", columns={"opening": "'x'"})
+    for columns, message in [({"opening": "'x'"}, "set environment.reset_in_prompt = true"), ({}, "reset: KeyError")]:
+        with pytest.raises(DataError, match=message):
+            begin_episode(environment, AnswerWriter(encoder("qwen2_5"), CALC), replace(prompt, columns=columns))

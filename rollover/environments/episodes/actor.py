@@ -72,20 +72,29 @@ class EpisodeActor:
 
     async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
         config, writer, max_new_tokens = self._environments[trajectory.prompt.source]
+        is_opening = config.writes_prompts and not trajectory.observations
+        num_turns = trajectory.num_turns - config.writes_prompts
         try:
             if isinstance(config, AgentConfig):
                 return await self._agents.act(trajectory, now_s)
             answer = await self._answer(config, trajectory)
             said = Observation((), answer["text"], answer["reward"], FinishReason.STOP, now_s)
-            if answer["done"]:
+            if answer["done"] and not is_opening:
                 return said
-            ids = _written(writer, answer["messages"], trajectory)
+            if answer["done"]:
+                raise RewardError("reset has ended the episode")
+            ids = _written(writer, answer["messages"], trajectory, is_opening)
         except RewardError as error:
-            where = f"environment of source {trajectory.prompt.source!r}, turn {trajectory.num_turns}"
+            where = f"environment of source {trajectory.prompt.source!r}, turn {num_turns}"
             raise RewardError(f"{where}: {error} (prompt {trajectory.prompt.prompt_id})") from None
         fits = len(trajectory.response_ids) + len(ids) < max_new_tokens
-        if fits and trajectory.num_turns < config.max_turns:
+        if fits and num_turns < config.max_turns:
             return said._replace(token_ids=ids, end=None)
+        if is_opening:
+            raise RewardError(
+                f"prompt {trajectory.prompt.prompt_id} has {len(ids)} tokens with what reset returned, and the whole"
+                f" episode may have {max_new_tokens} (max_new_tokens)"
+            )
         return said._replace(end=FinishReason.LENGTH)
 
     def leave(self, sample_id: SampleId) -> None:
@@ -120,10 +129,15 @@ class EpisodeActor:
         return {"text": text, "token_ids": list(turn_ids)}
 
 
-def _written(writer: Any, messages: Messages, trajectory: Trajectory) -> tuple[int, ...]:
+def _written(writer: Any, messages: Messages, trajectory: Trajectory, is_opening: bool) -> tuple[int, ...]:
     """Write an answer out. Raises ``RewardError`` when the chat template has no place for it."""
+    columns = trajectory.prompt.columns
+    ids: tuple[int, ...]
     try:
-        ids: tuple[int, ...] = writer.write(messages, trajectory.turn_ids[-1], trajectory.prompt.columns)
+        if is_opening:
+            ids = writer.open(messages, columns).token_ids
+        else:
+            ids = writer.write(messages, trajectory.turn_ids[-1], columns)
     except DataError as error:
         raise RewardError(str(error)) from None
     return ids

@@ -128,14 +128,18 @@ class LiveEpisode(Protocol):
 
 def step(live: LiveEpisode, action: Action, role: str) -> Outcome:
     """Have an episode answer a turn, outside any event loop. ``role``: see ``read_outcome``, whose errors it raises."""
-    value = live.step(action)
-    if inspect.isawaitable(value):
+    return read_outcome(awaited(live.step(action)), role)
 
-        async def awaited() -> Any:
-            return await value
 
-        value = asyncio.run(awaited())
-    return read_outcome(value, role)
+def awaited(value: Any) -> Any:
+    """Return what the user's code has returned, once it is there if that code is ``async``."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollover.environments.episodes.base import EnvironmentSettings, LiveEpisode
+from rollover.environments.episodes.base import (
+    Action,
+    EnvironmentSettings,
+    LiveEpisode,
+    Outcome,
+    awaited,
+    read_outcome,
+)
 from rollover.environments.user_function import check_import, load_function
 from rollover.errors import DataError
 
@@ -19,7 +26,7 @@ class ClassConfig(EnvironmentSettings):
 
     ``reset(row, seed)`` begins the episode of a row; siblings get the same seed. ``step(action)`` answers a turn: with
     a text, a list of messages, a table ``{"messages": ..., "reward": ..., "done": ...}``, or ``None`` at the end of
-    the episode. ``close()``, if there is one, is called afterwards. ``step`` may be ``async``.
+    the episode. ``close()``, if there is one, is called afterwards. ``reset`` and ``step`` may be ``async``.
 
     An object that is lost, as when its process was killed or the run was resumed, is made again: ``reset`` and the
     recorded turns are repeated, and each answer has to be what it was. Global random numbers (``random``, NumPy) are
@@ -37,6 +44,9 @@ class ClassConfig(EnvironmentSettings):
     """``"module:Class"``, or a function that returns the object."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``factory``."""
+    reset_in_prompt: bool = False
+    """The prompt is the row's and what ``reset`` returns: a text is added to the row's last message, and messages come
+    after it. ``rollout.max_new_tokens`` then limits the prompt too."""
 
     def __post_init__(self) -> None:
         EnvironmentSettings.__post_init__(self)
@@ -46,6 +56,10 @@ class ClassConfig(EnvironmentSettings):
     @property
     def demonstrates(self) -> bool:
         return callable(getattr(load_function(self.factory), "demonstrate", None))
+
+    @property
+    def writes_prompts(self) -> bool:
+        return self.reset_in_prompt
 
     def check(self) -> None:
         check_import(self.factory)
@@ -62,14 +76,27 @@ class ClassConfig(EnvironmentSettings):
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> LiveEpisode:
         episode = load_function(self.factory)(**self.params)
-        episode.reset(dict(columns), seed)
-        return _WithClose(episode)
+        found = awaited(episode.reset(dict(columns), seed))
+        if self.reset_in_prompt:
+            role = "" if found is None or isinstance(found, str) else self.role
+            return _Episode(episode, read_outcome("" if found is None else found, role))
+        if found is not None:
+            raise DataError("reset returned something that no model would read; set environment.reset_in_prompt = true")
+        return _Episode(episode)
 
 
-class _WithClose:
-    """An object of the user's, whether or not it has ``close`` and ``demonstrate``."""
+class _Episode:
+    """An object of the user's, whether or not it has ``close`` and ``demonstrate``.
 
-    def __init__(self, inner: Any) -> None:
-        self.step = inner.step
+    Args:
+        opening: answers the empty turn that an episode begins with if ``reset`` writes a part of the prompt.
+    """
+
+    def __init__(self, inner: Any, opening: Outcome | None = None) -> None:
+        self._inner, self._opening = inner, opening
         self.close = getattr(inner, "close", lambda: None)
         self.demonstrate = getattr(inner, "demonstrate", None)
+
+    def step(self, action: Action) -> Any:
+        opening, self._opening = self._opening, None
+        return opening or self._inner.step(action)

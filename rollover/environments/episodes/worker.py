@@ -96,8 +96,10 @@ class Holder:
     def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
         answer = _in_json(self._step(live, action))
         if any(answer[name] != value for name, value in recorded.items()):
+            turn = number - self._config.writes_prompts
             raise RefusedAnswer(
-                f"repeated after a restart, it answered turn {number} with {answer['text']!r:.60} and not with"
+                f"repeated after a restart, it answered {f'turn {turn}' if turn else 'reset'} with"
+                f" {answer['text']!r:.60} and not with"
                 f" {recorded['text']!r:.60}: it must depend on row, seed and turns alone"
             )
 

@@ -21,12 +21,12 @@ from rollover.types import Prompt
 
 def encoder_of(source: SourceSettings, config: TasksConfig, tokenizer: Any) -> PromptEncoder:
     """Return the encoder of a source's prompts, which offer its tools."""
-    if source.environment is not None and source.environment.writes_prompts:
-        return RowEncoder(tokenizer, config, source.chat_template_kwargs)
-    encoder = PromptEncoder(tokenizer, config, source.chat_template_kwargs)
-    if source.environment is None or not encoder.has_template or not (tools := source.environment.schemas()):
+    environment = source.environment
+    kind = RowEncoder if environment is not None and environment.writes_prompts else PromptEncoder
+    encoder = kind(tokenizer, config, source.chat_template_kwargs)
+    if environment is None or not encoder.has_template or not (tools := environment.schemas()):
         return encoder
-    return PromptEncoder(tokenizer, config, source.chat_template_kwargs, tools)
+    return kind(tokenizer, config, source.chat_template_kwargs, tools)
 
 
 class AnswerWriter:

@@ -143,7 +143,7 @@ def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
     assert runs.rows(Path("out"), "eval")[0]["eval/scored"] == 8
     capsys.readouterr()
     assert cli.main(["train", "run.toml", "--dry-run", *OPENS, *SIZES]) == 0
-    assert "first prompt, 5 tokens" in capsys.readouterr().out
+    assert "first prompt, 6 tokens" in capsys.readouterr().out
 
 
 def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:

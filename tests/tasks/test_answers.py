@@ -21,7 +21,9 @@ from rollover.types import Prompt
 from tests.tasks.test_templates import NO_TEXT, TEMPLATES, oracle, said, tokenizer_of
 
 NAMES = sorted(TEMPLATES.keys() - NO_TEXT)
-CALC = JsonlConfig(name="calc", path="calc.jsonl", reward=EnvironmentRewardConfig(), environment=AgentConfig(function="a:b"))
+CALC = JsonlConfig(
+    name="calc", path="calc.jsonl", reward=EnvironmentRewardConfig(), environment=AgentConfig(function="a:b")
+)
 QUESTION, REPLY = said("user", "what is 1 + 1?"), "let me see"
 
 

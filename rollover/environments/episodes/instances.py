@@ -16,6 +16,7 @@ from rollover.environments.episodes.base import (
     awaited,
     read_outcome,
 )
+from rollover.environments.episodes.tools import describe
 from rollover.environments.user_function import check_import, load_function
 from rollover.errors import DataError
 
@@ -31,6 +32,8 @@ class ClassConfig(EnvironmentSettings):
     An object that is lost, as when its process was killed or the run was resumed, is made again: ``reset`` and the
     recorded turns are repeated, and each answer has to be what it was. Global random numbers (``random``, NumPy) are
     the episode's own, so they repeat too.
+
+    The chat template offers the functions that ``offered_tools(**params)`` returns, if there is this static method.
 
     A supervised warm-up teaches the turns that ``demonstrate(row)`` returns, if there is this method.
 
@@ -60,6 +63,10 @@ class ClassConfig(EnvironmentSettings):
     @property
     def writes_prompts(self) -> bool:
         return self.reset_in_prompt
+
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        offered = getattr(load_function(self.factory), "offered_tools", lambda **params: ())
+        return tuple(describe(function) for function in offered(**self.params))
 
     def check(self) -> None:
         check_import(self.factory)

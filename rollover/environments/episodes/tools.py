@@ -83,20 +83,7 @@ class ToolsConfig(EnvironmentSettings):
         return False
 
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        from transformers.utils import get_json_schema
-
-        schemas = []
-        for path in self.functions:
-            try:
-                schemas.append(get_json_schema(load_function(path)))
-            except DataError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"environment.functions: {path} cannot be described to the model ({' '.join(str(error).split())});"
-                    " annotate each parameter with its type and describe it in the docstring under 'Args:'"
-                ) from None
-        return tuple(schemas)
+        return tuple(describe(load_function(path)) for path in self.functions)
 
     def check(self) -> None:
         for path in (*self.functions, *(() if self.parser in PARSERS else (self.parser,))):
@@ -104,16 +91,32 @@ class ToolsConfig(EnvironmentSettings):
             load_function(path)
 
     def begin(self, columns: Mapping[str, Any], seed: int) -> Tools:
-        return Tools(self)
+        functions = {path.partition(":")[2]: load_function(path) for path in self.functions}
+        return Tools(functions, parser=self.parser, role=self.tool_role)
+
+
+def describe(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the description of a tool for the chat template. Raises ``DataError`` when it cannot be described."""
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: Mapping[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise DataError(
+            f"environment: tool {function.__name__} cannot be described to the model"
+            f" ({' '.join(str(error).split())}); annotate each parameter with its type and describe it in the docstring"
+            " under 'Args:'"
+        ) from None
+    return schema
 
 
 class Tools:
-    """Answers turns by calling functions."""
+    """Answers turns by calling functions, which are given by name."""
 
-    def __init__(self, config: ToolsConfig) -> None:
-        self._functions = {path.partition(":")[2]: load_function(path) for path in config.functions}
-        self._role = config.tool_role
-        self._read = call_reader(config.parser)
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], *, parser: str, role: str) -> None:
+        self._functions = functions
+        self._role = role
+        self._read = call_reader(parser)
 
     async def step(self, action: Action) -> Outcome:
         calls = self._read(action.text)

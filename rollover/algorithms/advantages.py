@@ -34,6 +34,7 @@ def compute_advantages(
     loss_mask_T: Tensor,
     baseline_B3: Tensor | None = None,
     components: ComponentRewards | None = None,
+    turns: TurnRewards | None = None,
     proximal_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -47,6 +48,7 @@ def compute_advantages(
         baseline_B3: mean and standard deviation that each sample's reward is compared with, and how many siblings they
             stand for; only ``history`` needs it.
         components: only ``component_std`` needs them.
+        turns: for ``turn_std``; without them each response is one turn.
         proximal_logprobs_T, ref_logprobs_T: needed when ``kl_in = "reward"`` and ``kl_coef > 0``, else unused.
 
     A sample without siblings has no group baseline and gets advantage 0. Raises ``DataError`` for a reward that is not
@@ -58,7 +60,9 @@ def compute_advantages(
         assert proximal_logprobs_T is not None and ref_logprobs_T is not None, "KL in the reward needs both"
         kl_T = algorithm.kl_coef * (proximal_logprobs_T - ref_logprobs_T).detach().double()
     baseline_B3 = None if baseline_B3 is None else baseline_B3.double()
-    batch = BatchRewards(rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3, components)
+    batch = BatchRewards(
+        rewards_B.double(), group_B, sample_T, loss_mask_T.double(), kl_T, baseline_B3, components, turns
+    )
     advantages_T = _FUNCTIONS[algorithm.advantage](algorithm, batch)
     if ADVANTAGES[algorithm.advantage].compares == "siblings":
         advantages_T = torch.where(batch.counts_B[sample_T] > 1, advantages_T, 0.0)
@@ -79,6 +83,21 @@ class ComponentRewards(NamedTuple):
     """Punishment for the length, which the algorithm adds to the reward."""
 
 
+class TurnRewards(NamedTuple):
+    """The rewards of the turns of ``B`` episodes, float64, with a column for each of ``K`` turns.
+
+    Example: an episode with rewards of 0.1 and 1 and another of a single turn that earned 0 have ``rewards_BK`` of
+    ``((0.1, 1), (0, nan))``.
+    """
+
+    rewards_BK: Tensor
+    """They add up to the sample's reward. NaN for turns that an episode does not have."""
+    shaping_B: Tensor
+    """Punishment for the length, which counts for the last turn."""
+    turn_T: Tensor
+    """Turn of each token, counted from 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRewards:
     """The rewards of a global batch, as advantages compare them.
@@ -94,6 +113,7 @@ class BatchRewards:
     kl_T: Tensor | None = None
     baseline_B3: Tensor | None = None
     components: ComponentRewards | None = None
+    turns: TurnRewards | None = None
 
     @property
     def counts_B(self) -> Tensor:
@@ -176,6 +196,31 @@ def component_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
         sums_B[present_B] += weights_B[present_B] * part.centred_B / (std_B + algorithm.advantage_eps)
     rms = (sums_B**2).mean().sqrt()
     return (sums_B / (rms + algorithm.advantage_eps))[batch.sample_T]
+
+
+@_advantage
+def turn_std(algorithm: Algorithm, batch: BatchRewards) -> Tensor:
+    """Return the advantage of each turn: what the episode has earned from it to the end, compared with what the
+    siblings have earned from their turn of the same number on, which is 0 for those that had ended.
+
+    Earlier rewards are not in it, since the turn did not change them. The comparison does not depend on what the sample
+    did from this turn on, apart from the share 1/G that it has of the mean, as in ``group_std``. All turns of a group
+    are divided by one deviation, the root mean square of their distances from the mean. Episodes of one turn have the
+    advantage of ``group_std``.
+    """
+    if batch.turns is None:
+        return group_std(algorithm, batch)
+    rewards_BK, shaping_B, turn_T = batch.turns
+    exists_BK = ~rewards_BK.isnan()
+    to_go_BK = rewards_BK.nan_to_num().flip(1).cumsum(1).flip(1) + shaping_B[:, None]
+    to_go_BK = torch.where(exists_BK, to_go_BK, 0.0)
+    centred_BK = torch.stack([replace(batch, rewards_B=column_B).centred_B for column_B in to_go_BK.unbind(1)], 1)
+    squares_B = batch._group_sums((centred_BK**2).sum(1))[batch.group_B]
+    most_G = exists_BK.new_zeros(int(batch.group_B.max()) + 1, dtype=torch.int64)
+    most_G = most_G.scatter_reduce(0, batch.group_B, exists_BK.sum(1), "amax")
+    places_B = (batch.counts_B - algorithm.advantage_ddof).clamp(min=1) * most_G[batch.group_B]
+    advantages_BK = centred_BK / ((squares_B / places_B).sqrt() + algorithm.advantage_eps)[:, None]
+    return advantages_BK[batch.sample_T, turn_T]
 
 
 @_advantage

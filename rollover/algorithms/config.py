@@ -41,7 +41,9 @@ class AlgorithmConfig:
     subtracted first. ``component_std``: each component of the reward minus its mean in the group, divided by its
     standard deviation there, weighted and summed up; a punishment for length is added without the division; the sums
     are divided by their root mean square over the batch (GDPO, arXiv 2601.05242). For sources with ``rewards``.
-    ``history``: the value that ``group_std`` would give among seven siblings with the mean and
+    ``turn_std``: for each turn of an episode, the rewards of this and all later turns, minus their mean in the group (0
+    for siblings that had ended), divided by the root mean square of these distances; reward that no turn has earned
+    counts for the last. ``history``: the value that ``group_std`` would give among seven siblings with the mean and
     standard deviation of earlier rewards, fixed before the sample began; for samples that are trained one by one
     (``rollout.unit``). It is below 2.475 for any rewards, and 0 before any reward is known."""
     advantage_eps: float | None = None

@@ -33,6 +33,8 @@ class AdvantageRow:
     """True if it is divided by a deviation, so that ``advantage_eps`` and ``advantage_ddof`` have an effect."""
     by_component: bool = False
     """True if it compares the components of rewards rather than their sum."""
+    by_turn: bool = False
+    """True if each turn of an episode has an advantage of its own."""
 
 
 _LEAST_REWARD = 1e-20
@@ -44,6 +46,7 @@ ADVANTAGES: dict[str, AdvantageRow] = {
     "whitened": AdvantageRow(compares="batch", divides=True),
     "group_mean_whitened": AdvantageRow(compares="siblings", divides=True),
     "component_std": AdvantageRow(compares="siblings", divides=True, by_component=True),
+    "turn_std": AdvantageRow(compares="siblings", divides=True, by_turn=True),
     "history": AdvantageRow(compares="history", divides=True),
 }
 """The advantages by name; the function of that name in ``advantages`` computes each."""
@@ -146,6 +149,11 @@ class Algorithm:
                 f"algorithm.correction {self.correction!r} with algorithm.old 'rollout' would count the "
                 "distance to the sampling policy twice: set correction to 'none' or 'mask_stale', or old to "
                 "'proximal'"
+            )
+        if self.group_filter != "none" and ADVANTAGES[self.advantage].by_turn:
+            raise ValueError(
+                f"algorithm.group_filter {self.group_filter!r} compares whole episodes, and advantage"
+                f" {self.advantage!r} their turns: set group_filter to 'none'"
             )
         if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
@@ -260,6 +268,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     row.name: row
     for row in (
         Algorithm(name="grpo", paper="arXiv 2402.03300", advantage="group_std"),
+        Algorithm(name="turn-grpo", advantage="turn_std"),
         Algorithm(
             name="dapo",
             paper="arXiv 2503.14476",

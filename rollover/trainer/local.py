@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.algorithms.advantages import ComponentRewards, compute_advantages, shaping
+from rollover.algorithms.advantages import ComponentRewards, TurnRewards, compute_advantages, shaping
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
@@ -296,11 +296,13 @@ class LocalTrainer:
         if self._algorithm.needs_ref:
             with self._policy.reference() as reference:
                 ref_T = forward(reference, minis, "reference log-probs")
-        most, components = self._setup.max_response_tokens, None
+        most, components, turns = self._setup.max_response_tokens, None, None
         shaping_B = shaping(self._algorithm, data.lengths_B, max_response_tokens=most)
         if data.components_2BK is not None:
             values_BK, weights_BK = data.components_2BK
             components = ComponentRewards(values_BK, weights_BK, shaping_B)
+        if data.turns_BK is not None and data.turn_T is not None:
+            turns = TurnRewards(data.turns_BK, shaping_B, data.turn_T)
         advantages_T = compute_advantages(
             self._algorithm,
             rewards_B=data.rewards_B + shaping_B,
@@ -308,6 +310,7 @@ class LocalTrainer:
             sample_T=data.sample_T,
             baseline_B3=data.baseline_B3,
             components=components,
+            turns=turns,
             loss_mask_T=data.loss_mask_T,
             proximal_logprobs_T=proximal_T,
             ref_logprobs_T=ref_T,

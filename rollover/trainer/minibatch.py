@@ -45,6 +45,9 @@ class BatchTensors:
     """``Baseline`` of each sample, if samples are groups of their own."""
     components_2BK: Tensor | None
     """Components of the rewards and their weights, if the algorithm compares them (``ComponentRewards``)."""
+    turns_BK: Tensor | None
+    """Rewards of the turns (``TurnRewards``), if the algorithm compares turns."""
+    turn_T: Tensor | None
     sample_T: Tensor
     rollout_logprobs_T: Tensor
     staleness_T: Tensor
@@ -76,6 +79,7 @@ class BatchTensors:
         versions_T = np.array([v for t in trajectories for v in t.policy_versions], dtype=np.int64)
         assert (versions_T <= step).all(), f"the batch of step {step} has tokens of a later version"
         sizes = [len(g.trajectories) for g in groups]
+        by_turn = ADVANTAGES[algorithm.advantage].by_turn
 
         def put(values: object, dtype: torch.dtype) -> Tensor:
             return torch.as_tensor(values, dtype=dtype).to(device)
@@ -90,6 +94,10 @@ class BatchTensors:
             baseline_B3=put([g.baseline for g in groups], torch.float64) if groups[0].baseline else None,
             components_2BK=put(_components(trajectories, algorithm.reward_weights), torch.float64)
             if ADVANTAGES[algorithm.advantage].by_component
+            else None,
+            turns_BK=put(_turn_rewards(trajectories), torch.float64) if by_turn else None,
+            turn_T=put([k for t in trajectories for k, turn in enumerate(t.turns) for _ in turn], torch.int64)
+            if by_turn
             else None,
             sample_T=put(np.repeat(np.arange(len(trajectories)), lengths), torch.int64),
             rollout_logprobs_T=put([p for t in trajectories for p in t.rollout_logprobs], torch.float32),
@@ -106,6 +114,19 @@ def _components(trajectories: Sequence[Trajectory], weights: Weights) -> np.ndar
     for row, t in enumerate(trajectories):
         for name, value in t.components.items():
             table[:, row, names.index(name)] = value, component_weight(weights[t.prompt.source], name)
+    return table
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> np.ndarray[Any, Any]:
+    """Return the reward of each turn, ``[B, K]``, with NaN for those that a sample lacks. What the sample's reward has
+    beyond the rewards of its turns was earned by all of it, and counts for its last turn."""
+    table = np.full((len(trajectories), max(max(len(t.turns), 1) for t in trajectories)), np.nan)
+    for row, t in enumerate(trajectories):
+        given = [observation.reward or 0.0 for observation in t.observations]
+        rewards = (given + [0.0] * len(t.turns))[: max(len(t.turns), 1)]
+        assert t.reward is not None
+        rewards[-1] += t.reward - sum(given)
+        table[row, : len(rewards)] = rewards
     return table
 
 

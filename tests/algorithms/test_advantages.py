@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollover.algorithms import ALGORITHMS, Algorithm
-from rollover.algorithms.advantages import ComponentRewards, compute_advantages, shaping
+from rollover.algorithms.advantages import ComponentRewards, TurnRewards, compute_advantages, shaping
 from rollover.algorithms.registry import ADVANTAGES
 from rollover.batch import Baseline
 from rollover.errors import DataError
@@ -314,3 +314,44 @@ def test_a_lone_survivor_has_advantage_0(advantage: str) -> None:
         components=components,
     )
     assert actual[3:].tolist() == [0, 0] and actual[0] > 0 > actual[1]
+
+
+def by_turn(*rewards: tuple[float, ...], group_B: Tensor | None = None, shaping_B: Tensor | None = None) -> list[float]:
+    """Return the advantages of the turns of episodes, which have two tokens each."""
+    most = max(len(each) for each in rewards)
+    table_BK = torch.stack([f64(*each, *[NAN] * (most - len(each))) for each in rewards])
+    zeros_B = torch.zeros(len(rewards), dtype=torch.float64)
+    turn_T = torch.tensor([k for each in rewards for k in range(len(each)) for _ in range(2)])
+    sample_T = torch.tensor([b for b, each in enumerate(rewards) for _ in range(2 * len(each))])
+    found = compute_advantages(
+        row("turn-grpo"),
+        rewards_B=f64(*map(sum, rewards)),
+        group_B=zeros_B.long() if group_B is None else group_B,
+        sample_T=sample_T,
+        loss_mask_T=torch.ones(len(sample_T), dtype=torch.float64),
+        turns=TurnRewards(table_BK, zeros_B if shaping_B is None else shaping_B, turn_T),
+    )
+    assert torch.equal(found[::2], found[1::2]), "all tokens of a turn have one advantage"
+    return found[::2].tolist()
+
+
+def test_a_turn_is_credited_with_what_follows_it() -> None:
+    # Rewards to go: (3, 2), (1, 1) and (2): the third has ended, so 0 at the second turn. Means 2 and 1.
+    # Centred: (1, 1), (-1, 0), (0, -). Squares: 1 + 1 + 1 + 0 + 0, and (0 - 1)^2 of the one that has ended: 4 in all,
+    # over (3 - 1) x 2 places: deviation 1.
+    assert by_turn((1, 2), (0, 1), (2,)) == pytest.approx([1, 1, -1, 0, 0], abs=1e-5)
+    # A punishment of 1 for the length of the first: rewards to go (2, 1), (1, 1), (2), means 5/3 and 2/3.
+    # Squares: (1 + 4 + 1) / 9 + (1 + 1 + 4) / 9 = 4 / 3 over 4 places.
+    punished = by_turn((1, 2), (0, 1), (2,), shaping_B=f64(-1, 0, 0))
+    assert punished == pytest.approx([3**0.5 * x / 3 for x in (1, 1, -2, 1, 1)], abs=1e-5)
+
+
+def test_credit_of_single_turns_is_that_of_whole_responses() -> None:
+    rewards = [(1.0,), (0.0,), (0.25,), (4.0,), (2.0,)]
+    whole = per_sample(row("grpo"), f64(*(reward for (reward,) in rewards))).tolist()
+    assert by_turn(*rewards, group_B=GROUP_B) == pytest.approx(whole, abs=1e-12)
+
+
+def test_turns_of_equal_episodes_have_no_credit_and_a_lone_one_neither() -> None:
+    assert by_turn((0.1, 0.2), (0.1, 0.2, 0.0), (0.1, 0.2)) == [0.0] * 7
+    assert by_turn((1, 2), group_B=torch.tensor([0])) == [0.0, 0.0]

@@ -29,6 +29,7 @@ GOLDEN = {
     # Surrogates clipped to [0.8, 1.2]: -1.2, -0.9, +0.8; times factors -1.2, -1.8, +0.4.
     # Per sample -3.0/2 and 0.4, mean (-1.5 + 0.4) / 2:
     "grpo": -0.55,
+    "turn-grpo": -0.55,  # given its advantages, which test_advantages.py works out
     # Upper clip 1.28: -1.28, -1.8, +0.4, over 3 tokens: -2.68 / 3
     "dapo": -0.8933333333,
     # (-1.2 - 1.8 + 0.4) / (2 samples * 4 tokens of budget)

@@ -21,6 +21,7 @@ def test_rows_are_those_of_the_papers() -> None:
     }
     assert columns == {
         "grpo": ("group_std", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-mean"),
+        "turn-grpo": ("turn_std", "ppo_clip", "token", 0.2, 0.2, "seq-mean-token-mean"),
         "dapo": ("group_std", "ppo_clip", "token", 0.2, 0.28, "token-mean"),
         "gspo": ("group_std", "ppo_clip", "sequence", 3e-4, 4e-4, "seq-mean-token-mean"),
         "gspo-token": ("group_std", "ppo_clip", "sequence_token", 3e-4, 4e-4, "seq-mean-token-mean"),

@@ -107,3 +107,26 @@ def test_what_is_observed_before_the_first_turn_is_the_prompt() -> None:
         sample_id=SampleId(0, 0), prompt=prompt, segments=(begun, turn), observations=(Observation((5, 6, 7)),)
     )
     assert TrainingSample.of(trajectory) == TrainingSample(prompt_ids=(5, 6, 7), response_ids=(8, 9))
+
+
+def test_rewards_of_turns_stand_beside_their_tokens_and_add_up_to_the_reward() -> None:
+    first, second, *rest = episodes(num_groups=1)
+    begun = [Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0), *first.segments]  # the environment writes the prompt
+    answers = [Observation((5,), "prompt"), *(o._replace(reward=0.5) for o in first.observations)]
+    first = replace(first, segments=tuple(begun), observations=tuple(answers), reward=4.0)
+    siblings = (first, second, *rest)
+    data = BatchTensors.of(
+        [Group(group_id=0, prompt=first.prompt, trajectories=siblings)],
+        resolve(AlgorithmConfig(name="turn-grpo")),
+        step=3,
+        device=torch.device("cpu"),
+    )
+    assert data.turns_BK is not None and data.turn_T is not None
+    torch.testing.assert_close(data.turns_BK.nansum(1), data.rewards_B)
+    given = [0.0, *[0.5] * first.num_turns][: first.num_turns]
+    given[-1] += 4.0 - sum(given)
+    assert data.turns_BK[0, : first.num_turns].tolist() == given
+    for place, trajectory in enumerate(siblings):
+        assert (~data.turns_BK[place].isnan()).sum() == trajectory.num_turns
+        turns = data.turn_T[data.sample_T == place].tolist()
+        assert turns == [turn for turn, ids in enumerate(trajectory.turns) for _ in ids]

@@ -1,5 +1,5 @@
-"""Environments written for other libraries, as a ``factory`` of ``environment.kind = "class"``. Each library is imported
-when an episode begins, in the environment's process."""
+"""Environments written for other libraries, each as a ``factory`` of ``environment.kind = "class"``. A library is
+imported when an episode begins, in the environment's process."""
 
 from __future__ import annotations
 

@@ -10,33 +10,23 @@ from typing import Any
 import pytest
 
 from rollover.environments.episodes import ClassConfig
-from rollover.environments.episodes.worker import Holder
 from rollover.environments.rewards.episode import EnvironmentRewardConfig
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.episodes import encoder_of
 from rollover.tasks.messages import Question
 from rollover.tasks.sources import JsonlConfig
-from tests.environments.test_episodes import call
+from tests.environments.test_episodes import call, stepped_in
 from tests.tasks.test_templates import tokenizer_of
 
 HERE = "tests.environments.games"
 ADAPTERS = "rollover.environments.adapters"
 
 
-def played(config: ClassConfig, row: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
-    holder, answers = Holder(config), []
-    for number, text in enumerate(texts if not config.reset_in_prompt else ("", *texts)):
-        request = {"key": "g0.0", "row": row, "seed": 2**62, "num_turns": number}
-        answers.append(holder.answer(request | {"action": {"text": text, "token_ids": []}}))
-    holder.forget("g0.0")
-    return [{name: answer.get(name) for name in ("text", "reward", "done", "reason")} for answer in answers]
-
-
 TRL = ClassConfig(factory=f"{ADAPTERS}:Trl", params={"factory": f"{HERE}:Guessing"}, reset_in_prompt=True)
 
 
 def test_an_environment_of_trl_plays_here() -> None:
-    opening, low, unknown, end = played(TRL, {"number": 7}, call("guess", number=3), call("_peek"), "It is 7.")
+    opening, low, unknown, end = stepped_in(TRL, {"number": 7}, call("guess", number=3), call("_peek"), "It is 7.")
     assert (opening["text"], low["text"], low["done"]) == (" Guess a number up to 10.", "higher", False)
     assert unknown["text"].startswith("Error: there is no tool '_peek'")
     assert (end["done"], end["reward"]) == (True, 0.5)
@@ -86,7 +76,7 @@ def textarena(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("textarena")
 def test_a_game_of_textarena_is_played_to_its_end() -> None:
     config = ClassConfig(factory=f"{ADAPTERS}:TextArena", params={"game": "GuessTheNumber-v0"}, reset_in_prompt=True)
-    opening, *answers = played(config, {}, *(f"[{number}]" for number in range(1, 11)))
+    opening, *answers = stepped_in(config, {}, *(f"[{number}]" for number in range(1, 11)))
     assert "guess the number between 1 and 20" in opening["text"]
     end = [answer["done"] for answer in answers].index(True)
     for answer in answers[:end]:
@@ -109,7 +99,7 @@ def openenv(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_environment_of_openenv_is_asked_through_its_client(openenv: Any) -> None:
     params = {"base_url": "http://localhost:8000", "sends": "message", "reads": "echo"}
     config = ClassConfig(factory=f"{ADAPTERS}:OpenEnv", params=params, reset_in_prompt=True)
-    opening, first, last = played(config, {}, "hello", "bye")
+    opening, first, last = stepped_in(config, {}, "hello", "bye")
     assert opening["text"] == "ready"
     assert (first["text"], first["reward"], first["done"]) == ("hello", 0.5, False)
     assert (last["text"], last["reward"], last["done"]) == ("bye", 0.5, True)

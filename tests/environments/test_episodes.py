@@ -24,10 +24,16 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def stepped(config: EnvironmentSettings, *texts: str, seed: int = 7) -> list[dict[str, Any]]:
+    return stepped_in(config, {"start": 5}, *texts, seed=seed)
+
+
+def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7) -> list[dict[str, Any]]:
+    """Return the answers of an environment to turns; to an empty one first, if it writes a part of the prompt."""
     holder, answers = Holder(config), []
-    for turn, text in enumerate(texts):
-        request = {"key": "g0.0", "row": {"start": 5}, "seed": seed, "num_turns": turn}
+    for turn, text in enumerate([""] * config.writes_prompts + [*texts]):
+        request = {"key": "g0.0", "row": row, "seed": seed, "num_turns": turn}
         answers.append(holder.answer(request | {"action": {"text": text, "token_ids": []}}))
+    holder.forget("g0.0")
     return answers
 
 

@@ -119,6 +119,6 @@ def test_an_environment_shows_its_turns_and_its_answers_are_not_taught(factory: 
     assert set(lengths) == {1, 5}, "half are guessed, half worked out in two operations"
 
 
-@pytest.mark.parametrize("name", ["tool", "agent"])
+@pytest.mark.parametrize("name", ["tool", "agent", "sokoban"])
 def test_the_packaged_experiments_with_episodes_can_be_read(name: str) -> None:
     assert load(name).tasks.train[0].environment is not None

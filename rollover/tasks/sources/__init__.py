@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollover.tasks.sources.generated import GeneratedConfig
 from rollover.tasks.sources.hub import HubConfig
 from rollover.tasks.sources.jsonl import JsonlConfig
 from rollover.tasks.sources.parquet import ParquetConfig
@@ -12,7 +13,8 @@ SourceConfig = (
     | JsonlConfig
     | ParquetConfig
     | HubConfig
+    | GeneratedConfig
 )
 """Distinguished by ``kind``."""
 
-__all__ = ["HubConfig", "JsonlConfig", "ParquetConfig", "ReasoningGymConfig", "SourceConfig"]
+__all__ = ["GeneratedConfig", "HubConfig", "JsonlConfig", "ParquetConfig", "ReasoningGymConfig", "SourceConfig"]

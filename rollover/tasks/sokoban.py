@@ -95,8 +95,8 @@ def puzzle(
         draw.shuffle(cells)
         free = frozenset(cells[walls:])
         goals = frozenset(cells[walls : walls + boxes])
-        layer = {Board(free, goals, goals, player): () for player in sorted(free - goals)}
-        known: dict[Board, tuple[str, ...]] = dict(layer)
+        layer: dict[Board, tuple[str, ...]] = {Board(free, goals, goals, player): () for player in sorted(free - goals)}
+        known = dict(layer)
         layers: list[dict[Board, tuple[str, ...]]] = []
         while layer and len(layers) < moves:
             found = [(b, (m, *way)) for board, way in layer.items() for m, b in board.before() if b not in known]

@@ -16,7 +16,6 @@ from rollover import cli
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.start.launch import ServerProcess
 from rollover.errors import EngineError
-from rollover.report.comparison import write_comparison
 from tests import runs
 
 CANARY = "c4nary-9f8e7d6c5b"
@@ -89,7 +88,6 @@ def test_a_secret_of_the_toml_file_reaches_config_json_alone(place: Path, capfd:
     said(capfd, 0, "train", "--resume", "out", "--steps", "3")
     said(capfd, 0, "report", "out")
     said(capfd, 0, "eval", "out", "--run-dir", "measured")
-    write_comparison([Path("out"), Path("out")], Path("out/comparison.html"))
     assert holding_the_canary(Path("out")) == holding_the_canary(Path("measured")) == {"config.json"}
     assert "[hidden]" in Path("out/report.html").read_text()
     assert stat.S_IMODE(Path("out/report.html").stat().st_mode) == 0o600

@@ -12,7 +12,6 @@ import pytest
 
 from rollover import cli
 from rollover.errors import RolloverError
-from rollover.frontier.engine import of_benchmark
 from rollover.hf.config import read_model_config
 from rollover.hf.weights import weight_files
 from rollover.report.metrics import read_metrics
@@ -122,7 +121,6 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("model.safetensors.index.json", weight_files),
     ("began_with.json", lambda folder: check_began_with(folder / "began_with.json", folder)),
     ("adapter_config.json", lambda folder: AdapterSource.read(1, folder)),
-    ("engine-1.json", of_benchmark),
     ("status.json", lambda folder: StatusFile(folder / "status.json").read()),
     ("workers.json", lambda folder: Credentials(folder / "workers.json").hashes()),
 ]

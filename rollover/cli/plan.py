@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -50,15 +49,9 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 @click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with all results.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write the whole plan as JSON.")
 @click.option(
-    "--launch",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Write scripts that start the servers, and the trainer's settings, to DIR.",
-)
-@click.option(
     "--server",
     type=click.Choice(["vllm", "sglang", "embedded_server"]),
-    help="Kind of servers for --launch and --for-launch; vllm by default.",
+    help="Kind of servers for --for-launch; vllm by default.",
 )
 def command(**options: Any) -> None:
     """Plan which devices of a mixed fleet train and which roll out, in which shapes, and with what throughput.
@@ -66,7 +59,7 @@ def command(**options: Any) -> None:
     FLEET is a TOML file or a packaged example: 8xh100, a100-l40s, desk, h100-l4, h800-h20.
 
     \b
-    rollover plan h800-h20 --model ./qwen2.5-7b --html plan.html --launch launch
+    rollover plan h800-h20 --model ./qwen2.5-7b --html plan.html
     rollover plan fleet.toml --model Qwen/Qwen3-8B --max-staleness 2
     rollover plan fleet.toml --model ./qwen3-8b --aim cost --target 50000
     """

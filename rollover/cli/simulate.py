@@ -47,12 +47,6 @@ MAX_REPLICAS = 10_000
 @click.option(
     "--replicas", type=Count(min=1, max=MAX_REPLICAS), default=1, metavar="N", help="Number of engine replicas."
 )
-@click.option(
-    "--engine",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="Engine: a result of benchmarks/engine.py, or a folder of results.",
-)
 @click.option("--batch-size", type=Count(min=1), metavar="N", help="Groups per step.")
 @click.option("--group-size", type=Count(min=1), metavar="N", help="Samples per group.")
 @click.option("--cap", "cap_tokens", type=Count(min=1), metavar="TOKENS", help="Longest response.")

@@ -19,22 +19,19 @@ def command() -> None:
 @click.argument("source", metavar="RUN|FILE")
 @click.option("--cap", type=Count(min=1), metavar="TOKENS", help="Cap on the lengths in FILE.")
 @click.option(
-    "--html", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with lengths, tail and fit."
-)
-@click.option(
     "--out", type=OutputFile(), metavar="FILE", help="Write the workload to FILE (TOML) instead of the terminal."
 )
-def fit(source: str, cap: int | None, page: Path | None, out: Path | None) -> None:
+def fit(source: str, cap: int | None, out: Path | None) -> None:
     """Fit a workload to recorded response lengths, and say how well it fits.
 
     RUN is a run directory. FILE is a .jsonl or .parquet file of lengths, with a row for each sample (prompt, length) or
     for each prompt (prompt, lengths). Without --cap, the longest response in FILE is assumed to have reached the cap.
 
     \b
-    rollover workload fit runs/quickstart-20260101-120000 --html fit.html
+    rollover workload fit runs/quickstart-20260101-120000
     rollover workload fit lengths.jsonl --cap 16384 --out mine.toml
     """
     require("scipy", purpose="rollover workload fit")
     from rollover.workload.report import fit_workload
 
-    fit_workload(source, cap_tokens=cap, page=page, out=out)
+    fit_workload(source, cap_tokens=cap, out=out)

@@ -1,16 +1,13 @@
-"""Engine parameters: from a catalogue device and a model's shape, from a benchmark's fit, or in relative units."""
+"""Engine parameters: from a catalogue device and a model's shape, or in relative units."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 from rollover.devices import catalogue
 from rollover.devices import model_shape as models
 from rollover.devices.costs.links import weight_update_s
 from rollover.devices.costs.rollout import engine_model, replica_costs
 from rollover.devices.workload import specify
-from rollover.errors import ConfigError, DataError, parse_json
+from rollover.errors import ConfigError
 from rollover.frontier.setup import PREFILL_PER_C0, PUBLISHED_LOAD
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.scenario import ReplicaModel
@@ -64,37 +61,3 @@ def of_device(
     if found.unverified:
         note += f" These figures of the device are unverified: {', '.join(found.unverified)}."
     return replica, note
-
-
-def of_benchmark(path: Path) -> tuple[ReplicaModel, str]:
-    """Return the replica that ``benchmarks/engine.py`` fitted, read from a result file or from the newest in a folder.
-
-    Raises:
-        DataError: there is none, or it holds no fit.
-    """
-    file = path
-    if path.is_dir():
-        results = sorted(path.glob("engine-*.json"), key=lambda f: f.stat().st_mtime)
-        if not results:
-            raise DataError(f"{path} contains no engine-*.json; run benchmarks/engine.py, or give a result file")
-        file = results[-1]
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} is not a readable benchmark result: {error}") from None
-    fit = _find(content, "c0_s")
-    if fit is None or not all(isinstance(fit.get(key), int | float) and fit[key] > 0 for key in ("c0_s", "B0")):
-        raise DataError(f"{file} contains no fit of the iteration time (c0_s and B0, both above 0)")
-    replica = ReplicaModel(c0_s=fit["c0_s"], b0=fit["B0"])
-    return replica, f"Engine: as measured in {file.name}: c0 {1000 * replica.c0_s:.2f} ms, B0 {replica.b0:.1f}."
-
-
-def _find(content: Any, key: str) -> dict[str, Any] | None:
-    """Return the first table that has ``key``, wherever it is."""
-    if isinstance(content, dict):
-        if key in content:
-            return content
-        content = list(content.values())
-    if isinstance(content, list):
-        return next((found for inner in content if (found := _find(inner, key)) is not None), None)
-    return None

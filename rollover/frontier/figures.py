@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollover.frontier.settings import knob_of, label, name_of, place_of, value_of
+from rollover.frontier.settings import label
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
-from rollover.report.measures import clip_curve
 from rollover.report.plot import Figure, axis, figure, line
 from rollover.report.plot import label as escaped
 
@@ -85,100 +84,6 @@ def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
     return [
         line(lags, gains, "closed form, caches kept", "--soft", line={"color": "--soft", "width": 1.4, "dash": "dot"})
     ]
-
-
-def sensitivity(study: Study) -> list[tuple[str, Figure]]:
-    """Return (title, figure) of gain against over-sampling and concurrency, group size, cap and B0."""
-    drawn = []
-    for key, title, x_title in (
-        ("over_sampling_batch_size", "Over-sampling r", "groups in flight over groups of a batch"),
-        ("num_running", "Concurrency C", "samples in flight over samples of a batch"),
-        ("max_staleness", "Staleness bound S", "versions"),
-        ("lag_target", "Lag target", "versions requested"),
-    ):
-        strategies = [s for s in study.strategies if (knob := knob_of(s)) is not None and knob.key == key]
-        if strategies:
-            drawn.append((title, _by_knob(study, strategies, x_title)))
-    for what, title, x_title in (
-        ("group size", "Group size", "samples per prompt"),
-        ("cap", "Cap", "longest response, tokens"),
-        ("B0", "B0", "samples at which an iteration takes twice as long"),
-    ):
-        if any(v.what == what for v in study.variations):
-            drawn.append((title, _by_variation(study, what, x_title)))
-    return drawn
-
-
-def _by_knob(study: Study, strategies: list[str], x_title: str) -> Figure:
-    palette = colours(study)
-    curves = []
-    for strategy in strategies:
-        points = [(value_of(p.config) or 0.0, p) for p in study.of(strategy)]
-        curves += _gain_and_lag(strategy, palette[strategy], points)
-    return _two_axes(curves, x_title)
-
-
-def _by_variation(study: Study, what: str, x_title: str) -> Figure:
-    here = {
-        "group size": study.setup.rollout.group_size,
-        "cap": study.setup.cap_tokens,
-        "B0": sum(r.b0 for r in study.setup.scenario.replicas),
-    }[what]
-    palette = colours(study)
-    shown = {p.config: p for p in (study.current, study.advice[-1].chosen) if p.config.strategy.kind != "sync"}
-    curves = []
-    for config, point in shown.items():
-        found = [(float(here), point)]
-        for variation in study.variations:
-            other = variation.point.config
-            if variation.what == what and place_of(other) == place_of(config):
-                found.append((variation.value, variation.point))
-        found.sort(key=lambda pair: pair[0])
-        curves += _gain_and_lag(label(config), palette[name_of(config)], found)
-    return _two_axes(curves, x_title)
-
-
-def _gain_and_lag(name: str, colour: str, points: list[tuple[float, FrontierPoint]]) -> list[dict[str, Any]]:
-    """Draw gain as a solid line, and lag as a dotted one on its own axis."""
-    x = [v for v, _ in points]
-    gain = line(x, [p.gain.mean for _, p in points], name, colour, mode="lines+markers", marker={"size": 6})
-    lag = line(x, [p.lag for _, p in points], f"{name}, lag", colour, yaxis="y2", showlegend=False)
-    lag["line"] = {"color": colour, "width": 1.5, "dash": "dot"}
-    return [{**gain, "hovertemplate": "%{y:.2f}×"}, {**lag, "hovertemplate": "lag %{y:.2f}"}]
-
-
-def _two_axes(data: list[dict[str, Any]], x_title: str) -> Figure:
-    own = {"overlaying": "y", "side": "right", "tickmode": "auto", "nticks": 5}
-    right = axis("lag, versions", showgrid=False, rangemode="tozero", **own)
-    return figure(
-        data,
-        height=290,
-        margin={"l": 48, "r": 48, "t": 30, "b": 40},
-        xaxis=axis(x_title, showgrid=False),
-        yaxis=axis("gain", rangemode="tozero", ticksuffix="×", nticks=5),
-        yaxis2=right,
-        hovermode="x unified",
-    )
-
-
-def active(study: Study) -> Figure:
-    """Draw the samples that are decoding over the same number of steps, each setting from its own zero."""
-    palette = ("--muted", "--orange", "--blue")
-    data = []
-    for picture, colour in zip(study.pictures, palette, strict=False):
-        start_s = picture.window.start_s
-        curve = clip_curve(picture.timeline.active, start_s, picture.window.end_s)
-        x, y = [t - start_s for t, _ in curve], [float(n) for _, n in curve]
-        shape = {"line": {"color": colour, "width": 2, "shape": "hv"}}
-        data.append({**line(x, y, label(picture.config), colour, **shape), "hovertemplate": "%{y}"})
-    unit = time_title(study)
-    return figure(
-        data,
-        height=300,
-        xaxis=axis(unit, showgrid=False),
-        yaxis=axis("samples decoding", rangemode="tozero"),
-        hovermode="x unified",
-    )
 
 
 def time_title(study: Study) -> str:

@@ -49,7 +49,6 @@ class StudyRequest:
     model: str | None = None
     tp: int = 1
     replicas: int = 1
-    engine: Path | None = None
     batch_size: int | None = None
     group_size: int | None = None
     cap_tokens: int | None = None
@@ -65,10 +64,8 @@ class StudyRequest:
             raise ConfigError("--from names a run whose lengths are used: omit WORKLOAD")
         if (self.device is None) != (self.model is None):
             raise ConfigError("--device needs --model, and --model needs --device: an engine is a model on a device")
-        engines = {"--device": self.device, "--engine": self.engine, "--from": self.run}
-        named = [option for option, value in engines.items() if value is not None]
-        if len(named) > 1:
-            raise ConfigError(f"{' and '.join(named)} each describe the engine; give only one")
+        if self.device is not None and self.run is not None:
+            raise ConfigError("--device and --from each describe the engine; give only one")
         if self.tp != 1 and self.device is None:
             raise ConfigError("--tp has no effect without --device and --model")
         if any(budget < 0 for budget in self.lag_budgets):
@@ -143,11 +140,9 @@ def _engine(
     """Return a replica, its origin, and the unit of its times."""
     if request.device is not None and request.model is not None:
         replica, note = engine.of_device(request.device, request.model, lengths, rollout, tp=request.tp)
-    elif request.engine is not None:
-        replica, note = engine.of_benchmark(request.engine)
     else:
         replica, note = engine.in_units_of_c0(rollout, replicas)
-    is_timed = request.device is not None or request.engine is not None or file.engine.c0_s is not None
+    is_timed = request.device is not None or file.engine.c0_s is not None
     if file.engine.c0_s is not None:
         note = f"Engine: as described in {request.scenario}."
     return replica, note, "s" if is_timed else "c0"

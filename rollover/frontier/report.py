@@ -27,12 +27,7 @@ _FRONTIER = (
 _TIMELINES = (
     "The same steps of each setting, in whole rounds, on axes of equal length. Bars are samples, coloured by the policy"
     " version that sampled them; thin lines are parked samples; shaded areas are training. Below: the samples decoding"
-    " at each moment."
-)
-_ACTIVE = "Over-sampling fills the area missing under a falling curve."
-_SENSITIVITY = (
-    "How much the answer depends on the setting and on the assumptions. Solid: throughput over synchronous rollout"
-    " under the same change; dotted, on the right axis: lag."
+    " at each moment; over-sampling fills the area missing under a falling curve."
 )
 _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "gain": lambda p, _: f"{p.gain.mean:.2f}×" + ("" if p.gain.margin is None else f" ±{p.gain.margin:.2f}"),
@@ -175,9 +170,6 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
     drawn = page.figure("", figures.frontier(study), "")
     page.section("Throughput against lag", _FRONTIER, drawn, f'<div class="card">{numbers}</div>', layout="column")
     _timelines(page, study)
-    page.section("Samples decoding", _ACTIVE, page.figure("", figures.active(study), ""), layout="column")
-    changes = [page.figure(title, changed, "") for title, changed in figures.sensitivity(study)]
-    page.section("Sensitivity", _SENSITIVITY, *changes)
     notes = "".join(f"<li>{escape(note)}</li>" for note in assumptions(study))
     page.add(f'<section><h2>Assumptions</h2><div class="card"><ul>{notes}</ul></div></section>')
     return page.render()
@@ -239,7 +231,6 @@ def study_json(study: Study) -> str:
         "ceiling_tokens_per_time": setup.ceiling,
         "theory": asdict(study.theory),
         "points": [_point_json(p) for p in study.points],
-        "sensitivity": [{"what": v.what, "value": v.value, **_point_json(v.point)} for v in study.variations],
         "advice": [
             {"lag_budget": a.lag_budget, "sentence": a.sentence(), "share_of_gain": a.share, "toml": a.toml()}
             for a in study.advice

@@ -1,4 +1,4 @@
-"""The whole study: every setting, a closer look at the recommended one, its sensitivity and its timelines."""
+"""The whole study: every setting, a closer look at the recommended one, and timelines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,10 @@ from rollover.frontier.setup import Setup
 from rollover.frontier.sweep import FrontierPoint, Length, Runner, Trial, TrialResult, run_trials, workers
 from rollover.rollout.config import RolloutConfig
 from rollover.sim.theory import StepModel
-from rollover.workload.law import MAX_TOKENS, LengthLaw
 
 _THEORY_PROMPTS = 4096
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current part, the number of its simulations that are done, and their total."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variation:
-    """One thing changed, everything else as it is.
-
-    Example: ``Variation(what="cap", value=8192, point=point)``: the setting with responses of up to 8,192 tokens.
-    """
-
-    what: str
-    """``group size``, ``cap`` or ``B0``."""
-    value: float
-    point: FrontierPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +37,6 @@ class Study:
     """The setting in use, or the default one."""
     advice: tuple[Advice, ...]
     """One recommendation for each lag budget, or a single one."""
-    variations: tuple[Variation, ...]
     pictures: tuple[Picture, ...]
     theory: StepModel
 
@@ -97,7 +82,6 @@ def study(
         possible = [p for p in points if not is_asleep(name_of(p.config), setup)]
         advice = tuple(advise(possible, budget) for budget in budgets)
         shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
-        variations = tuple(bench.variations(shown))
     return Study(
         setup=setup,
         length=length,
@@ -105,7 +89,6 @@ def study(
         points=tuple(points),
         current=next(p for p in points if place_of(p.config) == place),
         advice=advice,
-        variations=variations,
         pictures=pictures(setup, shown),
         theory=theory(setup),
     )
@@ -167,64 +150,25 @@ class _Bench:
     def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
         self.setup = setup
         self._length = length
-        self._seeds = range(num_seeds)
+        self._num_seeds = num_seeds
         self._runner = runner
         self._progress = progress
-        self._baselines: dict[int, tuple[TrialResult, ...]] = {}
-        """Synchronous outcomes by the setup's identity."""
+        self._baseline: tuple[TrialResult, ...] = ()
 
     def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[FrontierPoint]:
         """Return a point for each of ``configs``; the first of the first call must be synchronous."""
-        return self._points(what, [(self.setup, config) for config in configs], self._seeds)
-
-    def variations(self, configs: Sequence[RolloutConfig]) -> list[Variation]:
-        """Simulate each of ``configs`` with half and twice each assumption, over one seed."""
-        setups = list(_varied(self.setup))
-        work = [(setup, _moved(config, setup)) for _, _, setup in setups for config in configs]
-        names = [(what, value) for what, value, _ in setups for _ in configs]
-        points = self._points("sensitivity", work, range(1))
-        return [
-            Variation(what=what, value=value, point=point) for (what, value), point in zip(names, points, strict=True)
-        ]
-
-    def _points(self, what: str, work: Sequence[tuple[Setup, RolloutConfig]], seeds: range) -> list[FrontierPoint]:
         trials = [
-            Trial(config=config, seed=seed, lengths=setup.lengths, scenario=setup.scenario)
-            for setup, config in work
-            for seed in seeds
+            Trial(config=config, seed=seed, lengths=self.setup.lengths, scenario=self.setup.scenario)
+            for config in configs
+            for seed in range(self._num_seeds)
         ]
         done = run_trials(trials, self._length, self._runner, lambda n: self._progress(what, n, len(trials)))
         points = []
-        for place, (setup, config) in enumerate(work):
-            outcomes = tuple(done[place * len(seeds) : (place + 1) * len(seeds)])
-            if config.strategy.kind == "sync":
-                self._baselines.setdefault(id(setup), outcomes)
-            baseline = self._baselines[id(setup)]
-            points.append(FrontierPoint(config=config, outcomes=outcomes, baseline=baseline, lag_of=setup.lag_of))
-        return points
-
-
-def _varied(setup: Setup) -> list[tuple[str, float, Setup]]:
-    """Return (what, value, setup) with half and twice the group size, the cap, and B0."""
-    found: list[tuple[str, float, Setup]] = []
-    size = setup.rollout.group_size
-    for other in (size // 2, 2 * size):
-        if other >= 2:
-            found.append(("group size", other, replace(setup, rollout=replace(setup.rollout, group_size=other))))
-    for cap in (setup.cap_tokens // 2, 2 * setup.cap_tokens):
-        if 1 <= cap <= MAX_TOKENS and (cap < setup.cap_tokens or isinstance(setup.lengths, LengthLaw)):
-            lengths = setup.lengths.capped(cap)
-            found.append(
-                ("cap", cap, replace(setup, lengths=lengths, rollout=replace(setup.rollout, max_new_tokens=cap)))
+        for place, config in enumerate(configs):
+            outcomes = tuple(done[place * self._num_seeds : (place + 1) * self._num_seeds])
+            self._baseline = self._baseline or outcomes
+            point = FrontierPoint(
+                config=config, outcomes=outcomes, baseline=self._baseline, lag_of=self.setup.lag_of
             )
-    for factor in (0.5, 2.0):
-        replicas = tuple(replace(r, b0=factor * r.b0) for r in setup.scenario.replicas)
-        value = sum(r.b0 for r in replicas)
-        found.append(("B0", value, replace(setup, scenario=replace(setup.scenario, replicas=replicas))))
-    return found
-
-
-def _moved(config: RolloutConfig, setup: Setup) -> RolloutConfig:
-    """Return ``config`` in another setup, with its knob where it was."""
-    shape = replace(config, group_size=setup.rollout.group_size, max_new_tokens=setup.cap_tokens)
-    return replace(shape, strategy=config.strategy.reshaped(config, shape))
+            points.append(point)
+        return points

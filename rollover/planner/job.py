@@ -1,4 +1,4 @@
-"""``rollover plan``: from a fleet file to a table, a page, a record and files to launch."""
+"""``rollover plan``: from a fleet file to a table, a page and a record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives, launchable, leaner, marginal_gains, unlimited
-from rollover.planner.launch import launch_files
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec, fleet_problem, routed
 from rollover.planner.records import Fleet, Routing, Server, Tail
@@ -58,16 +57,16 @@ class PlanRequest:
     """Plan only what ``rollover launch`` can run."""
     page: Path | None = None
     json: Path | None = None
-    launch: Path | None = None
-    server: Server = "vllm"
+    server: Server | None = None
+    """Kind of servers with ``for_launch``; vLLM if not given."""
 
     def __post_init__(self) -> None:
         if (self.aim == "cost") != (self.target is not None):
             raise PlanError("--aim cost needs --target, and --target needs --aim cost")
         if self.aim == "cost" and self.budget is not None:
             raise PlanError("--budget has no effect with --aim cost: omit one of them")
-        if self.server == "embedded_server" and (not self.for_launch or self.launch is not None):
-            raise PlanError("--server embedded_server is for --for-launch: the files of --launch start vLLM or SGLang")
+        if self.server is not None and not self.for_launch:
+            raise PlanError("--server has no effect without --for-launch")
 
 
 def plan(request: PlanRequest) -> None:
@@ -135,7 +134,7 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
         target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
         tail=request.tail,
         routing=request.routing,
-        launchable=request.server if request.for_launch else None,
+        launchable=(request.server or "vllm") if request.for_launch else None,
     )
 
 
@@ -160,10 +159,3 @@ def _write(console: Console, request: PlanRequest, made: Plan) -> None:
     if request.json is not None:
         request.json.write_text(made.to_json(), encoding="utf-8")
         console.print(f"plan: {request.json}", markup=False)
-    if request.launch is not None:
-        request.launch.mkdir(parents=True, exist_ok=True)
-        for name, text in launch_files(made, model=request.model, server=request.server).items():
-            file = request.launch / name
-            file.write_text(text, encoding="utf-8")
-            file.chmod(0o755 if name.endswith(".sh") else 0o644)
-        console.print(f"launch files: {request.launch}", markup=False)

@@ -25,11 +25,6 @@ MEMBERS = (
     " policy version. A vertical mark is a change to newer weights; in an empty stretch, the member was away or had"
     " no call. The staleness of the batches comes from members of different colours at the same moment."
 )
-ALIGNED = (
-    "The same training steps of every run on axes of equal length: the shorter picture is the faster run."
-    " Bars are samples, coloured by the policy version that sampled them; thin lines are parked samples; shaded areas"
-    " are training and publishing. Below: the samples decoding at each moment."
-)
 LAG = (
     "The number of versions by which tokens were older than the weights they trained; 0 is on-policy. Head lag is the"
     " lag of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
@@ -51,8 +46,3 @@ HEALTH = (
     " measure how far the trained policy is from the weights that sampled. Right answers that are shorter or longer"
     " than wrong ones pull the length of all responses with them. Curves that are 0 throughout are left out."
 )
-COMPARED = (
-    "Ratios are to the first run. Throughput counts tokens that had a gradient, and never stands alone: read lag,"
-    " waste and re-prefilled tokens with it."
-)
-SPENT = "Seconds of the whole run by phase, and the trained lengths: faster must not mean shorter answers."

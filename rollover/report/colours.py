@@ -36,8 +36,6 @@ WASTE_COLOURS = {
 """Colours of the causes of waste."""
 CURVE_COLOURS = ("--blue", "--orange", "--green", "--violet", "--cyan", "--pink", "--brown")
 """Colours of the curves of a figure that have no meaning of their own."""
-RUN_COLOURS = ("--soft", "--blue", "--orange", "--green", "--violet", "--red")
-"""Colours of the runs of a comparison. The first run is the baseline and stays in the background."""
 VERSION_RAMP = ("#4453b8", "#2c86cc", "#1fa79b", "#6cb64e", "#dcb03a", "#e8853b", "#d2504f")
 """Colours of policy versions, from the oldest in sight to the newest: cold to warm, readable on light and on dark."""
 

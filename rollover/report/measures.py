@@ -13,7 +13,6 @@ from statistics import fmean
 from rollover.batch import WasteCause
 from rollover.report.timeline import ConsumedStep, SampleTrace, Timeline, WastePoint
 from rollover.rollout.lag import LagSummary, weighted_quantile
-from rollover.types import SampleId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +185,28 @@ def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[
 
     A sample keeps its row from its first token to its end, parked time included.
     """
+    bounded = [(bounds, sample) for sample in samples if (bounds := _bounds(sample, window)) is not None]
+    bounded.sort(key=lambda entry: (entry[0][0], entry[1].sample_id))
+    rows: dict[int, list[SampleTrace]] = {}
+    for row, (_, sample) in zip(packed([bounds for bounds, _ in bounded]), bounded, strict=True):
+        rows.setdefault(row, []).append(sample)
+    return rows
+
+
+def packed(intervals: Iterable[tuple[float, float]]) -> list[int]:
+    """Return the row of each interval (start, end), given in order of their start, so that none overlap in a row.
+
+    Example: ``packed([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0)])`` is ``[0, 1, 0]``.
+    """
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    rows: dict[int, list[SampleTrace]] = {}
-    bounded: list[tuple[float, SampleId, float, SampleTrace]] = []
-    for sample in samples:
-        if (bounds := _bounds(sample, window)) is not None:
-            bounded.append((bounds[0], sample.sample_id, bounds[1], sample))
-    for start_s, _, end_s, sample in sorted(bounded, key=lambda entry: entry[:2]):
+    rows: list[int] = []
+    for start_s, end_s in intervals:
         while busy and busy[0][0] <= start_s:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        lane = heapq.heappop(free) if free else len(rows)
-        rows.setdefault(lane, []).append(sample)
-        heapq.heappush(busy, (end_s, lane))
+        row = heapq.heappop(free) if free else len(busy)
+        rows.append(row)
+        heapq.heappush(busy, (end_s, row))
     return rows
 
 

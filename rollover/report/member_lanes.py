@@ -6,7 +6,6 @@ of weights: how long the member had decoded nothing before it is in its text.
 
 from __future__ import annotations
 
-import heapq
 import html
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollover.report import measures
-from rollover.report.colours import version_colours
 from rollover.report.measures import StepWindow
 from rollover.report.plot import Figure, axis, figure
 from rollover.report.timeline import DecodedSpan, SampleTrace, Timeline
-from rollover.report.timeline_figure import thinned, training_bands
+from rollover.report.timeline_figure import OF_BARS, add_stretch, marks, thinned, training_bands, version_bars
 
 MAX_MEMBERS = 40
 """Maximum number of lanes in a picture; of more members, the members that decoded most are drawn."""
@@ -71,18 +69,9 @@ def by_member(samples: Iterable[SampleTrace], window: StepWindow) -> dict[str, t
 
 
 def _packed(spans: Iterable[tuple[SampleTrace, DecodedSpan]]) -> tuple[MemberSpan, ...]:
-    free: list[int] = []
-    busy: list[tuple[float, int]] = []
-    placed: list[MemberSpan] = []
-    num_rows = 0
-    for sample, span in sorted(spans, key=lambda pair: (pair[1].start_s, pair[0].sample_id)):
-        while busy and busy[0][0] <= span.start_s:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        row = heapq.heappop(free) if free else num_rows
-        num_rows = max(num_rows, row + 1)
-        heapq.heappush(busy, (span.end_s, row))
-        placed.append(MemberSpan(sample, span, row))
-    return tuple(placed)
+    ordered = sorted(spans, key=lambda pair: (pair[1].start_s, pair[0].sample_id))
+    rows = measures.packed((span.start_s, span.end_s) for _, span in ordered)
+    return tuple(MemberSpan(sample, span, row) for (sample, span), row in zip(ordered, rows, strict=True))
 
 
 def changes(spans: Sequence[MemberSpan]) -> tuple[VersionChange, ...]:
@@ -114,9 +103,7 @@ def member_lanes(timeline: Timeline, window: StepWindow, *, origin_s: float) -> 
     return figure(
         data,
         height=max(230, min(900, 120 + 34 * len(names))),
-        barmode="overlay",
-        bargap=0,
-        margin={"l": 48, "r": 14, "t": 44, "b": 40},
+        **OF_BARS,
         xaxis=axis(title, showgrid=False, range=[window.start_s - origin_s, window.end_s - origin_s]),
         yaxis=axis(
             "; ".join(said),
@@ -138,33 +125,17 @@ def _shown(members: Mapping[str, Sequence[MemberSpan]]) -> tuple[list[str], int]
 
 
 def _bars(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
-    colours = version_colours(each.span.policy_version for spans in members.values() for each in spans)
-    bars = {
-        version: {
-            "type": "bar",
-            "orientation": "h",
-            "name": f"v{version}",
-            "x": [],
-            "y": [],
-            "base": [],
-            "width": [],
-            "customdata": [],
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "marker": {"color": colour, "line": {"width": 0}},
-            "legendrank": i,
-        }
-        for i, (version, colour) in enumerate(colours.items())
-    }
+    bars = version_bars((each.span for spans in members.values() for each in spans), _LANE)
+    for bar in bars.values():
+        bar["width"] = []
     for lane, (name, spans) in enumerate(members.items()):
         num_rows = 1 + max(each.row for each in spans)
         for each in spans:
-            bar: dict[str, Any] = bars[each.span.policy_version]
-            start_s, end_s = max(each.span.start_s, window.start_s), min(each.span.end_s, window.end_s)
-            bar["base"].append(round(start_s - origin_s, 3))
-            bar["x"].append(round(end_s - start_s, 3))
-            bar["y"].append(round(lane - _LANE / 2 + _LANE * (each.row + 0.5) / num_rows, 4))
-            bar["width"].append(round(_LANE / num_rows * 0.9, 4))
-            bar["customdata"].append(_hover(name, each))
+            bar = bars[each.span.policy_version]
+            place = round(lane - _LANE / 2 + _LANE * (each.row + 0.5) / num_rows, 4)
+            if add_stretch(bar, place, each.span.start_s, each.span.end_s, window, origin_s):
+                bar["width"].append(round(_LANE / num_rows * 0.9, 4))
+                bar["customdata"].append(_hover(name, each))
     return list(bars.values())
 
 
@@ -178,26 +149,17 @@ def _hover(name: str, each: MemberSpan) -> str:
 
 def _marks(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """Draw a mark where a member continued under newer weights."""
-    found = [(lane, change) for lane, spans in enumerate(members.values()) for change in changes(spans)]
-    inside = [(lane, change) for lane, change in found if window.start_s <= change.time_s <= window.end_s]
-    if not inside:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "new weights",
-            "x": [round(change.time_s - origin_s, 3) for _, change in inside],
-            "y": [lane for lane, _ in inside],
-            "customdata": [
-                f"v{change.before} to v{change.after}, nothing decoded for {change.idle_s:.2f} s before"
-                for _, change in inside
-            ],
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "marker": {"symbol": "line-ns", "size": 24, "line": {"color": "--ink", "width": 1.4}},
-            "legendrank": 2001,
-        }
+    found = [
+        (
+            change.time_s,
+            lane,
+            f"v{change.before} to v{change.after}, nothing decoded for {change.idle_s:.2f} s before",
+        )
+        for lane, spans in enumerate(members.values())
+        for change in changes(spans)
+        if window.start_s <= change.time_s <= window.end_s
     ]
+    return marks("new weights", found, origin_s, symbol="line-ns", size=24, line={"color": "--ink", "width": 1.4})
 
 
 def _separators(num_lanes: int) -> list[dict[str, Any]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +89,3 @@ def read_timeline(run_dir: Path) -> Timeline:
         raise RunError(
             f"{journal} lacks an event that later ones follow from ({e!r}): bring the file back from a copy"
         ) from e
-
-
-def distinct_names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the names of the runs; names that repeat are numbered."""
-    count = Counter(r.name for r in records)
-    return [r.name if count[r.name] == 1 else f"{r.name} ({i})" for i, r in enumerate(records, start=1)]

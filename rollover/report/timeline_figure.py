@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollover.report import measures
@@ -15,6 +15,8 @@ from rollover.types import FinishReason
 
 MAX_SPANS = 400
 """Bars per picture; of a larger window every k-th group is drawn. Each takes some 200 bytes of the page."""
+OF_BARS: dict[str, Any] = {"barmode": "overlay", "bargap": 0, "margin": {"l": 48, "r": 14, "t": 44, "b": 40}}
+"""Layout of figures with a row for each sample or member."""
 _MAX_CHANGES = 600
 """Changes of the number of active samples that are drawn one by one; a picture has about as many columns of pixels."""
 
@@ -44,9 +46,7 @@ def gantt(
     return figure(
         data,
         height=max(320, min(680, 230 + 8 * len(rows))),
-        barmode="overlay",
-        bargap=0,
-        margin={"l": 48, "r": 14, "t": 44, "b": 40},
+        **OF_BARS,
         xaxis=axis(time_title, showgrid=False, anchor="y2", range=[start, right]),
         yaxis=axis(
             f"samples (one group in {every})" if every > 1 else "samples",
@@ -89,7 +89,9 @@ def _bar(name: str, colour: str, width: float, **extra: Any) -> dict[str, Any]:
     }
 
 
-def _add(bar: dict[str, Any], lane: int, start_s: float, end_s: float, window: StepWindow, origin_s: float) -> bool:
+def add_stretch(
+    bar: dict[str, Any], lane: float, start_s: float, end_s: float, window: StepWindow, origin_s: float
+) -> bool:
     """Put the part of an interval inside the window on the bar."""
     start_s, end_s = max(start_s, window.start_s), min(end_s, window.end_s)
     if end_s <= start_s:
@@ -104,7 +106,7 @@ def _parked(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
     bar = _bar("parked", "--gap", 0.22, hovertemplate="parked<extra></extra>", legendrank=2000)
     for lane, sample in placed:
         for gap in sample.gaps:
-            _add(bar, lane, gap.start_s, gap.end_s, window, origin_s)
+            add_stretch(bar, lane, gap.start_s, gap.end_s, window, origin_s)
     return bar
 
 
@@ -113,7 +115,7 @@ def _acting(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
     bar = _bar("environment", "--yellow", 0.4, customdata=[], hovertemplate="%{customdata}<extra></extra>")
     for lane, sample in placed:
         for one in sample.acting:
-            if _add(bar, lane, one.start_s, one.end_s, window, origin_s):
+            if add_stretch(bar, lane, one.start_s, one.end_s, window, origin_s):
                 bar["customdata"].append(f"{sample.sample_id}: the environment answered with {one.num_tokens} tokens")
     return [bar] if bar["x"] else []
 
@@ -125,23 +127,22 @@ def _by_version(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, o
         for span in sample.spans
         if span.end_s > window.start_s and span.start_s < window.end_s
     ]
-    colours = version_colours(span.policy_version for _, _, span in inside)
-    bars = {
-        version: _bar(
-            f"v{version}",
-            colour,
-            0.84,
-            customdata=[],
-            hovertemplate="%{customdata}<extra></extra>",
-            legendrank=i,
-        )
-        for i, (version, colour) in enumerate(colours.items())
-    }
+    bars = version_bars((span for _, _, span in inside), 0.84)
     for lane, sample, span in inside:
         bar = bars[span.policy_version]
-        if _add(bar, lane, span.start_s, span.end_s, window, origin_s):
+        if add_stretch(bar, lane, span.start_s, span.end_s, window, origin_s):
             bar["customdata"].append(_hover(sample, span))
     return list(bars.values())
+
+
+def version_bars(spans: Iterable[DecodedSpan], width: float) -> dict[int, dict[str, Any]]:
+    """Return an empty set of bars for each policy version, in its colour."""
+    colours = version_colours(span.policy_version for span in spans)
+    extra = {"hovertemplate": "%{customdata}<extra></extra>"}
+    return {
+        version: _bar(f"v{version}", colour, width, customdata=[], legendrank=i, **extra)
+        for i, (version, colour) in enumerate(colours.items())
+    }
 
 
 def _hover(sample: SampleTrace, span: DecodedSpan) -> str:
@@ -172,21 +173,24 @@ def _wasted(placed: Sequence[tuple[int, SampleTrace]], window: StepWindow, origi
         for lane, sample in placed
         if sample.waste is not None and window.start_s < sample.spans[-1].end_s <= window.end_s
     ]
-    if not ends:
-        return []
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "never trained",
-            "x": [round(t - origin_s, 3) for t, _, _ in ends],
-            "y": [lane for _, lane, _ in ends],
-            "customdata": [str(cause) for _, _, cause in ends],
-            "hovertemplate": "wasted: %{customdata}<extra></extra>",
-            "marker": {"symbol": "x-thin", "size": 7, "line": {"color": "--ink", "width": 1.6}},
-            "legendrank": 2001,
-        }
-    ]
+    found = [(end_s, lane, f"wasted: {cause}") for end_s, lane, cause in ends]
+    return marks("never trained", found, origin_s, symbol="x-thin", size=7, line={"color": "--ink", "width": 1.6})
+
+
+def marks(name: str, found: Sequence[tuple[float, int, str]], origin_s: float, **marker: Any) -> list[dict[str, Any]]:
+    """Draw a mark for each (time_s, lane, text); nothing if there is none."""
+    drawn = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [round(time_s - origin_s, 3) for time_s, _, _ in found],
+        "y": [lane for _, lane, _ in found],
+        "customdata": [text for _, _, text in found],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": marker,
+        "legendrank": 2001,
+    }
+    return [drawn] if found else []
 
 
 def _active(active: Sequence[tuple[float, int]], origin_s: float) -> dict[str, Any]:

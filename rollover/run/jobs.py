@@ -145,7 +145,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 def _compare(config: RunConfig, run: RunDir) -> None:
     """Run each variant that is not done in a directory of its own below ``run``."""
-    from rollover.report.comparison import compare_table, write_comparison
+    from rollover.report.comparison import compare_table
     from rollover.report.record import read_run
     from rollover.run.prepare import initial_policy
 
@@ -166,7 +166,6 @@ def _compare(config: RunConfig, run: RunDir) -> None:
         with opened:
             _train(wanted, opened, resume=run.resume_command)
     progress.console.print(compare_table([read_run(path) for path in paths]))
-    write_comparison(paths, run.report)
 
 
 async def _evaluate(config: RunConfig, run: RunDir, progress: Progress, metrics: MetricsWriter) -> Any:

@@ -1,20 +1,17 @@
-"""The report of a fit: for the terminal, as a workload file and as a page."""
+"""The report of a fit: for the terminal, and as a workload file."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rollover.report.page import Page, header, table, tiles, write_page
-from rollover.report.plot import Figure, axis, figure, line
 from rollover.settings import toml
 from rollover.workload.fit import Fit, fit
-from rollover.workload.law import Floats, LengthLaw
+from rollover.workload.law import LengthLaw
 from rollover.workload.source import read_trace
 from rollover.workload.trace import Trace
 
@@ -26,16 +23,6 @@ _LABELS = {
     "drift_per_1k_prompts": "drift over 1,000 prompts",
     "tail_exponent": "exponent of the Pareto tail",
 }
-_POINTS = 160
-_DENSITY = (
-    "Response lengths on a logarithmic axis. The last bar holds the responses cut at the cap: loops, and the part of"
-    " the tail beyond it."
-)
-_TAIL = (
-    "The share of responses longer than x, both axes logarithmic. A lognormal tail bends down; a Pareto tail is a"
-    " straight line. The right end decides how long a synchronous step waits."
-)
-_SURE = "Maximum likelihood; cut samples are lower bounds, siblings correlated; standard errors from its curvature."
 
 
 def law_toml(law: LengthLaw, comments: tuple[str, ...] = ()) -> str:
@@ -99,81 +86,7 @@ def fit_table(trace: Trace, fit: Fit) -> Table:
     return shown
 
 
-def render_fit(trace: Trace, fit: Fit) -> str:
-    """Return the page of a fit: lengths, tail, parameters, and the workload file."""
-    law = fit.law
-    page = Page(f"{trace.name} · Rollover workload")
-    page.add(header("Rollover workload", trace.name, [described(trace)]))
-    mean, *_, p99, truncated = length_rows(trace, law)
-    page.add(
-        tiles(
-            [
-                ("Mean response", mean[1], "tokens", f"law: {mean[2]}"),
-                ("99th percentile", p99[1], "tokens", f"law: {p99[2]}"),
-                ("Cut at the cap", truncated[1], "", f"law: {truncated[2]}, of which {law.loop_probability:.1%} loops"),
-                (
-                    "Siblings alike",
-                    f"{law.icc:.2f}",
-                    "icc",
-                    "share of the spread common to a prompt's samples",
-                ),
-                ("KS distance", f"{fit.ks:.3f}", "", f"by chance {fit.ks_expected:.3f}, 95% below {fit.ks_p95:.3f}"),
-            ]
-        )
-    )
-    page.section("Lengths", _DENSITY, page.figure("", _density(trace, law), ""), layout="column")
-    page.section("Tail", _TAIL, page.figure("", _tail(trace, law), ""), layout="column")
-    cards = [table(parameter_rows(fit), ["", "fitted", "standard error"])]
-    cards += [table(length_rows(trace, law), ["response tokens", "trace", "law"])]
-    page.section("In numbers", f"{_SURE} {verdict(fit)}.", *(f'<div class="card">{c}</div>' for c in cards))
-    page.add(f"<section><h2>Workload file</h2><div class='card'><pre>{escape(law_toml(law))}</pre></div></section>")
-    return page.render()
-
-
-def _grid(trace: Trace) -> Floats:
-    """Return whole lengths, evenly spaced on a logarithmic axis, up to just below the cap."""
-    shortest = min(n for p in trace.prompts for n in p.lengths)
-    edges = np.geomspace(max(shortest, 1), max(trace.cap_tokens - 1, shortest + 1), _POINTS)
-    return np.unique(np.floor(edges))
-
-
-def _density(trace: Trace, law: LengthLaw) -> Figure:
-    edges = np.unique(np.floor(_grid(trace)[:: max(1, _POINTS // 40)]))
-    edges = np.append(edges[edges < trace.cap_tokens - 1], trace.cap_tokens - 1)
-    last = trace.cap_tokens * edges[-1] / edges[-2]  # as wide as its neighbour, and all of it is the cap
-    middles = [*((edges[1:] + edges[:-1]) / 2).tolist(), (trace.cap_tokens + last) / 2]
-    widths = [*np.diff(edges).tolist(), last - trace.cap_tokens]
-    data = []
-    for name, cdf in (("trace", trace.empirical_law().at), ("law", law.cdf)):
-        at = cdf(edges)
-        at[0] = 0.0  # the shortest belong to the first bar
-        shares = [*np.diff(at).tolist(), float(1 - at[-1])]
-        if name == "trace":
-            marker = {"color": "--soft", "line": {"width": 0}}
-            data.append({"type": "bar", "x": middles, "y": shares, "width": widths, "name": name, "marker": marker})
-        else:
-            data.append(line(middles, shares, name, "--blue", mode="lines+markers", marker={"size": 4}))
-        data[-1]["hovertemplate"] = "about %{x:,.0f} tokens: %{y:.1%}"
-    x_axis = axis("response tokens", type="log", showgrid=False, tickformat=",d")
-    y_axis = axis("share of responses", tickformat=".0%", rangemode="tozero")
-    return figure(data, height=330, xaxis=x_axis, yaxis=y_axis, barmode="overlay", bargap=0)
-
-
-def _tail(trace: Trace, law: LengthLaw) -> Figure:
-    x = _grid(trace)
-    data = []
-    for name, colour, cdf in (("trace", "--orange", trace.empirical_law().at), ("law", "--blue", law.cdf)):
-        longer = 1 - cdf(x)
-        shown = longer > 0
-        shape = {"line": {"color": colour, "width": 2.2, "shape": "hv" if name == "trace" else "linear"}}
-        curve = line(x[shown].tolist(), longer[shown].tolist(), name, colour, **shape)
-        data.append({**curve, "hovertemplate": "longer than %{x:,.0f} tokens: %{y:.2%}"})
-    x_axis = axis("response tokens", type="log", showgrid=False, tickformat=",d")
-    y_axis = axis("share of responses longer than that", type="log", tickformat=".1~%", dtick="D2")
-    return figure(data, height=330, xaxis=x_axis, yaxis=y_axis)
-
-
-def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out: Path | None) -> None:
+def fit_workload(source: str, *, cap_tokens: int | None, out: Path | None) -> None:
     """Fit the length law to the run or file ``source``; the workload file goes to ``out``, or to the terminal.
 
     Raises:
@@ -191,5 +104,3 @@ def fit_workload(source: str, *, cap_tokens: int | None, page: Path | None, out:
     else:
         out.write_text(text, encoding="utf-8")
         console.print(f"workload: {out}")
-    if page is not None:
-        console.print(f"page: {write_page(page, render_fit(trace, found))}")

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from rollover.errors import ConfigError, DataError, ModelError
-from rollover.frontier.engine import in_units_of_c0, of_benchmark, of_device
+from rollover.errors import ConfigError, ModelError
+from rollover.frontier.engine import in_units_of_c0, of_device
 from rollover.rollout.config import RolloutConfig
 from rollover.workload.source import PRESETS
 
@@ -57,33 +56,6 @@ def test_devices_and_models_that_cannot_be_are_refused(model: str) -> None:
         of_device("h100-sxm", model, LENGTHS, RolloutConfig(), tp=1)
     with pytest.raises(ModelError, match="config"):
         of_device("h100-sxm", str(Path(model).parent), LENGTHS, RolloutConfig(), tp=1)
-
-
-def test_the_newest_benchmark_of_a_folder_counts(tmp_path: Path) -> None:
-    for age, c0_s in ((1, 0.02), (0, 0.01)):
-        file = tmp_path / f"engine-{c0_s}.json"
-        file.write_text(json.dumps({"measures": {"fit": {"c0_s": c0_s, "B0": 20.0}}}))
-        os.utime(file, (1e9 - age, 1e9 - age))
-    replica, note = of_benchmark(tmp_path)
-    assert (replica.c0_s, replica.b0) == (0.01, 20.0)
-    assert "engine-0.01.json" in note
-    assert of_benchmark(tmp_path / "engine-0.02.json")[0].c0_s == 0.02
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "not a readable benchmark result"),
-        ("{}", "contains no fit"),
-        ('{"c0_s": 1.0, "B0": -3.0}', "contains no fit"),
-    ],
-)
-def test_results_without_a_fit_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    with pytest.raises(DataError, match=r"no engine-\*.json"):
-        of_benchmark(tmp_path)
-    (tmp_path / "engine-x.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        of_benchmark(tmp_path)
 
 
 def test_without_an_engine_a_batch_loads_the_replicas_as_published() -> None:

@@ -10,14 +10,11 @@ from pydantic import TypeAdapter
 from rollover.devices import workload
 from rollover.devices.model_shape import parse
 from rollover.planner.alternatives import ALMOST, launchable, leaner, unlimited
-from rollover.planner.launch import launch_files
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import render_page, report
 from rollover.planner.search import make_plan
-from rollover.run.loading import load
-from rollover.settings import toml
 from tests.planner.test_plan import QWEN_7B, fleet
 
 SMALL = parse(
@@ -57,9 +54,6 @@ def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> Non
     assert f"Planned with --for-launch, this fleet reaches {tokens} tokens/s by the formula" in said
     assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in report(made).numbers]
     assert f"reaches {tokens} tokens/s" in render_page(made)
-    files = launch_files(made, model="m", server="vllm")
-    assert said in files["README.md"]
-    assert "# rollover launch cannot run this plan" in files["trainer.toml"]
     assert "No plan was found that it can run with qwen-1.5b" in report(replace(made, launchable=None)).sentences[0]
 
 
@@ -159,25 +153,3 @@ def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> N
         "Of little use: 2 × h100-sxm. Without them 0.5% of the rate would be lost and 2 of 8 devices saved."
     ]
     assert said(rate, 8, cost) == []
-
-
-def test_every_server_is_launched_and_used_with_its_own_cap(plan: Plan, tmp_path: object) -> None:
-    kinds = plan.problem.replica_kinds
-    one, two = replace(kinds[0], batch_cap=64), replace(kinds[0], batch_cap=256)
-    replicas = tuple(replace(r, member=i % 2) for i, r in enumerate(plan.placement.replicas))
-    assert len(replicas) > 1
-    mixed = replace(
-        plan,
-        problem=replace(plan.problem, replica_kinds=(one, two)),
-        placement=replace(plan.placement, replicas=replicas),
-    )
-    files = launch_files(mixed, model="m", server="vllm")
-    settings = toml.parse(files["trainer.toml"], "trainer.toml").data["engine"]
-    expected = [(64, 256)[i % 2] for i in range(len(replicas))]
-    assert settings["max_running"] == expected
-    starts = "".join(text for name, text in files.items() if name.endswith(".sh"))
-    assert [starts.count(f"--max-num-seqs {cap} ") for cap in (64, 256)] == [expected.count(64), expected.count(256)]
-    file = tmp_path / "trainer.toml"  # type: ignore[operator]
-    file.write_text(files["trainer.toml"])
-    engine = load(file).engine
-    assert [engine.running(url) for url in settings["urls"]] == expected  # type: ignore[union-attr]

@@ -64,7 +64,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
 
 def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "fleet.toml", "--model", "model", "--workload", "light-8k", "--num-groups", "16"]
-    argv += ["--html", "p.html", "--json", "p.json", "--launch", "go"]
+    argv += ["--html", "p.html", "--json", "p.json"]
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     for words in ("train", "rollout", "Training throughput", "alone, for"):
@@ -74,8 +74,6 @@ def test_it_plans_and_writes_what_is_asked_for(folder: Path, capsys: pytest.Capt
     assert made.alternatives
     assert made.marginal_gains
     assert "<!DOCTYPE html>" in (folder / "p.html").read_text()
-    assert (folder / "go" / "trainer.toml").is_file()
-    assert list((folder / "go").glob("rollout-*.sh"))
 
 
 @pytest.mark.parametrize("name", ["8xh100", "a100-l40s", "desk", "h100-l4", "h800-h20"])
@@ -123,7 +121,7 @@ def test_aims_that_contradict_are_refused(refused: Callable[..., str]) -> None:
 
 
 def test_a_plan_for_launch_knows_the_servers_and_the_models(folder: Path, refused: Callable[..., str]) -> None:
-    assert "for --for-launch" in refused("--server", "embedded_server")
+    assert "--server has no effect without --for-launch" in refused("--server", "vllm")
     big = MODEL | {"hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32}
     (folder / "model" / "config.json").write_text(json.dumps(big))
     argv = ["plan", "fleet.toml", "--model", "model", *QUICK, "--for-launch", "--json", "p.json"]

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import shlex
-import subprocess
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
 from rollover.devices import workload
-from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Link
 from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives
-from rollover.planner.launch import launch_files
 from rollover.planner.placement import Pipeline, Placement, Stage, weight_ways
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
@@ -28,7 +22,6 @@ from rollover.planner.report import render_page, report
 from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
-from rollover.run.loading import load
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
 
@@ -209,34 +202,6 @@ def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
 
 def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:
     assert TypeAdapter(Plan).validate_json(plan.to_json()) == plan
-
-
-def test_launch_files_name_every_replica_once_and_make_a_valid_config(plan: Plan, tmp_path: Path) -> None:
-    for server in ("vllm", "sglang"):
-        files = launch_files(plan, model="org/model", server=server)  # type: ignore[arg-type]
-        settings = toml.parse(files["trainer.toml"], "trainer.toml").data
-        urls = settings["engine"]["urls"]
-        assert len(urls) == len(set(urls)) == len(plan.placement.replicas)
-        scripts = {name: text for name, text in files.items() if name.endswith(".sh")}
-        starts = [line for text in scripts.values() for line in text.splitlines() if line.startswith("CUDA_VISIBLE")]
-        assert len(starts) == len(urls)
-        program = {
-            "vllm": " vllm serve org/model ",
-            "sglang": " python -m sglang.launch_server --model-path org/model ",
-        }
-        assert all(program[server] in start for start in starts)
-        for name, text in scripts.items():
-            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-            node = name.removeprefix("rollout-").removesuffix(".sh")
-            ports = {shlex.split(s)[shlex.split(s).index("--port") + 1] for s in text.splitlines() if s in starts}
-            assert ports == {url.rpartition(":")[2] for url in urls if url.startswith(f"http://{node}:")}
-        (tmp_path / "trainer.toml").write_text(files["trainer.toml"])
-        loaded = load(tmp_path / "trainer.toml")
-        assert loaded.rollout.max_staleness == 4
-        assert loaded.rollout.rollout_batch_size == 64
-        recompute = any(part.recompute for part in plan.solution.plan.parts)
-        assert (loaded.trainer.dtype, loaded.trainer.gradient_checkpointing) == ("bfloat16", recompute)
-        assert loaded.trainer.micro_batch_tokens == math.ceil(longest_tokens(plan.workload))
 
 
 def test_shares_and_words_add_up(plan: Plan) -> None:

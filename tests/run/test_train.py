@@ -339,7 +339,7 @@ def test_variants_start_from_one_policy_and_are_compared(experiment: Path, capsy
     Path("run.toml").write_text(runs.CONFIG + variants)
     run = train("--steps", "2")
     assert "plain" in (table := capsys.readouterr().out) and "rolling" in table
-    assert "</html>" in (run / "report.html").read_text()
+    assert "</html>" in (run / "plain" / "report.html").read_text()
     first = [{t.sample_id: t for t in runs.batches(run / name)[0].trajectories} for name in ("plain", "rolling")]
     assert (both := first[0].keys() & first[1].keys())
     assert all(first[0][i].token_ids == first[1][i].token_ids for i in both), "the same policy, prompt and noise"

@@ -10,7 +10,6 @@ from scipy.integrate import quad
 from rollover.errors import DataError
 from rollover.workload.fit import _Data, _log_likelihood, _Shape, fit, ks_distance
 from rollover.workload.law import NORMAL, LengthLaw
-from rollover.workload.report import law_toml, render_fit
 from rollover.workload.source import PRESETS
 from rollover.workload.trace import Trace, TracePrompt
 from tests.workload.kit import LAW, drawn
@@ -131,13 +130,3 @@ def test_too_few_finished_samples_are_refused() -> None:
     prompts = tuple(TracePrompt(prompt_id=str(i), prompt_tokens=1, lengths=(9, 5 + i % 2)) for i in range(19))
     with pytest.raises(DataError, match="t: 19 of 38 responses ended by themselves below the cap of 9 tokens"):
         fit(Trace(name="t", cap_tokens=9, prompts=prompts))
-
-
-def test_the_page_says_the_parameters_and_carries_the_workload_file() -> None:
-    trace = replace(drawn(LAW, 60), name="<b>lengths</b>")
-    found = fit(trace)
-    page = render_fit(trace, found)
-    assert law_toml(found.law) in page
-    assert "&lt;b&gt;lengths&lt;/b&gt;" in page
-    assert "<b>lengths" not in page
-    assert f"{found.law.sigma:.3f}" in page

@@ -16,7 +16,7 @@ import pytest
 from rollover.algorithms.registry import ALGORITHMS, Algorithm
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
 from rollover.run.config import RunConfig
-from rollover.settings.schema import types_at
+from rollover.settings.shape import types_at
 from tests.speed import within
 
 ROOT = Path(__file__).parent.parent

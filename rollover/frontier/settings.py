@@ -15,7 +15,7 @@ from rollover.frontier.setup import Setup
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import Knob, RolloverConfig
 from rollover.rollout.strategy import OnFull
-from rollover.settings.schema import types_at
+from rollover.settings.shape import types_at
 from rollover.sim.strategies import SIMULATED, SimulatedRollout
 
 DEFAULT_STRATEGIES = ("sync", "oversample", "april", "concurrency", "bounded_async", "rollover")

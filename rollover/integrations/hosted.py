@@ -19,7 +19,8 @@ from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, no_in_flight_update
 from rollover.run.kinds import AnyEngineConfig
 from rollover.settings import toml
-from rollover.settings.schema import ByKind, build
+from rollover.settings.schema import build
+from rollover.settings.shape import ByKind
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from rollover.engine.base import Capabilities
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES, AnyStrategyConfig, AprilConfig
 from rollover.rollout.strategy import Strategy
-from rollover.settings.schema import ByKind, build
+from rollover.settings.schema import build
+from rollover.settings.shape import ByKind
 from rollover.settings.toml import Document
 
 

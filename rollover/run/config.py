@@ -29,7 +29,7 @@ from rollover.run.kinds import AnyEngineConfig
 from rollover.run.layout import RUN_FILES
 from rollover.run.sections import EvalConfig, ModelConfig, WarmupConfig
 from rollover.settings.changes import Changeable, OnResume
-from rollover.settings.schema import ByKind
+from rollover.settings.shape import ByKind
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import CheckpointConfig, TrainerConfig

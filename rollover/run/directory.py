@@ -42,7 +42,7 @@ from rollover.run import layout
 from rollover.run.config import RunConfig
 from rollover.run.loading import restore
 from rollover.settings.plain import resolved
-from rollover.settings.schema import on_resume, types_at
+from rollover.settings.shape import on_resume, types_at
 from rollover.settings.toml import KeyPath, dotted
 from rollover.version import __version__
 

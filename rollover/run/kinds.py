@@ -10,7 +10,7 @@ from rollover.engine.config import EngineConfig
 from rollover.engine.embedded.kind import EMBEDDED
 from rollover.engine.kind import EngineKind, EngineSetup, OpenedEngine
 from rollover.engine.servers.kind import EMBEDDED_SERVERS, SGLANG, VLLM
-from rollover.settings.schema import kinds
+from rollover.settings.shape import kinds
 from rollover.swarm.kind import SWARM
 
 _KINDS = (

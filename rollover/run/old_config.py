@@ -14,7 +14,7 @@ from typing import Any
 
 from rollover.environments.rewards import RewardConfig
 from rollover.rollout.old_config import upgraded as rollout_table
-from rollover.settings.schema import field_names, kinds
+from rollover.settings.shape import field_names, kinds
 from rollover.tasks.sources import SourceConfig
 
 _UNSET: tuple[Any, ...] = (None, {}, "whole")

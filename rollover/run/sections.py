@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
 from rollover.settings.changes import Changeable, Fixed
-from rollover.settings.schema import ByKind
+from rollover.settings.shape import ByKind
 from rollover.tasks.sources import SourceConfig
 from rollover.trainer.config import ScratchConfig, SFTConfig
 

@@ -12,7 +12,7 @@ from rollover.clock import SystemClock
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.kind import EngineSetup, OpenedEngine
 from rollover.run.kinds import AnyEngineConfig, open_engine
-from rollover.settings.schema import ByKind
+from rollover.settings.shape import ByKind
 from rollover.swarm.worker.config import WorkerConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from rollover.settings.changes import OnResume
-from rollover.settings.schema import ByKind
+from rollover.settings.shape import ByKind
 from rollover.tasks.curriculum import CurriculumConfig
 from rollover.tasks.sources import SourceConfig
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollover.environments.rewards import RewardConfig
-from rollover.settings.schema import kinds
+from rollover.settings.shape import kinds
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rollover.run.loading import EXPERIMENTS, find, load, restore, variant
 from rollover.run.sections import EvalConfig, ModelConfig
 from rollover.settings import schema, toml
 from rollover.settings.plain import resolved
-from rollover.settings.schema import _hints, _kinds, _members
+from rollover.settings.shape import hints_of, members_of, own_kinds
 
 TEXT = """\
 steps = 12
@@ -339,10 +339,10 @@ def keys_with_a_default_that_can_be_unset(options: list[Any], path: tuple[str, .
     tables = [option for option in options if is_dataclass(option)]
     for table in tables:
         for f in fields(table):
-            inner = _members(_hints(table)[f.name])
+            inner = members_of(hints_of(table)[f.name])
             has_default = f.default not in (None, MISSING) or f.default_factory is not MISSING
             unset = [f"--{'.'.join((*path, f.name))}", "none"]
-            kind = [f"--{'.'.join(path)}.kind", _kinds(table)[0]] if len(tables) > 1 else []
+            kind = [f"--{'.'.join(path)}.kind", own_kinds(table)[0]] if len(tables) > 1 else []
             if types.NoneType in inner and has_default:
                 yield [*kind, *unset]
             for more in keys_with_a_default_that_can_be_unset(inner, (*path, f.name)):

@@ -7,7 +7,8 @@ import pytest
 
 from rollover.errors import ConfigError
 from rollover.settings.overrides import parse_overrides
-from rollover.settings.schema import ByKind, build, keys
+from rollover.settings.schema import build
+from rollover.settings.shape import ByKind, keys
 from rollover.settings.toml import parse
 from rollover.types import UNBOUNDED
 

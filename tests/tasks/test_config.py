@@ -7,7 +7,8 @@ import pytest
 from rollover.environments.rewards import ExactConfig, VerifierConfig
 from rollover.errors import ConfigError
 from rollover.settings import toml
-from rollover.settings.schema import build, kinds
+from rollover.settings.schema import build
+from rollover.settings.shape import kinds
 from rollover.tasks.config import TasksConfig
 from rollover.tasks.sources import SourceConfig
 

@@ -26,7 +26,7 @@ from rollover.environments.episodes.base import Action, LiveEpisode, Outcome, Re
 from rollover.environments.keeper import keep
 from rollover.environments.scoring import failed
 from rollover.errors import DataError
-from rollover.settings.schema import kinds
+from rollover.settings.shape import kinds
 
 
 @dataclass(slots=True)

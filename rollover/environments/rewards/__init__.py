@@ -12,7 +12,7 @@ from rollover.environments.rewards.function import FunctionConfig
 from rollover.environments.rewards.judge import JudgeConfig
 from rollover.environments.rewards.math_verify import MathVerifyConfig
 from rollover.environments.rewards.verifier import VerifierConfig
-from rollover.settings.schema import kinds
+from rollover.settings.shape import kinds
 
 RewardConfig = (
     VerifierConfig  #

@@ -11,7 +11,7 @@ from rollover.rollout.strategies.oversample import Oversample, OversampleConfig
 from rollover.rollout.strategies.rollover import Rollover, RolloverConfig
 from rollover.rollout.strategies.sync import Sync, SyncConfig
 from rollover.rollout.strategies.token_budget import TokenBudget, TokenBudgetConfig
-from rollover.settings.schema import kinds
+from rollover.settings.shape import kinds
 
 AnyStrategyConfig = (
     AprilConfig  #

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import AnyStrategyConfig, AprilConfig, StrategyConfig
-from rollover.settings.schema import ByKind, kinds
+from rollover.settings.shape import ByKind, kinds
 from rollover.sim.strategies.fast_lane import FastLaneConfig
 from rollover.sim.strategies.probe import ProbeConfig
 from rollover.sim.strategies.sorted import SortedConfig

@@ -15,7 +15,7 @@ from rollover.environments.rewards import RewardConfig, VerifierConfig
 from rollover.environments.rewards.base import RewardSpec
 from rollover.errors import DataError
 from rollover.settings.changes import Changeable
-from rollover.settings.schema import ByKind
+from rollover.settings.shape import ByKind
 from rollover.tasks.columns import ANSWER_COLUMNS, ColumnMap, ColumnSettings, find_column
 from rollover.tasks.fingerprint import DataFile, Fingerprint
 from rollover.tasks.rows import DatasetRows

@@ -167,8 +167,6 @@ class _Bench:
         for place, config in enumerate(configs):
             outcomes = tuple(done[place * self._num_seeds : (place + 1) * self._num_seeds])
             self._baseline = self._baseline or outcomes
-            point = FrontierPoint(
-                config=config, outcomes=outcomes, baseline=self._baseline, lag_of=self.setup.lag_of
-            )
+            point = FrontierPoint(config=config, outcomes=outcomes, baseline=self._baseline, lag_of=self.setup.lag_of)
             points.append(point)
         return points

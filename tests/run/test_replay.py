@@ -41,22 +41,27 @@ def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, r
     return worst
 
 
+def of_a_killed_run(folder: Path, *argv: str) -> list[Trajectory]:
+    """Train, kill and resume; return what was trained, some of it sampled under several versions."""
+    processes = Processes(folder)
+    every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
+    begun = processes.run("train", "run.toml", "--run-dir", "out", *argv, *every, kill_at=Cue(SegmentEnded, 30))
+    resumed = processes.run("train", "--resume", "out")
+    assert (begun.code, resumed.code) == (-9, 0), resumed.err
+    trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
+    runs.ledger(Path("out"))
+    return trajectories
+
+
 @pytest.mark.parametrize("changes", [(), ("--engine.cpu_kernels", "torch")], ids=["compiled", "torch"])
 def test_a_killed_run_trains_each_token_over_the_set_it_was_drawn_from(
     experiment: Path, tiny_model: Path, changes: tuple[str, ...]
 ) -> None:
-    processes, run = Processes(experiment), Path("out")
-    argv = ("train", "run.toml", "--run-dir", "out", "--steps", "6", *CUT, *changes)
-    every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-    assert processes.run(*argv, *every, kill_at=Cue(SegmentEnded, 30)).code == -9
-    resumed = processes.run("train", "--resume", "out")
-    assert resumed.code == 0, resumed.err
-    trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
-    assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
+    run, trajectories = Path("out"), of_a_killed_run(experiment, "--steps", "6", *CUT, *changes)
     assert all(len(t.kept) == t.num_tokens for t in trajectories)
     assert largest_error(run, tiny_model, trajectories) < 1e-4
     assert largest_error(run, tiny_model, trajectories, replays=False) > 0.05, "what is avoided"
-    runs.ledger(run)
     rows = runs.rows(run)
     assert all(row["kept/tokens"] > 1 and 0.8 < row["kept/mass"] < 1 for row in rows)
     assert rows[0]["is_weight/max"] == pytest.approx(1, abs=1e-3)
@@ -66,20 +71,12 @@ def test_a_killed_run_trains_each_token_with_the_experts_that_sampled_it(tmp_pat
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     folder = runs.save_model(tmp_path / "model of experts", "qwen3_moe", **sizes)
     with runs.working_in(tmp_path, folder):
-        processes, run = Processes(tmp_path), Path("out")
-        argv = ("train", "run.toml", "--run-dir", "out", "--steps", "4", "--trainer.replay_routes", "true")
-        every = ("--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-        assert processes.run(*argv, *every, kill_at=Cue(SegmentEnded, 30)).code == -9
-        resumed = processes.run("train", "--resume", "out")
-        assert resumed.code == 0, resumed.err
-        trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
-        assert any(t.num_resumes and len(set(t.policy_versions)) > 1 for t in trajectories)
+        trajectories = of_a_killed_run(tmp_path, "--steps", "4", "--trainer.replay_routes", "true")
         routes = [route for t in trajectories for route in t.routes]
         assert len(routes) == sum(t.num_tokens for t in trajectories)
         assert {len(route) for route in routes} == {2 * 2} and {e for route in routes for e in route} == {*range(8)}
         of_one_version = [t for t in trajectories if len(set(t.policy_versions)) == 1]
-        assert largest_error(run, folder, of_one_version) < 1e-4
-        runs.ledger(run)
+        assert largest_error(Path("out"), folder, of_one_version) < 1e-4
 
 
 def test_a_journal_of_the_format_before_is_continued(experiment: Path) -> None:

@@ -248,6 +248,8 @@ class Observation(NamedTuple):
     start_s: float = 0.0
     end_s: float = 0.0
     """Run clock when the environment began to act, and when its answer came."""
+    state: str = ""
+    """State of the environment behind the answer in JSON, for one that goes on from there after a crash."""
 
     def packed(self) -> Observation:
         return self._replace(token_ids=array("i", self.token_ids)) if isinstance(self.token_ids, tuple) else self

@@ -175,3 +175,33 @@ class EchoClient:
 
     def close(self) -> None:
         self.closed.append(self.base_url)
+
+
+class Session:
+    """Numbers its turns, and draws; it can be taken up where it was."""
+
+    log: ClassVar[list[str]] = []
+
+    def reset(self, row: Any, seed: int) -> None:
+        self.log.append("reset")
+        self.turns = 0
+
+    def step(self, action: Action) -> str:
+        self.log.append(f"step {action.turn}")
+        self.turns += 1
+        return f"{self.turns}, {random.random()}"
+
+    def snapshot(self) -> Any:
+        return {"turns": self.turns}
+
+    def restore(self, state: Any) -> None:
+        self.log.append("restore")
+        self.turns = state["turns"]
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+class Unsaved(Session):
+    def snapshot(self) -> Any:
+        return {1} if self.turns == 1 else "x" * 1_000_001

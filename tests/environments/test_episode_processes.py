@@ -119,6 +119,7 @@ async def test_budgets_end_an_episode_and_say_so() -> None:
     [
         (ToolsConfig(functions=(f"{HERE}:nothing",)), "no function 'nothing'"),
         (ClassConfig(factory=f"{HERE}:NoStep"), "NoStep has no method 'step'"),
+        (ClassConfig(factory=f"{HERE}:Dice", recovery="snapshot"), "Dice has no method 'snapshot'"),
         (ClassConfig(factory=f"{HERE}:Dice", params={"sides": 6}), "do not fit .*unexpected keyword argument 'sides'"),
     ],
 )

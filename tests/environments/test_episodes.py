@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,13 @@ from rollover.environments.episodes import ClassConfig, ToolsConfig
 from rollover.environments.episodes.base import EnvironmentSettings
 from rollover.environments.episodes.worker import Holder
 from rollover.errors import DataError
+from tests.environments.games import Session
 
 HERE = "tests.environments.games"
 TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "leave", "stop_here")))
 
 
 def call(name: str, **arguments: Any) -> str:
-    import json
-
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -140,6 +140,43 @@ def test_a_prompt_that_reset_writes_otherwise_after_a_restart_is_refused() -> No
     history[0][1]["text"] = "another board"
     again = Holder(config).answer(request | {"history": history})
     assert "it answered reset with 'a board' and not with 'another board'" in again["reason"]
+
+
+@pytest.mark.parametrize(
+    ("recovery", "done_again", "done_after_a_lost_answer"),
+    [
+        ("none", ["reset", "step 2"], ["close", "reset", "step 2"]),
+        ("replay", ["reset", "step 0", "step 1", "step 2"], ["close", "reset", "step 0", "step 1", "step 2"]),
+        ("snapshot", ["restore", "step 2"], ["close", "restore", "step 2"]),
+        ("live", ["restore", "step 2"], ["restore", "step 2"]),
+    ],
+)
+def test_a_lost_episode_comes_back_as_declared(
+    recovery: Any, done_again: list[str], done_after_a_lost_answer: list[str]
+) -> None:
+    config = ClassConfig(factory=f"{HERE}:Session", recovery=recovery)
+    whole, history, holder = [], [], Holder(config)
+    turn: dict[str, Any] = {"text": "", "token_ids": []}
+    for number in range(3):
+        request = {"key": "g0.0", "row": {}, "seed": 7, "num_turns": number, "action": turn}
+        whole.append(holder.answer(request))
+        history.append((turn, {"text": whole[-1]["text"], "reward": None}))
+    assert ("state" in whole[0]) and (json.loads(whole[1]["state"] or "{}") == {"turns": 2}) is config.keeps_state
+    past = {"history": history[:2], "state": whole[1]["state"]}
+    for asked, expected in [(Holder(config), done_again), (holder, done_after_a_lost_answer)]:
+        Session.log.clear()
+        again = asked.answer(request | past)
+        assert Session.log == expected
+        assert again == whole[2] if recovery != "none" else again["text"].startswith("1, ")
+
+
+def test_a_snapshot_that_cannot_be_recorded_fails_its_sample() -> None:
+    config = ClassConfig(factory=f"{HERE}:Unsaved", recovery="snapshot")
+    (unfit,) = stepped(config, "a")
+    assert "set is not JSON serializable" in unfit["reason"]
+    config = replace(config, reset_in_prompt=True)
+    (long,) = stepped(config)
+    assert long["reason"] == "its snapshot has more than 1,000,000 characters"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,38 @@ def lookup(letter: str) -> str:
 def calls(text):
     return [("lookup", {"letter": text[-1:]})] if "4" in text else []
 """
+SESSIONS = """
+import json, os, uuid
+
+class Snapshot(Digits):
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        self.name = uuid.uuid4().hex
+    def restore(self, state):
+        self.name, self.letter, self.turns = state
+        self.log("restored")
+    def snapshot(self):
+        return [self.name, self.letter, self.turns]
+    def step(self, action):
+        self.log(self.turns)
+        return super().step(action)
+    def log(self, what):
+        with open(f"{type(self).__name__.lower()}.txt", "a") as file:
+            file.write(f"{self.name} {what} {os.getpid()}\\n")
+
+class Live(Snapshot):
+    "Its files outlive this process, as a server would."
+    def step(self, action):
+        path = f"sessions/{self.name}.json"
+        served = json.load(open(path)) if os.path.exists(path) else []
+        if action.turn == len(served):
+            self.turns = action.turn
+            served.append(super().step(action))
+            with open(path + ".new", "w") as file:
+                json.dump(served, file)
+            os.replace(path + ".new", path)
+        return served[action.turn]
+"""
 TOML = """\
 steps = 6
 model.path = "model"
@@ -144,6 +176,30 @@ def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
     capsys.readouterr()
     assert cli.main(["train", "run.toml", "--dry-run", *OPENS, *SIZES]) == 0
     assert "first prompt, 6 tokens" in capsys.readouterr().out
+
+
+def test_episodes_go_on_from_snapshots_and_live_sessions_after_a_kill(processes: Processes) -> None:
+    Path("sessions").mkdir()
+    with Path("game.py").open("a") as file:
+        file.write(SESSIONS)
+    for recovery in ("snapshot", "live"):
+        factory = ("--tasks.train.0.environment.factory", f"game:{recovery.title()}")
+        how = ("--tasks.train.0.environment.recovery", recovery)
+        argv = ["train", "run.toml", "--run-dir", recovery, "--steps", "3", *factory, *how, *SIZES]
+        assert processes.run(*argv, kill_at=Cue(Observed, 25)).code == -9
+        before = Counter(Path(f"{recovery}.txt").read_text().split("\n")[:-1])
+        succeeded(processes.run("train", "--resume", recovery))
+        steps = [line.split() for line in Path(f"{recovery}.txt").read_text().split("\n")[:-1]]
+        took_up = {name for name, turn, _ in steps if turn == "restored"}
+        assert took_up and all(f"{name} 0" in " ".join(before) for name in took_up), "old sessions go on"
+        played = Counter((name, turn) for name, turn, _ in steps if turn != "restored")
+        repeated = [key for key, times in played.items() if times > 1]
+        if recovery == "live":
+            assert not repeated, "the server applies a turn once"
+        assert all(played[name, turn] == 2 for name, turn in repeated), "an open turn is repeated, and no other"
+        assert len(repeated) <= len({name for name, _ in repeated}), "one open turn for each episode"
+        turns = {t.num_turns for batch in runs.batches(Path(recovery)) for t in batch.trajectories}
+        assert 3 in turns and runs.ledger(Path(recovery)).num_failed == 0
 
 
 def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ class EpisodeActor:
                 return await self._agents.act(trajectory, now_s)
             answer = await self._answer(config, trajectory)
             said = Observation((), answer["text"], answer["reward"], FinishReason.STOP, now_s)
+            said = said._replace(state=answer.get("state", ""))
             if answer["done"] and not is_opening:
                 return said
             if answer["done"]:
@@ -114,15 +115,18 @@ class EpisodeActor:
         hosts = self._of_source[prompt.source]
         host = hosts[(sample_id.group + sample_id.index) % len(hosts)]
         turn: dict[str, Any] = {"key": str(sample_id), "num_turns": len(earlier), "action": self._action(turn_ids)}
-        history: Sequence[Any] = ()
+        past: dict[str, Any] = {}
         if config.has_state:
             self._open[sample_id] = host
             turn |= {"row": prompt.columns, "seed": environment_seed(self._seed, prompt)}
-            history = [
+            observations = trajectory.observations
+            past["history"] = [
                 (self._action(ids), {"text": observation.text, "reward": observation.reward})
-                for ids, observation in zip(earlier, trajectory.observations, strict=True)
+                for ids, observation in zip(earlier, observations, strict=True)
             ]
-        return await host.answer(turn, history, config.turn_timeout_s)
+            if observations:
+                past["state"] = observations[-1].state
+        return await host.answer(turn, past, config.turn_timeout_s)
 
     def _action(self, turn_ids: Sequence[int]) -> dict[str, Any]:
         text = self._tokenizer.decode(list(turn_ids), skip_special_tokens=True)

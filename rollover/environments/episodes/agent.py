@@ -69,5 +69,5 @@ class AgentConfig(EnvironmentSettings):
         if self.command and shutil.which(self.command[0]) is None:
             raise DataError(f"environment.command: there is no program {self.command[0]!r}; give its path")
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> LiveEpisode:
+    def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> LiveEpisode:
         raise NotImplementedError("an agent is a program of its own")

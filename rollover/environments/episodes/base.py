@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rollover.errors import RewardError
 from rollover.settings.changes import Changeable
@@ -18,6 +18,7 @@ MOST_CHARACTERS = 1_000_000
 """Longest answer of an environment."""
 
 Messages = list[dict[str, str]]
+Recovery = Literal["none", "replay", "snapshot", "live"]
 
 
 class RefusedAnswer(RewardError):
@@ -34,6 +35,8 @@ class Action:
     text: str
     """The turn, decoded without special tokens."""
     token_ids: Sequence[int] = ()
+    turn: int = 0
+    """Number of turns of the episode before this one. A turn may be asked again after a crash, with the same number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,10 @@ class LiveEpisode(Protocol):
         """Outcome a turn; see ``read_outcome`` for what may be returned."""
         ...
 
+    def snapshot(self) -> Any:
+        """Return the state in JSON values, if the environment keeps one."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -187,6 +194,16 @@ class EnvironmentSettings(ABC):
         return True
 
     @property
+    def recovers_by(self) -> Recovery:
+        """Return how an episode comes back that was lost with its process."""
+        return "replay"
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether the state of an episode is recorded with each answer."""
+        return self.recovers_by in ("snapshot", "live")
+
+    @property
     def demonstrates(self) -> bool:
         """Return whether its episodes have ``demonstrate(row)``, which returns the turns that a warm-up teaches."""
         return False
@@ -205,5 +222,6 @@ class EnvironmentSettings(ABC):
         """Raise ``DataError`` for mistakes that can be found before the first episode."""
 
     @abstractmethod
-    def begin(self, columns: Mapping[str, Any], seed: int) -> LiveEpisode:
-        """Begin an episode in this process. Raises what the user's code raises."""
+    def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> LiveEpisode:
+        """Begin an episode in this process, or take it up where its state was recorded. Raises what the user's code
+        raises."""

@@ -9,7 +9,7 @@ episode is repeated from its record.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -41,21 +41,21 @@ class EpisodeProcess:
         self._numbers = count()
         self._closed = False
 
-    async def answer(self, turn: dict[str, Any], history: Sequence[Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a turn.
+    async def answer(self, turn: dict[str, Any], past: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a turn. ``past``: what is added to it if the process does not have the episode.
 
         Raises:
             RewardError: it failed, was late, or ended the process.
         """
         async with self._room:
             try:
-                return await self._answer(turn, history, timeout_s)
+                return await self._answer(turn, past, timeout_s)
             except (TimeoutError, _Died) as error:
                 if self._concurrency == 1:
                     raise _final(error, timeout_s) from None
         async with self._all_room():
             try:
-                return await self._answer(turn, history, timeout_s)
+                return await self._answer(turn, past, timeout_s)
             except (TimeoutError, _Died) as error:
                 raise _final(error, timeout_s) from None
 
@@ -68,13 +68,13 @@ class EpisodeProcess:
         self._closed = True
         await self._end()
 
-    async def _answer(self, turn: dict[str, Any], history: Sequence[Any], timeout_s: float) -> dict[str, Any]:
+    async def _answer(self, turn: dict[str, Any], past: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         child = await self._started()
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._ask(child, turn)
                 if answer.pop("missing", False):
-                    answer = await self._ask(child, turn | {"history": history})
+                    answer = await self._ask(child, turn | past)
         except TimeoutError:
             await asyncio.shield(self._end())
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from rollover.environments.episodes.base import (
     EnvironmentSettings,
     LiveEpisode,
     Outcome,
+    Recovery,
     awaited,
     read_outcome,
 )
@@ -29,9 +31,8 @@ class ClassConfig(EnvironmentSettings):
     a text, a list of messages, a table ``{"messages": ..., "reward": ..., "done": ...}``, or ``None`` at the end of
     the episode. ``close()``, if there is one, is called afterwards. ``reset`` and ``step`` may be ``async``.
 
-    An object that is lost, as when its process was killed or the run was resumed, is made again: ``reset`` and the
-    recorded turns are repeated, and each answer has to be what it was. Global random numbers (``random``, NumPy) are
-    the episode's own, so they repeat too.
+    An object that is lost, as when its process was killed or the run was resumed, is made again; ``recovery`` says how
+    it comes back. Global random numbers (``random``, NumPy) are the episode's own, so they repeat too.
 
     The chat template offers the functions that ``offered_tools(**params)`` returns, if there is this static method.
 
@@ -47,6 +48,13 @@ class ClassConfig(EnvironmentSettings):
     """``"module:Class"``, or a function that returns the object."""
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``factory``."""
+    recovery: Recovery = "replay"
+    """How a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each answer has to
+    be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else. ``snapshot``:
+    ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned behind the last recorded answer: JSON
+    values of up to a million characters, which are journaled with every answer. ``live``: as ``snapshot``, for an
+    environment that outlives this process, such as a server's; its state names the session. ``close`` is then called at
+    the end of the episode only, and a turn that was open may come a second time (``action.turn``)."""
     reset_in_prompt: bool = False
     """The prompt is the row's and what ``reset`` returns: a text is added to the row's last message, and messages come
     after it. ``rollout.max_new_tokens`` then limits the prompt too."""
@@ -61,6 +69,10 @@ class ClassConfig(EnvironmentSettings):
         return callable(getattr(load_function(self.factory), "demonstrate", None))
 
     @property
+    def recovers_by(self) -> Recovery:
+        return self.recovery
+
+    @property
     def writes_prompts(self) -> bool:
         return self.reset_in_prompt
 
@@ -71,7 +83,8 @@ class ClassConfig(EnvironmentSettings):
     def check(self) -> None:
         check_import(self.factory)
         factory = load_function(self.factory)
-        missing = [name for name in ("reset", "step") if not callable(getattr(factory, name, None))]
+        needed = ("reset", "step", *(("snapshot", "restore") if self.keeps_state else ()))
+        missing = [name for name in needed if not callable(getattr(factory, name, None))]
         if inspect.isclass(factory) and missing:
             raise DataError(f"environment.factory: {self.factory} has no method {missing[0]!r}")
         try:
@@ -81,8 +94,11 @@ class ClassConfig(EnvironmentSettings):
         except ValueError:  # some builtins have no signature
             pass
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> LiveEpisode:
+    def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> LiveEpisode:
         episode = load_function(self.factory)(**self.params)
+        if state:
+            awaited(episode.restore(json.loads(state)))
+            return _Episode(episode)
         found = awaited(episode.reset(dict(columns), seed))
         if self.reset_in_prompt:
             role = "" if found is None or isinstance(found, str) else self.role
@@ -103,6 +119,9 @@ class _Episode:
         self._inner, self._opening = inner, opening
         self.close = getattr(inner, "close", lambda: None)
         self.demonstrate = getattr(inner, "demonstrate", None)
+
+    def snapshot(self) -> Any:
+        return self._inner.snapshot()
 
     def step(self, action: Action) -> Any:
         opening, self._opening = self._opening, None

@@ -90,7 +90,7 @@ class ToolsConfig(EnvironmentSettings):
             check_import(path)
             load_function(path)
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> Tools:
+    def begin(self, columns: Mapping[str, Any], seed: int, state: str = "") -> Tools:
         functions = {path.partition(":")[2]: load_function(path) for path in self.functions}
         return Tools(functions, parser=self.parser, role=self.tool_role)
 
@@ -124,6 +124,9 @@ class Tools:
             return Outcome(done=True)
         answers = await asyncio.gather(*(self._answer(call) for call in calls[:_MOST_CALLS]))
         return Outcome(messages=[{"role": self._role, "content": answer} for answer in answers])
+
+    def snapshot(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -3,12 +3,13 @@ DESCRIPTOR``, started by ``host.py``.
 
 The first line in has the settings of the environment. Then each line in is a turn to answer, or an episode to forget,
 and each line out the answer to a turn with the same ``id``. A turn names how many turns came before it. If this process
-does not have the episode at that point, it asks for the history (``{"missing": true}``), begins the episode anew and
-repeats it.
+does not have the episode at that point, it asks for what is recorded (``{"missing": true}``), and brings the episode
+back as its settings say.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import threading
@@ -22,7 +23,15 @@ import numpy as np
 
 from rollover.environments.channel import Channel
 from rollover.environments.episodes import EnvironmentConfig, EnvironmentSettings
-from rollover.environments.episodes.base import Action, LiveEpisode, Outcome, RefusedAnswer, step
+from rollover.environments.episodes.base import (
+    MOST_CHARACTERS,
+    Action,
+    LiveEpisode,
+    Outcome,
+    RefusedAnswer,
+    awaited,
+    step,
+)
 from rollover.environments.keeper import keep
 from rollover.environments.scoring import failed
 from rollover.errors import DataError
@@ -55,17 +64,25 @@ class Holder:
         """Return the answer to a turn in JSON, ``{"missing": true}`` if the history is needed, or the failure."""
         try:
             if self._only is not None:
-                return _in_json(self._step(self._only, request["action"]))
+                return _in_json(self._step(self._only, request["action"], 0))
             held = self._at(request)
             if held is None:
                 return {"missing": True}
+            if self._config.keeps_state:  # the state of the generators is no part of it
+                held.randomness = _Randomness(request["seed"] + held.num_turns + 1)
             with held.randomness.own():
-                answer = self._step(held.live, request["action"])
-            held.num_turns += 1
-            return _in_json(answer)
+                answer = _in_json(self._step(held.live, request["action"], held.num_turns))
+                held.num_turns += 1
+                return answer | {"state": self._state(held.live)} if not answer["done"] else answer
         except BaseException as error:  # Ctrl-C does not reach this process: any interrupt comes from the user's code
             self.forget(request["key"])
             return asdict(failed(error))
+
+    def _state(self, live: LiveEpisode) -> str:
+        state = json.dumps(awaited(live.snapshot())) if self._config.keeps_state else ""
+        if len(state) > MOST_CHARACTERS:
+            raise RefusedAnswer(f"its snapshot has more than {MOST_CHARACTERS:,} characters")
+        return state
 
     def forget(self, key: str) -> None:
         """Close an episode if it is here."""
@@ -80,31 +97,32 @@ class Holder:
         held = self._held.get(request["key"])
         if held is not None and held.num_turns == request["num_turns"]:
             return held
+        if self._config.recovers_by == "live":
+            self._held.pop(request["key"], None)
         self.forget(request["key"])
-        history = request.get("history", () if request["num_turns"] == 0 else None)
-        if history is None:
+        if request["num_turns"] and "history" not in request:
             return None
         randomness = _Randomness(request["seed"])
         with randomness.own():
-            live = self._config.begin(request["row"], request["seed"])
-            held = self._held[request["key"]] = _Held(live, randomness)
-            for number, (action, recorded) in enumerate(history, start=1):
-                self._repeat(live, number, action, recorded)
-                held.num_turns = number
+            live = self._config.begin(request["row"], request["seed"], request.get("state", ""))
+            held = self._held[request["key"]] = _Held(live, randomness, request["num_turns"])
+            if self._config.recovers_by == "replay":
+                for number, (action, recorded) in enumerate(request.get("history", ())):
+                    self._repeat(live, number, action, recorded)
         return held
 
     def _repeat(self, live: LiveEpisode, number: int, action: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-        answer = _in_json(self._step(live, action))
+        answer = _in_json(self._step(live, action, number))
         if any(answer[name] != value for name, value in recorded.items()):
-            turn = number - self._config.writes_prompts
+            turn = number + 1 - self._config.writes_prompts
             raise RefusedAnswer(
                 f"repeated after a restart, it answered {f'turn {turn}' if turn else 'reset'} with"
                 f" {answer['text']!r:.60} and not with"
                 f" {recorded['text']!r:.60}: it must depend on row, seed and turns alone"
             )
 
-    def _step(self, live: LiveEpisode, action: Mapping[str, Any]) -> Outcome:
-        return step(live, Action(**action), self._config.role)
+    def _step(self, live: LiveEpisode, action: Mapping[str, Any], num_turns: int) -> Outcome:
+        return step(live, Action(**action, turn=max(num_turns - self._config.writes_prompts, 0)), self._config.role)
 
 
 class _Randomness:

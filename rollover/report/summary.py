@@ -228,10 +228,7 @@ def accuracy_text(accuracy: Accuracy | None) -> str:
 def lag_text(lag: LagSummary | None) -> str:
     if lag is None:
         return "–"
-    return (
-        f"{lag.batch:.2f} versions, mean over batches ({lag.token:.2f} over tokens, {lag.group:.2f} over groups); p95"
-        f" {lag.p95}, max {lag.max}, head {lag.head:.2f}"
-    )
+    return f"{lag.batch:.2f} versions, mean over batches; p95 {lag.p95}, max {lag.max}, head {lag.head:.2f}"
 
 
 def lengths_text(found: LengthSummary | None) -> str:

@@ -15,6 +15,8 @@ from rollover.run.config import RunConfig, check_context
 from rollover.types import Prompt
 
 _SHOWN_TOKENS = 120
+_SHOWN_END = 16
+"""Tokens of these that are the last of the prompt, where the response begins."""
 
 
 def dry_run(config: RunConfig) -> list[str]:
@@ -129,9 +131,11 @@ def _sources(config: RunConfig) -> Iterator[str]:
 
 def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any) -> Iterator[str]:
     """Show a prompt with the boundaries of its tokens, and its reference answer."""
-    shown = "|".join(tokenizer.decode([token]) for token in prompt.token_ids[:_SHOWN_TOKENS])
-    rest = f"|... {len(prompt.token_ids) - _SHOWN_TOKENS} more" if len(prompt.token_ids) > _SHOWN_TOKENS else ""
-    yield f"  first prompt, {len(prompt.token_ids)} tokens: {json.dumps(shown, ensure_ascii=False)[1:-1]}{rest}"
+    texts = [tokenizer.decode([token]) for token in prompt.token_ids]
+    if (left_out := len(texts) - _SHOWN_TOKENS) > 0:
+        texts[-_SHOWN_END - left_out : -_SHOWN_END] = [f"... {left_out} more ..."]
+    shown = json.dumps("|".join(texts), ensure_ascii=False)[1:-1]
+    yield f"  first prompt, {len(prompt.token_ids)} tokens: {shown}"
     if reference is not None:
         yield f"  its reference answer: {json.dumps(reference, ensure_ascii=False)[:200]}"
 

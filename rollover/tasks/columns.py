@@ -28,8 +28,8 @@ from rollover.errors import DataError
 from rollover.tasks.messages import Question, read_question
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction", "input", "messages")
-EXTRA_INPUT = "input"
-"""Column of Alpaca's rows that belongs to the prompt beside ``instruction``."""
+ALPACA = ("instruction", "input", "output")
+"""Columns of Alpaca's rows: the prompt is the first two, of which the second may be blank, and the answer the third."""
 ANSWER_COLUMNS = (
     "answer",
     "label",
@@ -74,8 +74,10 @@ class ColumnMap:
         self._settings = settings
         self._prompt_key = f"prompt_column of source {settings.source!r}"
         self._answer_key = f"answer_column of source {settings.source!r}"
-        names = [name for name in PROMPT_COLUMNS if name != EXTRA_INPUT or not has_value(first, "instruction")]
+        names = [name for name in PROMPT_COLUMNS if name != ALPACA[1] or not has_value(first, ALPACA[0])]
         chosen = settings.prompt or _choose(first, names, key=self._prompt_key, where=where)
+        if settings.prompt is None and chosen == ALPACA[0] and ALPACA[1] in first:
+            chosen = ALPACA[:2]
         self._parts = (chosen,) if isinstance(chosen, str) else chosen
         self.prompt = self._parts[0]
         """The path of the prompt, or of its first part."""
@@ -87,7 +89,8 @@ class ColumnMap:
         if self.answer is None and self.replies and not any(has_value(first, name) for name in ANSWER_COLUMNS):
             self.answer = self.prompt
         elif self.answer is None and settings.needs_answer:
-            self.answer = _choose(first, ANSWER_COLUMNS, key=self._answer_key, where=where)
+            answers = (*ANSWER_COLUMNS, ALPACA[2]) if self.prompt == ALPACA[0] else ANSWER_COLUMNS
+            self.answer = _choose(first, answers, key=self._answer_key, where=where)
         # A name that no column has is a mistake in the function, which is reported where functions are checked.
         self._needed = tuple(name for name in settings.needed if name in first)
         self._function_key = f"reward.function of source {settings.source!r}"
@@ -108,11 +111,6 @@ class ColumnMap:
                 raise _lacking(row, name, "missing", key=self._function_key, where=where)
         if self._parts != (self.prompt,):
             return self._joined(row, where)
-        if self._settings.prompt is None and self.prompt == "instruction" and row.get(EXTRA_INPUT):
-            raise DataError(
-                f"{where}: column {EXTRA_INPUT!r} is filled beside 'instruction'; set {self._prompt_key} to"
-                f" ['instruction', {EXTRA_INPUT!r}]"
-            )
         content = parsed(_require(row, self.prompt, key=self._prompt_key, where=where))
         if not is_messages(content):
             return content

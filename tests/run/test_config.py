@@ -309,16 +309,6 @@ def test_the_plan_says_how_much_is_started(options: tuple[str, ...], said: str) 
     assert any(said in line for line in dry_run(load("quickstart", list(options))))
 
 
-def test_the_plan_warns_of_a_baseline_that_would_depend_on_length() -> None:
-    def warned(*options: str) -> bool:
-        lines = dry_run(load("quickstart", ["--algorithm.name", "reinforce++", *options]))
-        return any("strategy april mixes them" in line for line in lines)
-
-    assert warned("--rollout.strategy", "rollover")
-    assert not warned()
-    assert not warned("--rollout.strategy", "rollover", "--algorithm.name", "grpo")
-
-
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

@@ -193,19 +193,20 @@ def test_rows_of_known_datasets_are_read(row: dict[str, Any], text: str, referen
 
 
 def test_several_columns_make_up_a_prompt() -> None:
-    row = {"instruction": "add", "input": "1, 2", "answer": "3"}
-    with pytest.raises(DataError, match=r"row 0: .*set prompt_column of source 'data' to \['instruction', 'input'\]"):
-        ColumnMap(ColumnSettings(source="data"), row, "row 0")
-    columns = ColumnMap(ColumnSettings(source="data", prompt=("instruction", "input")), row, "row 0")
+    row = {"title": "add", "body": "1, 2", "answer": "3"}
+    columns = ColumnMap(ColumnSettings(source="data", prompt=("title", "body")), row, "row 0")
     assert columns.question(row, "row 0").content == "add\n\n1, 2"
-    assert columns.question(row | {"input": ""}, "row 1").content == "add"
+    assert columns.question(row | {"body": ""}, "row 1").content == "add"
 
 
-def test_an_input_beside_a_later_instruction_is_refused() -> None:
-    first = {"instruction": "add", "input": "", "answer": "3"}
-    columns = ColumnMap(ColumnSettings(source="data"), first, "row 0")
-    with pytest.raises(DataError, match=r"row 1: column 'input' is filled beside 'instruction'; set prompt_column"):
-        columns.question(first | {"input": "1, 2"}, "row 1")
+def test_an_alpaca_row_has_its_input_whether_the_first_has_one_or_not() -> None:
+    first = {"instruction": "add", "input": "", "output": "3"}
+    columns = ColumnMap(ColumnSettings(source="data", needs_answer=True), first, "row 0")
+    assert columns.question(first, "row 0").content == "add"
+    assert columns.question(first | {"input": "1, 2"}, "row 1").content == "add\n\n1, 2"
+    assert columns.reference(first, "row 0") == "3"
+    with pytest.raises(DataError, match="'answer' and 'output' are both candidates"):
+        ColumnMap(ColumnSettings(source="data", needs_answer=True), first | {"answer": "4"}, "row 0")
 
 
 @pytest.mark.parametrize("column", ["images", "video", "audio"])

@@ -1,0 +1,145 @@
+"""Short configs for the data that users bring, in the shapes that the hub has: each trains with defaults otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollover import cli
+from tests import runs
+from tests.environments.judges import completion, judge_server
+from tests.tasks.test_templates import tokenizer_of
+
+ROWS = 40
+SIZES = (
+    *("--steps", "2", "--rollout.rollout_batch_size", "2", "--rollout.group_size", "2", "--logging.progress", "off"),
+    *("--rollout.max_new_tokens", "12", "--engine.kv_cache_bytes", "4194304", "--run-dir", "out"),
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Evaluates an expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+def alpaca(i: int) -> dict[str, Any]:
+    return {"instruction": "Add the numbers.", "input": f"{i} and 1" * (i % 2), "output": f"{i + 1}", "text": "..."}
+
+
+def gsm8k(i: int) -> dict[str, Any]:
+    answer = f"There are {i} apples and {i} pears. That makes {i}+{i}=<<{i}+{i}={2 * i}>>{2 * i}.\n#### {2 * i:,}"
+    return {"question": f"Ann has {i} apples and as many pears. How many fruits has she?", "answer": answer}
+
+
+def dapo_math(i: int) -> dict[str, Any]:
+    ask = "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": f"{ask} $Answer\n\nWhat is {i} times {i}?", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": f"{i * i}", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"{i:08x}-8b1f"},
+    }
+
+
+def conversation(i: int) -> dict[str, Any]:
+    asked = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {i} + {i}?"}]
+    return {"messages": [*asked, {"role": "assistant", "content": f"{2 * i}"}], "tools": [TOOL]}
+
+
+def write(name: str, row: Any) -> None:
+    rows = [row(i) for i in range(1, ROWS)]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), name)
+    else:
+        Path(name).write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+CASES = {
+    "alpaca": ("alpaca.jsonl", alpaca, "", 'reward = { kind = "exact" }'),
+    "gsm8k": ("gsm8k.parquet", gsm8k, "", 'reward = { kind = "math_verify" }'),
+    "dapo-math": ("dapo.parquet", dapo_math, "", 'reward = { kind = "math_verify" }'),
+    "tools": ("tools.jsonl", conversation, "", 'reward = { kind = "exact" }'),
+    "two rewards": (
+        "gsm8k.parquet",
+        gsm8k,
+        "",
+        'rewards = [{ kind = "math_verify" }, { kind = "function", function = "brief:brief", weight = 0.5 }]',
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 with a tokenizer of bytes and Qwen3's chat template."""
+    tokenizer = tokenizer_of("qwen3")
+    folder = runs.save_model(
+        tmp_path_factory.mktemp("chat") / "model", vocab_size=len(tokenizer), max_position_embeddings=2048
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(chat_model: Path, tmp_path: Path, few_draws: None) -> Iterator[Path]:
+    with runs.working_in(tmp_path, chat_model):
+        Path("brief.py").write_text(
+            "def brief(completions, **columns):\n    return [1 / (1 + len(c)) for c in completions]\n"
+        )
+        yield tmp_path
+
+
+def config(path: str, *lines: str) -> str:
+    kind = Path(path).suffix.replace(".jsonl", "jsonl").replace(".parquet", "parquet")
+    text = f'steps = 200\nmodel.path = "model"\n[[tasks.train]]\nkind = "{kind}"\nname = "mine"\npath = "{path}"\n'
+    text += "".join(f"{line}\n" for line in lines if line)
+    assert text.count("\n") <= 12
+    return text
+
+
+def trained(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    assert cli.main(["train", "run.toml", "--dry-run", *SIZES]) == 0
+    assert "<im_start>assistant" in capsys.readouterr().out.replace("|", ""), "a dry run shows the end of the prompt"
+    assert cli.main(["train", "run.toml", *SIZES]) == 0
+    return runs.rows(Path("out"), "step")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_the_hub_train(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, row, *lines = CASES[case]
+    write(path, row)
+    Path("run.toml").write_text(config(path, *lines))
+    assert len(trained(capsys)) == 2
+    for batch in runs.batches(Path("out")):
+        for group in batch.groups:
+            index = int(group.prompt.prompt_id.partition("/")[2].partition("@")[0]) + 1
+            texts = {
+                "alpaca": ("Add the numbers.",),
+                "dapo-math": (f"What is {index} times {index}?",),
+                "tools": ("Use the tool.", f"What is {index} + {index}?", '"name": "calc"'),
+            }.get(case, (f"Ann has {index} apples",))
+            assert all(text in group.prompt.text for text in texts)
+
+
+def test_a_judge_scores_beside_a_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("gsm8k.parquet", gsm8k)
+
+    async def serve() -> None:
+        async with judge_server(lambda request: completion("It is fine. Score: 0.5")) as server:
+            judge = f'{{ kind = "judge", url = "{server.url}", model = "m", rubric = "the sum is right." }}'
+            Path("run.toml").write_text(config("gsm8k.parquet", f'rewards = [{{ kind = "math_verify" }}, {judge}]'))
+            await asyncio.to_thread(lambda: rows.extend(trained(capsys)))
+
+    rows: list[dict[str, Any]] = []
+    asyncio.run(serve())
+    assert [row["reward/component/judge"] for row in rows] == [0.5, 0.5]

@@ -45,7 +45,7 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 @click.option(
     "--for-launch", is_flag=True, help="Consider only plans that rollover launch can run, and say what that costs."
 )
-@click.option("--quick", is_flag=True, help="Skip simulation, shadow prices and alternatives.")
+@click.option("--quick", is_flag=True, help="Skip simulation and alternatives.")
 @click.option("--html", "page", type=OutputFile(), metavar="FILE", help="Write an HTML page with all results.")
 @click.option("--json", type=OutputFile(), metavar="FILE", help="Write the whole plan as JSON.")
 @click.option(

@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from rollover.devices.records import Device
 from rollover.errors import PlanError
-from rollover.planner.optimum import GAP, solve
 from rollover.planner.plan import Alternative, Plan, devices_used
 from rollover.planner.problem import PlanSpec, routed, stock_problem
-from rollover.planner.records import Fleet, MarginalGain, Problem, Solution
+from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.search import make_plan, solve_finely
 
 ALMOST = 0.01
@@ -109,39 +108,3 @@ def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative
         cost_per_hour=solution.cost_per_hour,
         devices={s.device: used[s.device] for s in problem.supplies if s.device in used},
     )
-
-
-def marginal_gains(problem: Problem) -> tuple[MarginalGain, ...]:
-    """Find what one unit more of staleness, of the budget (the price of the dearest device) and of each type would
-    bring, relative to the rate, or to the cost if a rate was asked for. Differences within the gap count as none."""
-    solution = solve(problem, simplify=False)
-    if solution is None:  # only weights that stay inside their nodes keep the limits
-        return ()
-    changed: list[tuple[str, float, Problem]] = [
-        ("max_staleness", 1.0, replace(problem, max_staleness=problem.max_staleness + 1))
-    ]
-    prices = [s.price_per_hour for s in problem.supplies if s.price_per_hour is not None]
-    if problem.budget_per_hour is not None:
-        more = problem.budget_per_hour + max(prices)
-        changed.append(("budget", max(prices), replace(problem, budget_per_hour=more)))
-    for i, supply in enumerate(problem.supplies):
-        supplies = list(problem.supplies)
-        supplies[i] = replace(supply, count=supply.count + 1)
-        changed.append((supply.device, 1.0, replace(problem, supplies=tuple(supplies))))
-    return tuple(
-        MarginalGain(subject=subject, unit=unit, gain=_gain(problem, solution, other))
-        for subject, unit, other in changed
-    )
-
-
-def _gain(problem: Problem, solution: Solution, other: Problem) -> float:
-    better = solve(other, simplify=False)
-    if better is None:
-        return 0.0
-    if problem.target_steps_per_s is None:
-        gain = better.steps_per_s / solution.steps_per_s - 1
-    else:
-        assert solution.cost_per_hour is not None
-        assert better.cost_per_hour is not None
-        gain = 1 - better.cost_per_hour / solution.cost_per_hour
-    return gain if gain > GAP else 0.0

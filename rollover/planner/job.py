@@ -14,9 +14,9 @@ from rollover.devices import workload
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
-from rollover.planner.alternatives import alternatives, launchable, leaner, marginal_gains, unlimited
+from rollover.planner.alternatives import alternatives, launchable, leaner, unlimited
 from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.problem import PlanSpec, fleet_problem, routed
+from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Routing, Server, Tail
 from rollover.planner.report import render_page, report, show
 from rollover.planner.search import make_plan
@@ -95,8 +95,8 @@ def plan(request: PlanRequest) -> None:
         else:
             made = replace(made, launchable=launchable(made))
     if not request.quick:
-        with console.status("simulating, and computing what one more unit of each limit would bring"):
-            made = _checked(request, made, spec)
+        with console.status("simulating, and planning alternatives"):
+            made = _checked(request, made)
     show(console, report(made))
     _write(console, request, made)
 
@@ -138,16 +138,14 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
     )
 
 
-def _checked(request: PlanRequest, made: Plan, spec: PlanSpec) -> Plan:
-    """Add the simulated rate, the marginal gains and the alternatives."""
+def _checked(request: PlanRequest, made: Plan) -> Plan:
+    """Add the simulated rate and the alternatives."""
     from rollover.planner.simulation import check
 
     lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens).workload(0)
-    problem = fleet_problem(made.fleet, spec)
     return replace(
         made,
         simulated_steps_per_s=check(made, lengths).steps_per_s,
-        marginal_gains=marginal_gains(routed(problem, spec.routing)),
         alternatives=alternatives(made),
         leaner=leaner(made),
     )

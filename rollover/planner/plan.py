@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.planner.placement import Placement
-from rollover.planner.records import Fleet, MarginalGain, Problem, Routing, Solution
+from rollover.planner.records import Fleet, Problem, Routing, Solution
 from rollover.trainer.parallelism import unsupported
 
 
@@ -48,8 +48,6 @@ class Plan:
     rounds: tuple[tuple[float, float], ...] = ()
     """For each pass through both phases, the rate that phase 1 assumed and the rate on the links of the placement; 0 if
     it breaks a limit."""
-    marginal_gains: tuple[MarginalGain, ...] = ()
-    """Gains from one more unit of each limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Other ways to spend the same money or the same devices."""
     launchable: Alternative | None = None

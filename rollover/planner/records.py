@@ -152,18 +152,3 @@ class Solution:
     def active(self) -> tuple[int, ...]:
         """Return the indices of the kinds in use."""
         return tuple(c for c, y in enumerate(self.replicas) if y)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarginalGain:
-    """The gain from one more unit of a limit.
-
-    Example: ``subject="max_staleness", unit=1, gain=0.07``: one version more gives 7% more steps.
-    """
-
-    subject: str
-    """The limit: ``max_staleness``, ``budget`` or a device type."""
-    unit: float
-    """Size of a unit."""
-    gain: float
-    """Relative change of the rate or, if a rate was requested, relative saving of cost; 0 if it is below the gap."""

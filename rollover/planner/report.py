@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.plan import Alternative, Plan, step_tokens
-from rollover.planner.records import Binding, MarginalGain
+from rollover.planner.records import Binding
 from rollover.planner.slow_links import slow_links
 from rollover.report.page import Page, header, table, tiles
 
@@ -77,7 +77,6 @@ def report(plan: Plan) -> PlanReport:
             *_simulated(plan),
             *_limits(plan),
             *_useless(plan),
-            *(f"{_gain(gain, plan)}." for gain in plan.marginal_gains if gain.gain > 0),
             *slow_links(plan),
             _proved(plan),
             *_assumed(plan),
@@ -332,12 +331,6 @@ def _useless(plan: Plan) -> Iterator[str]:
 
 def _counted(devices: Mapping[str, int]) -> str:
     return " and ".join(f"{n} × {name}" for name, n in devices.items())
-
-
-def _gain(gain: MarginalGain, plan: Plan) -> str:
-    effect = "less cost" if plan.problem.target_steps_per_s is not None else "more steps"
-    subject = {"max_staleness": "Staleness", "budget": "The budget"}.get(gain.subject, gain.subject)
-    return f"{subject} binds: {gain.unit:g} more gives {gain.gain:.1%} {effect}"
 
 
 def _proved(plan: Plan) -> str:

@@ -1,13 +1,10 @@
 """Tells when links between trainer and replicas are too slow for weights on each step, and a swarm should be used.
 
-Engines that receive weights pause during the transfer; the workers of a swarm fetch them while they decode. One
-condition on both sides of the loop remains (ECHO-2, arXiv 2602.02192): while the trainer makes ``kappa`` steps, the
-workers must decode the samples of ``kappa`` steps in the time that one broadcast leaves.
+Engines that receive weights pause during the transfer; the workers of a swarm fetch them while they decode.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rollover.devices.costs.links import narrowest, transfer_s
@@ -23,17 +20,15 @@ DELTA_PART = 0.03
 
 
 def slow_links(plan: Plan) -> Iterator[str]:
-    """Describe links to replicas and to idle nodes that are so slow that a swarm should be used, and how often it can
-    receive weights."""
-    nodes, step_s = plan.fleet.nodes, plan.solution.plan.step_s
+    """Describe links to replicas and to idle nodes that are so slow that a swarm should be used."""
+    nodes = plan.fleet.nodes
     training, rolling = plan.placement.training_nodes, plan.placement.rollout_nodes
     slowest = narrowest(_links(plan, rolling))
     if slowest is not None and (said := _slow(plan, slowest)):
-        full_s, delta_s = _transfers(plan, slowest)
         yield (
             f"Slow link: {said}, during which the engines of a pool pause. Use a swarm here (engine.kind = "
             f'"swarm"): its workers keep decoding while they fetch, and a delta of {DELTA_PART:.0%} takes'
-            f" {_seconds(delta_s)}. {_how_often(plan, full_s, delta_s, step_s)}"
+            f" {_seconds(_transfers(plan, slowest)[1])}."
         )
     idle = [i for i in range(len(nodes)) if i not in {*training, *rolling}]
     widest = max(_links(plan, idle), key=lambda link: link.bytes_per_s, default=None)
@@ -43,27 +38,6 @@ def slow_links(plan: Plan) -> Iterator[str]:
             f' (engine.kind = "swarm") they would keep decoding while they fetch, and a delta of {DELTA_PART:.0%} would'
             f" take {_seconds(_transfers(plan, widest)[1])}."
         )
-
-
-def least_kappa(samples_per_s: float, step_s: float, broadcast_s: float, batch_size: int) -> int | None:
-    """Return the least number of steps between two publications with which the trainer never waits; ``None`` if
-    workers cannot decode a batch within a step, however rarely weights are published.
-
-    Example: workers that decode 12 samples/s fill batches of 1,000 for steps of 100 s and a broadcast of 30 s every
-    second step: 12 * (2 * 100 - 30) = 2,040 is at least 2 * 1,000, but 12 * (1 * 100 - 30) = 840 is less than 1,000.
-    """
-    spare_s = step_s - batch_size / samples_per_s
-    return max(1, math.ceil(broadcast_s / spare_s)) if spare_s > 0 else None
-
-
-def samples_per_s(plan: Plan) -> float:
-    """Return how many samples the plan's replicas decode in a second when none of them waits for weights."""
-    rates = plan.solution.rates
-    total = 0.0
-    for c, kind in enumerate(plan.problem.replica_kinds):
-        if busy := sum(x / r for x, r in zip(rates[c], kind.rates, strict=True) if x):
-            total += sum(rates[c]) * plan.solution.replicas[c] / busy
-    return total
 
 
 def _links(plan: Plan, nodes: Sequence[int]) -> list[Link]:
@@ -88,18 +62,6 @@ def _slow(plan: Plan, link: Link) -> str:
         f"{plan.workload.rollout_weight_bytes * plan.model.parameters / 1e9:,.3g} GB of weights take {_seconds(full_s)}"
         f" over {link.bytes_per_s * 8 / 1e9:,.3g} Gbit/s (the trainer computes for {_seconds(step_s)} per step)"
     )
-
-
-def _how_often(plan: Plan, full_s: float, delta_s: float, step_s: float) -> str:
-    rate, batch = samples_per_s(plan), plan.workload.batch_size
-    full, delta = (least_kappa(rate, step_s, taken_s, batch) for taken_s in (full_s, delta_s))
-    if full is None or delta is None:
-        return "The trainer would wait for samples there too, because these replicas decode fewer than it trains."
-    every = {kappa: "on each step" if kappa == 1 else f"every {kappa:,} steps" for kappa in (full, delta)}
-    published = f"weights are published {every[full]}"
-    if full != delta:
-        published = f"full weights are published {every[full]}, or deltas {every[delta]}"
-    return f"The trainer never waits when {published} (max_staleness {delta + 1} or more)."
 
 
 def _seconds(seconds: float) -> str:

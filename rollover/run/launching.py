@@ -6,6 +6,7 @@ A node offers a resource that is named after its device type in the plan, one fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rollover.algorithms.config import resolve
+from rollover.devices.costs.passes import longest_tokens
 from rollover.devices.costs.records import ReplicaKind
 from rollover.errors import ConfigError, PlanError
-from rollover.planner.launch import engine_settings, rollout_settings, trainer_settings
 from rollover.planner.plan import Plan
 from rollover.run.config import RunConfig
 from rollover.run.loading import SettingsLayer, replaced, written_kind
@@ -111,15 +112,29 @@ def _replacement(key: str, old: Any, new: Any) -> str:
 
 
 def plan_settings(plan: Plan, kind: str, max_prompt_tokens: int) -> dict[str, Any]:
-    """Return the settings that a plan determines, for servers of one kind."""
-    part, rollout = plan.solution.plan.parts[0], rollout_settings(plan)
-    context = max_prompt_tokens + rollout["max_new_tokens"]
+    """Return the settings that a plan determines, for servers of one kind: the size of a step, how far rollout may run
+    ahead, and what its times and its memory count on. Passes are in bfloat16, over as many tokens as the longest
+    sequence has, with or without recomputing activations (``devices.costs.training``)."""
+    parts, workload, staleness = plan.solution.plan.parts, plan.workload, plan.problem.max_staleness
+    longest_response = max(bucket.max_tokens for bucket in workload.buckets)
+    context = max_prompt_tokens + longest_response
     return {
-        "rollout": rollout,
-        "engine": {"launch": True, **engine_settings(plan)},
-        "trainer": {"num_devices": part.num_devices, **trainer_settings(plan)},
+        "rollout": {
+            "strategy": "bounded_async" if staleness else "sync",
+            "rollout_batch_size": workload.num_groups,
+            "group_size": workload.group_size,
+            "max_new_tokens": longest_response,
+            **({"max_staleness": staleness} if staleness else {}),
+        },
+        "engine": {"launch": True, **({"kv_on_update": "keep"} if workload.keeps_kv else {})},
+        "trainer": {
+            "num_devices": parts[0].num_devices,
+            "dtype": "bfloat16",
+            "micro_batch_tokens": math.ceil(longest_tokens(workload)),
+            "gradient_checkpointing": any(part.recompute for part in parts),
+        },
         "cluster": {
-            "trainer_resources": _of_type(plan, part.device, 1),
+            "trainer_resources": _of_type(plan, parts[0].device, 1),
             "engines": [_group(plan, kind, c, count, context) for c, count in _replicas(plan)],
         },
     }

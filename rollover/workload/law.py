@@ -5,7 +5,7 @@
     tau^2 = icc sigma^2,   s^2 = (1 - icc) sigma^2
     L     = cap with probability q (the model loops), else int(exp(log L)) between floor and cap
 
-Two variations: beyond the 90th percentile the tail may be Pareto, and prompts with long answers may loop more often.
+A variation: beyond the 90th percentile the tail may be Pareto.
 
 A ``Generator`` draws from a law: the same lengths for the same seed, in whatever order they are asked for. It draws
 blocks of prompts by samples, each keyed by (seed, purpose, block, ...), and keeps them a while.
@@ -31,9 +31,7 @@ MAX_TOKENS = 2**24
 _RANGES = {
     "icc": (0, 1),
     "loop_probability": (0, 1),
-    "loop_difficulty": (0, 2),
     "drift_per_1k_prompts": (-1, 1),
-    "epoch_correlation": (-1, 1),
 }
 _PROMPTS, _SAMPLES = 256, 16
 """Shape of a block."""
@@ -62,16 +60,10 @@ class LengthLaw:
     """Longest response: ``max_new_tokens`` of the run."""
     min_tokens: int = 1
     """Shortest response."""
-    loop_difficulty: float = 0.0
-    """Excess loops of long-answer prompts: the probability is proportional to exp(``loop_difficulty`` z_p)."""
     tail_exponent: float | None = None
     """Exponent of a Pareto tail beyond the 90th percentile, P(L > x) ~ x^-exponent; lognormal by default."""
     drift_per_1k_prompts: float = 0.0
     """Change of the log median over 1,000 prompts drawn: 0.01 lengthens responses by one percent."""
-    num_prompts: int | None = None
-    """Number of prompts in the dataset; drawing more starts another epoch. If absent, no prompt repeats."""
-    epoch_correlation: float = 0.9
-    """Correlation of a prompt's effect from one epoch to the next."""
     prompt_tokens: int = 150
     """Length of every prompt."""
 
@@ -83,9 +75,9 @@ class LengthLaw:
         for key, (low, high) in _RANGES.items():
             if not low <= (value := getattr(self, key)) <= high:
                 raise ValueError(f"{key} must be in [{low}, {high}], got {value}")
-        for key in ("cap_tokens", "min_tokens", "prompt_tokens", "num_prompts"):
-            if (number := getattr(self, key)) is not None and number < 1:
-                raise ValueError(f"{key} must be at least 1, got {number}")
+        for key in ("cap_tokens", "min_tokens", "prompt_tokens"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("cap_tokens", "prompt_tokens"):
             if getattr(self, key) > MAX_TOKENS:
                 raise ValueError(f"{key} must be at most {MAX_TOKENS}, got {getattr(self, key)}")
@@ -153,7 +145,6 @@ class Generator:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self.law = law
         self.seed = seed
-        self._effects: dict[int, list[Floats]] = {}
         self._lengths = functools.lru_cache(maxsize=_KEPT_BLOCKS)(self._draw_lengths)
 
     def __reduce__(self) -> tuple[type[Generator], tuple[LengthLaw, int]]:
@@ -164,8 +155,7 @@ class Generator:
         return self.law.cap_tokens
 
     def prompt_id(self, index: int) -> str:
-        epoch, row = self._place(index)
-        return f"generated/{row}@{epoch}"
+        return f"generated/{index}@0"
 
     def prompt_tokens(self, index: int) -> int:
         return self.law.prompt_tokens
@@ -177,14 +167,10 @@ class Generator:
         chunks = range(-(-group_size // _SAMPLES))
         return tuple(n for c in chunks for n in self._lengths(block, c, attempt)[row])[:group_size]
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return (epoch, row of the dataset) of the ``index``-th prompt; the rows keep their order."""
-        return (0, index) if self.law.num_prompts is None else divmod(index, self.law.num_prompts)
-
     def _draw_lengths(self, block: int, chunk: int, attempt: int) -> list[tuple[int, ...]]:
         """Draw the lengths of samples ``16 chunk ...`` of prompts ``256 block ...``, by prompt."""
         law, first = self.law, block * _PROMPTS
-        effects_P1 = self._effects_of(first)[:, None]
+        effects_P1 = self._rng(_PROMPT, 0, block).standard_normal(_PROMPTS)[:, None]
         noise_PS = self._rng(_SAMPLE, block, chunk, attempt).standard_normal((_PROMPTS, _SAMPLES))
         z_PS = math.sqrt(law.icc) * effects_P1 + math.sqrt(1 - law.icc) * noise_PS
         drift_P1 = law.drift_per_1k_prompts / 1000 * np.arange(first, first + _PROMPTS)[:, None]
@@ -193,26 +179,8 @@ class Generator:
             log_lengths_PS += _pareto_excess(z_PS, law.sigma, law.tail_exponent)
         lengths_PS = np.exp(np.minimum(log_lengths_PS, math.log(2 * law.cap_tokens))).astype(np.int64)
         lengths_PS = np.clip(lengths_PS, law.min_tokens, law.cap_tokens)
-        # Normalised, so that the share of loops over all prompts stays what the law says.
-        q_P1 = law.loop_probability * np.exp(law.loop_difficulty * (effects_P1 - law.loop_difficulty / 2))
-        loops_PS = self._rng(_LOOP, block, chunk, attempt).random((_PROMPTS, _SAMPLES)) < q_P1
+        loops_PS = self._rng(_LOOP, block, chunk, attempt).random((_PROMPTS, _SAMPLES)) < law.loop_probability
         return list(map(tuple, np.where(loops_PS, law.cap_tokens, lengths_PS).tolist()))
-
-    def _effects_of(self, first: int) -> Floats:
-        """Return z of a block of prompts: standard normal, and over the epochs of a row a stationary AR(1) process."""
-        if self.law.num_prompts is None:
-            return self._effects_in(0, first // _PROMPTS)
-        places = [self._place(index) for index in range(first, first + _PROMPTS)]
-        return np.array([self._effects_in(epoch, row // _PROMPTS)[row % _PROMPTS] for epoch, row in places])
-
-    def _effects_in(self, epoch: int, block: int) -> Floats:
-        """Draw the prompt effects of a block of rows in one epoch."""
-        epochs = self._effects.setdefault(block, [])
-        while len(epochs) <= epoch:
-            fresh = self._rng(_PROMPT, len(epochs), block).standard_normal(_PROMPTS)
-            rho = self.law.epoch_correlation
-            epochs.append(rho * epochs[-1] + math.sqrt(1 - rho**2) * fresh if epochs else fresh)
-        return epochs[epoch]
 
     def _rng(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *key])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import pytest
-
-from rollover.planner.alternatives import marginal_gains
 from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import solve
 from rollover.planner.problem import stock_problem
@@ -90,16 +87,3 @@ def test_what_no_single_limit_forbids_is_said_too() -> None:
     text = why_infeasible(replace(built, target_steps_per_s=2 / quickest))
     assert "the fastest trainer that fits this fleet takes" in text
     assert "cannot be reached; the fastest plan reaches" in text
-
-
-def test_a_shadow_price_is_the_difference_that_solving_again_makes() -> None:
-    here = stock_problem({A: 3}, MODEL, workload(reward_s=20.0), max_staleness=1)
-    here = replace(here, budget_per_hour=6.0)
-    solution = solve(here)
-    assert solution is not None
-    prices = {p.subject: p for p in marginal_gains(here)}
-    assert set(prices) == {"max_staleness", "budget", "a"}
-    more = fastest(replace(here, max_staleness=2)) / solution.steps_per_s - 1
-    assert more > 0.05, "staleness binds here"
-    assert prices["max_staleness"].gain == pytest.approx(more)
-    assert prices["budget"].unit == 2.0

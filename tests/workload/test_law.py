@@ -102,11 +102,8 @@ def test_a_pareto_tail_begins_at_the_90th_percentile_and_has_its_exponent() -> N
         ({"cap_tokens": 2**62}, f"cap_tokens must be at most 16777216, got {2**62}"),
         ({"prompt_tokens": 2**24 + 1}, "prompt_tokens must be at most 16777216, got 16777217"),
         ({"min_tokens": 9000}, r"min_tokens \(9000\) must not be above cap_tokens \(8192\)"),
-        ({"num_prompts": 0}, "num_prompts must be at least 1, got 0"),
         ({"tail_exponent": 0.0}, "tail_exponent must be above 0, got 0.0"),
         ({"drift_per_1k_prompts": 3.0}, r"drift_per_1k_prompts must be in \[-1, 1\], got 3.0"),
-        ({"epoch_correlation": 1.2}, r"epoch_correlation must be in \[-1, 1\], got 1.2"),
-        ({"loop_difficulty": -1.0}, r"loop_difficulty must be in \[0, 2\], got -1.0"),
     ],
 )
 def test_impossible_parameters_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -169,36 +166,10 @@ def test_a_prompt_drawn_again_has_new_samples_of_the_same_prompt() -> None:
     assert workload.prompt_id(7) == "generated/7@0"
 
 
-def test_prompts_keep_their_correlated_difficulty_over_epochs() -> None:
-    law = replace(LONG, icc=1.0, num_prompts=3000, epoch_correlation=0.9)
-    workload = law.workload(4)
-    zeroth, first, third = (np.log(lengths_of(workload, 3000, 1, first=3000 * e))[:, 0] for e in (0, 1, 3))
-    assert np.corrcoef(zeroth, first)[0, 1] == pytest.approx(0.9, abs=0.02)
-    assert np.corrcoef(zeroth, third)[0, 1] == pytest.approx(0.9**3, abs=0.03)
-    assert third.std() == pytest.approx(law.sigma, rel=0.04)
-    assert workload.prompt_id(3007) == "generated/7@1"
-
-
-def test_a_dataset_smaller_than_a_block_begins_again_at_its_own_size() -> None:
-    workload = replace(LONG, icc=1.0, num_prompts=3, epoch_correlation=1.0).workload(4)
-    assert workload.group_lengths(1, 4) == workload.group_lengths(4, 4) == workload.group_lengths(301, 4)
-
-
 def test_drift_lengthens_responses_by_its_rate() -> None:
     logs = np.log(lengths_of(replace(LONG, drift_per_1k_prompts=0.2).workload(2), 4000))
     still = np.log(lengths_of(LONG.workload(2), 4000))
     assert (logs - still)[3000].mean() == pytest.approx(0.6, abs=0.003)
-
-
-def test_long_prompts_loop_more_often_and_the_share_of_loops_stays() -> None:
-    law = replace(LAW, median_tokens=500, loop_probability=0.05)
-    plain = lengths_of(law.workload(6), 6000) == law.cap_tokens
-    hard = lengths_of(replace(law, loop_difficulty=0.8).workload(6), 6000) == law.cap_tokens
-    assert abs(hard.mean() - plain.mean()) < 3.5 * standard_error(hard)
-    medians = np.median(lengths_of(replace(law, loop_probability=0.0).workload(6), 6000), axis=1)
-    slow = medians > np.median(medians)
-    assert hard[slow].mean() > 2 * hard[~slow].mean()
-    assert plain[slow].mean() < 1.3 * plain[~slow].mean()
 
 
 def test_a_pareto_tail_keeps_the_ranks_of_all_samples() -> None:

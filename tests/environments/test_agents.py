@@ -49,7 +49,8 @@ def episode(*turns: str, answers: Sequence[Observation] = (), index: int = 0) ->
 @asynccontextmanager
 async def acting(function: str, *, max_new_tokens: int = 500, **settings: Any) -> AsyncIterator[EpisodeActor]:
     plain: Any = Plain()
-    config = AgentConfig(function=f"{HERE}:{function}", **settings)
+    chosen = {"function": f"{HERE}:{function}"} if function else {}
+    config = AgentConfig(**chosen, **settings)
     actor = EpisodeActor({"s": SourceEnvironment(config, plain, max_new_tokens)}, plain, seed=1)
     try:
         yield actor
@@ -84,7 +85,7 @@ async def test_a_program_that_is_lost_is_told_the_recorded_replies() -> None:
         third = await actor.act(episode("ab", "c", answers=[first, second]), 0.0)
         assert content(third) == "1:c"
         forged = second._replace(text=second.text.replace("ab", "xy"))
-        message = r"turn 3: started again, the program added '.*0:ab.*' at request 2, where it had added '.*0:xy"
+        message = r"turn 2: started again, the program added '.*0:ab.*' at request 2, where it had added '.*0:xy"
         with pytest.raises(RewardError, match=message):
             await actor.act(episode("ab", "c", answers=[first, forged], index=1), 0.0)
         extra = [first, second, third]
@@ -106,7 +107,7 @@ async def test_a_program_that_is_lost_is_told_the_recorded_replies() -> None:
 async def test_a_program_that_misbehaves_fails_its_sample(function: str, replies: int, reason: str) -> None:
     async with acting(function, turn_timeout_s=5.0) as actor:
         answers: list[Observation] = []
-        with pytest.raises(RewardError, match=rf"environment of source 's', turn {replies + 1}: {reason}"):
+        with pytest.raises(RewardError, match=rf"environment of source 's', turn {replies}: {reason}"):
             for number in range(replies + 1):
                 answers.append(await actor.act(episode(*["r"] * number, answers=answers), 0.0))
 

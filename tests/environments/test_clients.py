@@ -1,0 +1,65 @@
+"""Clients that people use, unmodified: what they ask becomes tokens, and they wait for as long as an episode is parked."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rollover.environments.episodes import agents
+from rollover.environments.episodes.actor import EpisodeActor
+from rollover.environments.episodes.door import Door
+from rollover.types import FinishReason, Observation
+from tests.environments import test_agents
+from tests.environments.test_agents import acting, episode
+
+pytestmark = pytest.mark.real_time
+CURL = """
+ask() { curl -sS --fail "$OPENAI_BASE_URL/$1" -H "Authorization: Bearer $OPENAI_API_KEY" -d "$2"; }
+said=$(ask chat/completions '{"messages": [{"role": "user", "content": "1 + 2?"}]}' | sed 's/.*"content": "\\([^"]*\\)".*/\\1/')
+ask chat/completions '{"messages": [{"role": "user", "content": "1 + 2?"},
+  {"role": "assistant", "content": "'"$said"'"}, {"role": "user", "content": "Sure?"}]}'
+ask reward '{"reward": 0.5}'
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door that keeps connections alive often, and functions of the module with the clients."""
+    monkeypatch.setattr(agents, "Door", partial(Door, keep_alive_s=0.1))
+    monkeypatch.setattr(test_agents, "HERE", "tests.environments.clients")
+
+
+async def play(actor: EpisodeActor, *turns: str, parked_s: float = 0.0) -> list[Observation]:
+    """Return the answers to turns, the first of which is parked for a while."""
+    answers: list[Observation] = []
+    for number in range(len(turns) + 1):
+        trajectory = episode(*turns[:number], answers=answers)
+        trajectory.prompt.columns["timeout_s"] = 2.0  # type: ignore[index]
+        answers.append(await actor.act(trajectory, 0.0))
+        await asyncio.sleep(parked_s * (number == 0))
+    return answers
+
+
+def texts(answers: list[Observation]) -> list[str]:
+    return ["".join(map(chr, answer.token_ids)) for answer in answers]
+
+
+async def test_openai_waits_longer_than_its_time_out_says() -> None:
+    async def talk(client: str) -> list[Observation]:
+        async with acting(client) as actor:
+            return await play(actor, "It is 3.", "Yes.", parked_s=3.0)
+
+    for answers in await asyncio.gather(*map(talk, ("in_turn", "awaited", "streamed"))):
+        assert texts(answers) == ["1 + 2?", "Sure?", ""]
+        assert answers[-1].end is FinishReason.STOP
+
+
+async def test_a_shell_script_is_an_agent() -> None:
+    settings: dict[str, Any] = {"command": ("sh", "-ec", CURL)}
+    async with acting("", **settings) as actor:
+        answers = await play(actor, "It is 3.", "Yes.")
+    assert texts(answers) == ["1 + 2?", "Sure?", ""]
+    assert answers[-1].reward == 0.5

@@ -84,7 +84,3 @@ def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
     return [
         line(lags, gains, "closed form, caches kept", "--soft", line={"color": "--soft", "width": 1.4, "dash": "dot"})
     ]
-
-
-def time_title(study: Study) -> str:
-    return "seconds" if study.setup.unit == "s" else "time in c0 (iterations over an empty batch)"

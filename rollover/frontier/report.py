@@ -17,17 +17,11 @@ from rollover.frontier.settings import label, name_of
 from rollover.frontier.study import Study
 from rollover.frontier.sweep import FrontierPoint
 from rollover.report.page import Page, finite, header, table, tiles
-from rollover.report.timeline_figure import aligned
 
 _FRONTIER = (
     "Each point is a setting of a strategy, simulated on the same lengths as all others; along a line, more and more"
     " is carried over. Up is faster, left is fresher. Nothing lies above the ceiling, where engines would only read"
     " caches. Bars are 95% intervals of the paired ratio over seeds."
-)
-_TIMELINES = (
-    "The same steps of each setting, in whole rounds, on axes of equal length. Bars are samples, coloured by the policy"
-    " version that sampled them; thin lines are parked samples; shaded areas are training. Below: the samples decoding"
-    " at each moment; over-sampling fills the area missing under a falling curve."
 )
 _FIGURES: dict[str, Callable[[FrontierPoint, float], str]] = {
     "gain": lambda p, _: f"{p.gain.mean:.2f}×" + ("" if p.gain.margin is None else f" ±{p.gain.margin:.2f}"),
@@ -169,7 +163,6 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
     numbers = f"{table([cells for _, cells in rows(study)], head)}<p class='caption'>{escape(legend())}</p>"
     drawn = page.figure("", figures.frontier(study), "")
     page.section("Throughput against lag", _FRONTIER, drawn, f'<div class="card">{numbers}</div>', layout="column")
-    _timelines(page, study)
     notes = "".join(f"<li>{escape(note)}</li>" for note in assumptions(study))
     page.add(f'<section><h2>Assumptions</h2><div class="card"><ul>{notes}</ul></div></section>')
     return page.render()
@@ -201,19 +194,6 @@ def _key_numbers(study: Study) -> list[tuple[str, str, str, str]]:
         ("Sync step", f"{theory.sync_iterations:,.0f}", "iterations", "the mean longest response of a batch"),
         ("Lag times K", f"{theory.kappa:,.0f}", "tokens", "in closed form: the price of lag for these lengths"),
     ]
-
-
-def _timelines(page: Page, study: Study) -> None:
-    drawn = aligned([(p.timeline, p.window) for p in study.pictures], time_title=figures.time_title(study))
-    cards = [
-        page.figure(f"{label(p.config)}: {_time(p.window.end_s - p.window.start_s)} {study.setup.unit}", figure, "")
-        for p, figure in zip(study.pictures, drawn, strict=True)
-    ]
-    page.section("Timelines", _TIMELINES, *cards, layout="column")
-
-
-def _time(span: float) -> str:
-    return f"{span:,.0f}" if span >= 100 else f"{span:.3g}"
 
 
 def study_json(study: Study) -> str:

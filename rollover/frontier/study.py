@@ -1,4 +1,4 @@
-"""The whole study: every setting, a closer look at the recommended one, and timelines."""
+"""The whole study: every setting, and a closer look at the recommended one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollover.frontier.advice import Advice, advise
-from rollover.frontier.pictures import Picture, pictures
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
 from rollover.frontier.settings import is_asleep, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
@@ -37,7 +36,6 @@ class Study:
     """The setting in use, or the default one."""
     advice: tuple[Advice, ...]
     """One recommendation for each lag budget, or a single one."""
-    pictures: tuple[Picture, ...]
     theory: StepModel
 
     @property
@@ -81,7 +79,6 @@ def study(
         points = _ordered(_closer(bench, points, lag_budgets))
         possible = [p for p in points if not is_asleep(name_of(p.config), setup)]
         advice = tuple(advise(possible, budget) for budget in budgets)
-        shown = list(dict.fromkeys([points[0].config, current, advice[-1].config]))
     return Study(
         setup=setup,
         length=length,
@@ -89,7 +86,6 @@ def study(
         points=tuple(points),
         current=next(p for p in points if place_of(p.config) == place),
         advice=advice,
-        pictures=pictures(setup, shown),
         theory=theory(setup),
     )
 

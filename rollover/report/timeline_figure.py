@@ -21,18 +21,8 @@ _MAX_CHANGES = 600
 """Changes of the number of active samples that are drawn one by one; a picture has about as many columns of pixels."""
 
 
-def gantt(
-    timeline: Timeline,
-    window: StepWindow,
-    *,
-    origin_s: float,
-    length_s: float | None = None,
-    time_title: str = "seconds since the first rollout",
-) -> Figure:
-    """Draw one window's samples above and the active-batch curve below, on one time axis.
-
-    ``length_s`` sets the axis' length, so that windows of several runs can be compared.
-    """
+def gantt(timeline: Timeline, window: StepWindow, *, origin_s: float) -> Figure:
+    """Draw one window's samples above and the active-batch curve below, on one time axis."""
     samples, every = thinned(measures.visible(timeline.samples, window))
     rows = measures.lanes(samples, window)
     placed = [(lane, sample) for lane, there in rows.items() for sample in there]
@@ -42,12 +32,11 @@ def gantt(
     active = measures.clip_curve(timeline.active, window.start_s, window.end_s)
     data.append(_active(active if len(active) <= _MAX_CHANGES else measures.evenly(active, _MAX_CHANGES), origin_s))
     start, stop = window.start_s - origin_s, window.end_s - origin_s
-    right = start + length_s if length_s is not None else stop
     return figure(
         data,
         height=max(320, min(680, 230 + 8 * len(rows))),
         **OF_BARS,
-        xaxis=axis(time_title, showgrid=False, anchor="y2", range=[start, right]),
+        xaxis=axis("seconds since the first rollout", showgrid=False, anchor="y2", range=[start, stop]),
         yaxis=axis(
             f"samples (one group in {every})" if every > 1 else "samples",
             domain=[0.24, 1.0],
@@ -58,15 +47,6 @@ def gantt(
         yaxis2=axis("active", domain=[0.0, 0.2], anchor="x", rangemode="tozero", nticks=4),
         shapes=[*training_bands(timeline, window, origin_s), *_restarts(timeline, window, origin_s)],
     )
-
-
-def aligned(shown: Sequence[tuple[Timeline, StepWindow]], *, time_title: str) -> list[Figure]:
-    """Draw one window of each run, from its own zero, on axes of equal length."""
-    length_s = max(window.end_s - window.start_s for _, window in shown)
-    return [
-        gantt(timeline, window, origin_s=window.start_s, length_s=length_s, time_title=time_title)
-        for timeline, window in shown
-    ]
 
 
 def thinned(samples: Sequence[SampleTrace]) -> tuple[list[SampleTrace], int]:

@@ -19,7 +19,6 @@ from rollover.engine.base import Capabilities
 from rollover.engine.config import EngineDemands
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.errors import ConfigError
-from rollover.hf.config import read_config
 from rollover.report.config import LoggingConfig
 from rollover.rollout.config import RolloutConfig
 from rollover.rollout.strategies import STRATEGIES, no_in_flight_update
@@ -159,6 +158,8 @@ def check_context(config: RunConfig, max_context_tokens: int, keys: Sequence[str
 
 def check_model_context(config: RunConfig, folder: Path, keys: Sequence[str] = ("rollout", "eval")) -> None:
     """Do so for the model in ``folder``, before an engine is started for it."""
+    from rollover.hf.config import read_config
+
     if isinstance(context := read_config(folder).get("max_position_embeddings"), int):
         check_context(config, context, keys)
 

@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from rollover.errors import ConfigError
 from rollover.privacy import HIDDEN, Redactor
-from rollover.settings.mistakes import Mistakes
 from rollover.settings.overrides import Override
 from rollover.settings.shape import at_key, declared, of_kind, several_kinds, types_at, types_within
 from rollover.settings.toml import Document, KeyPath, dotted
@@ -41,15 +40,17 @@ def build(schema: type[T], document: Document, overrides: Sequence[Override] = (
     from pydantic import ValidationError
 
     data, overridden = _overridden(schema, document.data, overrides)
-    report = Mistakes(schema, document, data, overridden, Redactor(data))
-    if wrong := list(_impossible(data, schema, data)):
-        raise ConfigError(report.render(wrong))
-    try:
-        # JSON, because only there does strict mode accept a table for a dataclass and an array for a tuple.
-        made: T = _adapter(schema).validate_json(json.dumps(data, default=str), strict=True)  # type: ignore[arg-type]
-        return made
-    except ValidationError as error:
-        raise ConfigError(report.render(error.errors(include_url=False))) from None
+    wrong: Sequence[Mapping[str, Any]] = list(_impossible(data, schema, data))
+    if not wrong:
+        try:
+            # JSON, because only there does strict mode accept a table for a dataclass and an array for a tuple.
+            made: T = _adapter(schema).validate_json(json.dumps(data, default=str), strict=True)  # type: ignore[arg-type]
+            return made
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)
+    from rollover.settings.mistakes import Mistakes
+
+    raise ConfigError(Mistakes(schema, document, data, overridden, Redactor(data)).render(wrong))
 
 
 def kind_at(schema: type, document: Document, overrides: Sequence[Override], path: tuple[str, ...]) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from rollover.settings.changes import OnResume
 from rollover.settings.shape import ByKind
-from rollover.tasks.curriculum import CurriculumConfig
 from rollover.tasks.sources import SourceConfig
 
 NO_SOURCE = "tasks.train names no source; add one [[tasks.train]] table"
@@ -22,6 +21,27 @@ def _stays_skipping(before: Any, after: Any) -> str | None:
 def _stays_held_out(before: Any, after: Any) -> str | None:
     is_kept_out = before.tasks.keep_eval_out or after.tasks.keep_eval_out
     return "its prompts are kept out of training (tasks.keep_eval_out)" if is_kept_out else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+    """Settings of a curriculum: prompts that are always or never solved are drawn less often.
+
+    Example: with ``CurriculumConfig(revisit=0.1)``, a prompt whose responses were all right at two visits is drawn once
+    in ten epochs, and one with 6 of 8 right in three of four.
+    """
+
+    min_visits: int = 2
+    """Number of times that a prompt is drawn before its pass rate decides."""
+    revisit: float = 0.1
+    """Smallest probability with which a prompt is drawn when its turn comes. With 0, a prompt whose responses were all
+    right, or all wrong, is never drawn again."""
+
+    def __post_init__(self) -> None:
+        if self.min_visits < 1:
+            raise ValueError(f"tasks.curriculum.min_visits must be at least 1, got {self.min_visits}")
+        if not 0 <= self.revisit <= 1:
+            raise ValueError(f"tasks.curriculum.revisit must lie in [0, 1], got {self.revisit}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

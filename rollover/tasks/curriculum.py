@@ -16,30 +16,10 @@ from dataclasses import dataclass
 
 from rollover.errors import RunError
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleScored
+from rollover.tasks.config import CurriculumConfig
 from rollover.types import Prompt
 
 _MOST_PASSED_OVER = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurriculumConfig:
-    """Settings of a curriculum: prompts that are always or never solved are drawn less often.
-
-    Example: with ``CurriculumConfig(revisit=0.1)``, a prompt whose responses were all right at two visits is drawn once
-    in ten epochs, and one with 6 of 8 right in three of four.
-    """
-
-    min_visits: int = 2
-    """Number of times that a prompt is drawn before its pass rate decides."""
-    revisit: float = 0.1
-    """Smallest probability with which a prompt is drawn when its turn comes. With 0, a prompt whose responses were all
-    right, or all wrong, is never drawn again."""
-
-    def __post_init__(self) -> None:
-        if self.min_visits < 1:
-            raise ValueError(f"tasks.curriculum.min_visits must be at least 1, got {self.min_visits}")
-        if not 0 <= self.revisit <= 1:
-            raise ValueError(f"tasks.curriculum.revisit must lie in [0, 1], got {self.revisit}")
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from rollover.batch import WasteCause
 from rollover.errors import DataError, RunError
 from rollover.rollout.events import BatchConsumed, Event, GroupDropped, GroupOpened, SampleScored
 from rollover.tasks import curriculum as module
-from rollover.tasks.config import TasksConfig
-from rollover.tasks.curriculum import Curriculum, CurriculumConfig
+from rollover.tasks.config import CurriculumConfig, TasksConfig
+from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.open import train_source
 from rollover.tasks.sources import ReasoningGymConfig
 from rollover.types import Prompt, SampleId

@@ -3,14 +3,12 @@
     python benchmarks/chaos.py --parts parts.jsonl                # 500 kills; an hour or two on two cores
     python benchmarks/chaos.py --parts parts.jsonl --minutes 10   # continue for ten minutes where it stopped
     python benchmarks/chaos.py --parts parts.jsonl --out benchmarks/results/chaos-2026-11-25.json
-    python benchmarks/chaos.py --parts calm.jsonl --kills 0 --calm 3 --cold 5   # times of return, on an idle machine
 
 The cast of a run: a trainer, four members of unequal speed, an nginx for blobs as docs/how-to/ shows it, and
 between them a proxy that delays frames, cuts connections and damages blobs. Each of them
 is killed with SIGKILL or stopped with SIGSTOP, and disks are filled; ``tests/swarm/chaos/laws.py`` says which laws must
-hold. Some kills are watched: they wait until all processes are well, no other blow comes before the killed process is
-back, and the time that this takes is held against the limits. Each run is paired with an undisturbed one of the same
-seed, so that rewards can be compared; in pull mode that is a run without a swarm, and the tokens must be equal.
+hold. Each run is paired with an undisturbed one of the same seed, so that rewards can be compared; in pull mode that is
+a run without a swarm, and the tokens must be equal.
 The rows of ``--parts`` are kept from call to call; a law that does not hold ends the campaign with exit code 1 and
 leaves the run where it was found. The order of events is a function of the seed, as far as a machine repeats itself.
 """
@@ -31,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,15 +41,13 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from chaos_summary import whole_of  # noqa: E402
+from chaos_summary import summary  # noqa: E402
 
-from rollover.engine.servers.start.launch import free_port  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.swarm.chaos.campaign import CALM, Case, Survivor, survive  # noqa: E402
 from tests.swarm.chaos.disks import can_mount  # noqa: E402
 from tests.swarm.chaos.faults import WITH_DISKS, Blows  # noqa: E402
 from tests.swarm.chaos.laws import mean_rewards, sampled  # noqa: E402
-from tests.swarm.chaos.returns import answers  # noqa: E402
 from tests.swarm.chaos.stage import LEASE_S, SPEEDS  # noqa: E402
 from tests.swarm.nginx_kit import NGINX  # noqa: E402
 
@@ -74,18 +70,12 @@ _STRATEGIES = ("bounded_async", "april", "inflight", "rollover", "token_budget",
 
 def cases(seed: int) -> list[Case]:
     """Return all cases with a seed, in the order in which they are run."""
-    blows = Blows(gap_s=0.8, watched=0.2)
+    blows = Blows(gap_s=0.8)
     if can_mount():
         blows = replace(blows, ways=WITH_DISKS)
     common: dict[str, Any] = {"steps": STEPS, "num_kills": KILLS_A_RUN, "seed": seed, "blows": blows}
     first, *others = (Case(strategy=name, argv=_PUSH_PULL, **common) for name in _STRATEGIES)
     return [first, Case(strategy="sync", mode="pull", argv=_SETTINGS, **common), *others]
-
-
-def calm_case(seed: int) -> Case:
-    """Return a case in which nothing happens but kills, one after the other, each watched."""
-    blows = Blows(gap_s=0.5, ways=(("kill", 1.0),), watched=1.0)
-    return Case(argv=_PUSH_PULL, steps=4 * STEPS, num_kills=KILLS_A_RUN, seed=seed, blows=blows, wire=CALM)
 
 
 def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
@@ -108,14 +98,6 @@ def one(case: Case, model: Path, root: Path) -> dict[str, Any]:
     return {**made, "undisturbed_mean_lag": round(lag, 2), "undisturbed_rewards": _rounded(rewards)}
 
 
-def calm_returns(seed: int) -> dict[str, Any]:
-    """Return the row of a run in which nothing but watched kills happens, one after the other."""
-    folder = _experiment()
-    survivor = asyncio.run(survive(calm_case(seed), folder))
-    shutil.rmtree(folder)
-    return {"calm_seed": seed, "load_average": os.getloadavg()[0], "returns": _returns(survivor)}
-
-
 def _co_located(case: Case, folder: Path) -> tuple[float, ...]:
     argv = ("--rollout.strategy", case.strategy, "--steps", str(case.steps), "--seed", str(case.seed), *_TASK)
     outcome = runs.Processes(folder).run("train", "run.toml", "--run-dir", "out", *argv)
@@ -132,7 +114,6 @@ def row(survivor: Survivor) -> dict[str, Any]:
         "others": dict(toll.others),
         "coordinators": toll.num_starts,
         "ended_by_a_full_disk": toll.num_full_disk_ends,
-        "returns": _returns(survivor),
         "faults": {name: count for name, count in wire.faults.items() if count},
         "frames": dict(wire.frames),
         "decoded_tokens": survivor.held.decoded_tokens,
@@ -147,18 +128,6 @@ def row(survivor: Survivor) -> dict[str, Any]:
 
 def _rounded(values: Sequence[float]) -> list[float]:
     return [round(value, 5) for value in values]
-
-
-def _returns(survivor: Survivor) -> list[dict[str, Any]]:
-    fields = (asdict(back) for back in survivor.toll.returns)
-    return [
-        {
-            key: round(value, 3) if isinstance(value, float) else value
-            for key, value in back.items()
-            if value is not None
-        }
-        for back in fields
-    ]
 
 
 def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs: int) -> Iterator[dict[str, Any]]:
@@ -184,73 +153,39 @@ def campaign(known: set[tuple[str, int]], *, num_kills: int, end_s: float, jobs:
     shutil.rmtree(root)
 
 
-def _experiment() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="rollover-chaos-"))
-    runs.write_experiment(folder, runs.save_model(folder / "saved"))
-    return folder
-
-
-def cold_start() -> float:
-    """Seconds from the start of a process that has imported nothing to the first answer of a resumed coordinator."""
-    folder = _experiment()
-    asyncio.run(survive(Case(argv=_SETTINGS, steps=2, num_kills=0, wire=CALM), folder))
-    port, began_s = free_port(), time.monotonic()
-    argv = ("train", "--resume", "out", "--steps", "100", "--engine.listen", f"127.0.0.1:{port}")
-    with subprocess.Popen(
-        [sys.executable, "-m", "rollover", *argv], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        while not asyncio.run(answers(port)):
-            assert process.poll() is None and time.monotonic() < began_s + 120.0, "the coordinator does not start"
-            time.sleep(0.01)
-        taken_s = time.monotonic() - began_s
-        process.kill()
-    shutil.rmtree(folder)
-    return round(taken_s, 2)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500, help="in all, those of --parts included (%(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at the same time (%(default)s)")
     parser.add_argument("--parts", type=Path, required=True, help="rows, a line each; those that are there are kept")
-    parser.add_argument("--cold", type=int, default=0, help="cold starts of the coordinator to be timed first")
-    parser.add_argument("--calm", type=int, default=0, help="runs of watched kills and nothing else, first")
     parser.add_argument("--out", type=Path, help="the JSON file of the whole; none is written when left out")
     options = parser.parse_args(argv)
     if NGINX is None:
         parser.error("nginx is one of the cast, and is not installed: apt install nginx-light")
     lines = options.parts.read_text().splitlines() if options.parts.exists() else []
-    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def keep(made: dict[str, Any]) -> None:
-        found.append(made)
+        rows.append(made)
         with options.parts.open("a") as file:
             file.write(json.dumps(made) + "\n")
 
-    for _ in range(options.cold):
-        keep({"cold_s": cold_start(), "load_average": os.getloadavg()[0]})
-        print(f"cold start of the coordinator: {found[-1]['cold_s']} s", flush=True)
-    for _ in range(options.calm):
-        keep(calm_returns(sum("calm_seed" in made for made in found)))
-        print(f"calm returns: {len(found[-1]['returns'])}", flush=True)
-    rows = [made for made in found if "case" in made]
     left = options.kills - sum(sum(made["kills"].values()) for made in rows)
     if left > 0:
         known = {(made["case"], made["seed"]) for made in rows}
         end_s = time.monotonic() + 60 * options.minutes
         for made in campaign(known, num_kills=left, end_s=end_s, jobs=options.jobs):
             keep(made)
-            rows.append(made)
             total = sum(sum(one_["kills"].values()) for one_ in rows)
             print(
                 f"{made['case']:26} seed {made['seed']}: {sum(made['kills'].values()):3} kills, {total} in all",
                 flush=True,
             )
-    whole = whole_of(found)
+    whole = summary(rows) if rows else {}
     print(json.dumps(whole, indent=1))
     if options.out is not None:
-        result = {**_circumstances(options), **whole, "rows": found}
+        result = {**_circumstances(options), **whole, "rows": rows}
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -272,7 +207,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 def _command(options: argparse.Namespace) -> str:
     """Return the command that makes the whole result at once."""
-    numbers = {"kills": options.kills, "jobs": options.jobs, "calm": options.calm, "cold": options.cold}
+    numbers = {"kills": options.kills, "jobs": options.jobs}
     given = " ".join(f"--{name} {number}" for name, number in numbers.items() if number)
     return f"python benchmarks/chaos.py --parts {options.parts.name} {given}"
 

@@ -1,35 +1,16 @@
-"""What the runs of the chaos campaign come to: kills by role, times of return against limits, rewards in pairs."""
+"""What the runs of the chaos campaign come to: kills by role, rewards in pairs."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from swarm_summary import Interval
 
-from tests.swarm.chaos.returns import Kept, Return, quantile
-from tests.swarm.chaos.stage import LEASE_S, SPEEDS
-
 LAST = 8
 """Steps at the end of a run over which the reward is compared."""
-COORDINATOR_LIMIT_S, MEMBER_LIMIT_S = 5.0, 2 * LEASE_S
-BUSY = 4.0
-"""Load average from which a machine of two cores has other work than a run, which makes a load of two."""
-
-
-def whole_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all lines of ``--parts`` come to."""
-    rows, calm = ([made for made in found if key in made] for key in ("case", "calm_seed"))
-    whole = summary(rows) if rows else {}
-    if calm:
-        whole["calm"] = returns_of([Return(**back) for made in calm for back in made["returns"]])
-        whole["calm"]["load_average"] = [made["load_average"] for made in calm]
-    if colds := [made for made in found if "cold_s" in made]:
-        whole["cold_starts_of_the_coordinator"] = colds
-    return whole
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -51,41 +32,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "decoded_tokens": sum(row["decoded_tokens"] for row in rows),
         "acknowledged_tokens": sum(row["acknowledged_tokens"] for row in rows),
         "runs_in_pull_mode_with_the_tokens_of_no_swarm": sum(row["case"].startswith("pull") for row in rows),
-        "returns": {
-            name: {"runs": len(chosen), **returns_of([Return(**back) for row in chosen for back in row["returns"]])}
-            for name, chosen in (
-                ("on an idle machine", [row for row in rows if row["load_average"] < BUSY]),
-                ("on a busy machine", [row for row in rows if row["load_average"] >= BUSY]),
-            )
-        },
         "reward_in_push_pull": _difference([row for row in rows if row["case"].startswith("push_pull")]),
     }
-
-
-def returns_of(returns: Sequence[Return]) -> dict[str, Any]:
-    """Return how the limits were kept, and what is known of returns while other blows came."""
-    found: dict[str, Any] = {}
-    for role, names, limit_s in (
-        ("coordinator", ("coordinator",), COORDINATOR_LIMIT_S),
-        ("member", tuple(SPEEDS), MEMBER_LIMIT_S),
-    ):
-        of_role = [back for back in returns if back.name in names]
-        watched = [back for back in of_role if back.is_watched]
-        found[role] = {
-            **asdict(Kept.of(of_role, limit_s)),
-            "steps": {
-                mark: _spread([value for back in watched if (value := getattr(back, mark)) is not None])
-                for mark in ("answered_s", "welcomed_s", "serving_s", "acked_s")
-            },
-            "while_others_were_hit": {
-                **Counter(back.outcome for back in of_role if not back.is_watched),
-                "seconds_of_those_back": _spread(
-                    [back.seconds for back in of_role if not back.is_watched and back.outcome == "back"]
-                ),
-            },
-        }
-    found["nginx"] = _spread([back.seconds for back in returns if back.name == "nginx" and back.outcome == "back"])
-    return found
 
 
 def _summed(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
@@ -93,12 +41,6 @@ def _summed(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
     for made in rows:
         total.update(made[key])
     return total
-
-
-def _spread(seconds: Sequence[float]) -> dict[str, float | None]:
-    ordered = sorted(seconds)
-    shares = {"median": 0.5, "p95": 0.95, "max": 1.0}
-    return {"count": len(ordered), **{name: quantile(ordered, share) for name, share in shares.items()}}
 
 
 def _difference(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

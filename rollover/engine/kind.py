@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollover.engine.logprob_check import CheckedMembers
     from rollover.hf.architecture import Architecture
     from rollover.types import AdapterShape
-    from rollover.weights.base import ReadsBack, WeightTarget
+    from rollover.weights.base import WeightTarget
     from rollover.weights.folders import WeightFolders
 
 
@@ -68,9 +68,8 @@ class EngineSetup:
 class OpenedEngine:
     """An open engine, by its roles. One object may have several of them; a role that it does not have is ``None``.
 
-    Example: an embedded engine has ``engine``, ``weights``, ``sleeper`` and ``digests``; after ``await
-    opened.weights.load(3, source)``, the chunks that ``opened.engine.generate(request)`` yields have
-    ``policy_version`` 3.
+    Example: an embedded engine has ``engine``, ``weights`` and ``sleeper``; after ``await opened.weights.load(3,
+    source)``, the chunks that ``opened.engine.generate(request)`` yields have ``policy_version`` 3.
     """
 
     engine: Engine
@@ -81,7 +80,6 @@ class OpenedEngine:
     """Only if it is to take turns with a trainer on the same devices."""
     metrics: EngineMetrics | None = None
     availability: MayBeDown | None = None
-    digests: ReadsBack | None = None
     folders: WeightFolders | None = None
     """The folders through which it gets its weights."""
 

@@ -160,15 +160,3 @@ class WeightTarget(Protocol):
         ...
 
     async def resume(self) -> None: ...
-
-
-class ReadsBack(Protocol):
-    """A target that can compare the weights that it has. Servers compare theirs in ``load`` itself.
-
-    Example: after ``await engine.load(7, source)``, ``await engine.differing(source)`` is empty.
-    """
-
-    async def differing(self, source: WeightSource) -> Collection[str]:
-        """Return the names of the tensors of ``source`` that differ in any bit from those in use, compared in the
-        target's number format. Raises ``EngineError`` when it does not answer."""
-        ...

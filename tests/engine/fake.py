@@ -233,5 +233,4 @@ def opened(engine: Any) -> OpenedEngine:
         engine=engine,
         weights=engine,
         availability=engine if hasattr(engine, "until_up") else None,
-        digests=engine if hasattr(engine, "differing") else None,
     )

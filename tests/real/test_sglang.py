@@ -349,8 +349,7 @@ def test_digests_read_back_tell_the_weights_that_are_there_from_others(url: str,
                 body = {"action": "checksum", "selector": "target"}
                 return dict(held_tensors(await client.ask(WeightChecks, "POST", "/weights_checker", body=body)))
 
-            confirmed = read_back.check(folders[0], await held(), server="it")
-            assert confirmed.num_exact >= 15 and confirmed.num_followed == 0, confirmed
+            assert read_back.check(folders[0], await held(), server="it") == len(read_back.exact) >= 15
             with pytest.raises(EngineError, match="holds other weights"):
                 read_back.check(folders[1], await held(), server="it")
             await client.call("POST", "/weights_checker", body={"action": "reset_tensors", "selector": "target"})

@@ -19,7 +19,6 @@ from tests.swarm.chaos.clocks import set_clocks
 from tests.swarm.chaos.disks import SmallDisk, can_mount, small_disk
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.laws import check_laws, check_members
-from tests.swarm.chaos.returns import Return
 from tests.swarm.chaos.stage import DEADLINE_S, LEASE_S, Stage
 
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="no file system can be mounted here")
@@ -71,39 +70,20 @@ async def test_a_worker_that_sleeps_past_its_lease_is_fenced_and_joins_again(
         await finish(stage)
 
 
-async def test_a_killed_coordinator_loses_and_doubles_no_call_under_way(
-    experiment_folder: Path,
-) -> None:
+async def test_a_killed_coordinator_and_a_killed_member_lose_and_double_no_call(experiment_folder: Path) -> None:
     slow = {name: tokens_per_s / 5 for name, tokens_per_s in TWO.items()}  # so that much is under way
     async with stage_in(experiment_folder, speeds=slow).open() as stage:
         await until_step(stage, 1)
-        await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
-        hellos = len(stage.proxy.record.hellos)
-        await stage.kill("coordinator", 0.5)
-        await stage.until(
-            "the return of both", lambda: {member for _, member in stage.proxy.record.hellos[hellos:]} == set(TWO)
-        )
+        for killed, returning in (("coordinator", set(TWO)), ("phone", {"phone"})):
+            await stage.until("calls under way", lambda: stage.proxy.record.num_under_way() >= 3)
+            num_servings, welcomes = len(stage.proxy.record.servings), len(stage.proxy.record.welcomes)
+            await stage.kill(killed, 0.5)
+            await stage.until(
+                f"the return of {returning}",
+                lambda since=welcomes, who=returning: {m for _, m in stage.proxy.record.welcomes[since:]} >= who,
+            )
+            await stage.until("weights", lambda since=num_servings: len(stage.proxy.record.servings) > since)
         await finish(stage)
-
-
-def test_a_killed_coordinator_and_a_killed_member_are_back_in_time(experiment_folder: Path) -> None:
-    async def back(stage: Stage, name: str) -> Return:
-        await stage.kill(name, is_watched=True)
-        await stage.until(f"the return of the {name}", lambda: stage.is_settled)
-        return stage.toll.returns[-1]
-
-    async def scene() -> None:
-        # Five seconds and two leases of three are for a machine of its own; tests share theirs.
-        async with stage_in(experiment_folder, "--engine.lease_s", "10").open() as stage:
-            await until_step(stage, 1)
-            member = await back(stage, "phone")
-            assert (member.name, member.outcome) == ("phone", "back"), member
-            assert member.acked_s is not None and member.acked_s < 20.0, member
-            coordinator = await back(stage, "coordinator")
-            assert (coordinator.name, coordinator.outcome) == ("coordinator", "back"), coordinator
-            assert coordinator.seconds < 20.0 and coordinator.acked_s is not None, coordinator
-
-    asyncio.run(scene())
 
 
 async def test_a_straggler_without_a_token_keeps_no_step_waiting_for_ever(

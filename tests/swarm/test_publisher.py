@@ -25,7 +25,6 @@ from rollover.weights.sources import MemoryWeights
 from tests.swarm.weights_kit import (
     Weights,
     assert_same,
-    initial_weights,
     open_publisher,
     served,
     source,
@@ -103,10 +102,10 @@ def test_each_so_many_publications_one_is_full(tmp_path: Path) -> None:
 
 def test_a_delta_that_is_not_smaller_is_sent_as_full_weights(tmp_path: Path) -> None:
     publisher = open_publisher(tmp_path)
-    publisher.publish(source(0, VERSIONS[0]))
-    published = publisher.publish(source(1, initial_weights(seed=9)))
+    publisher.publish(source(0, {name: torch.ones_like(weight) for name, weight in VERSIONS[0].items()}))
+    published = publisher.publish(source(1, VERSIONS[1]))
     assert (published.kind, published.reason) == ("full", "a delta would not have been smaller")
-    assert_same(readable(publisher, published.head), served(initial_weights(seed=9)))
+    assert_same(readable(publisher, published.head), served(VERSIONS[1]))
 
 
 def test_other_shapes_are_sent_as_full_weights(tmp_path: Path) -> None:

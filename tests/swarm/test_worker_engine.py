@@ -1,11 +1,9 @@
-"""A worker among engines that do not load, say what is not so, stand still or have no disk: what they had before is in
-force, or they are not used again."""
+"""A worker among engines that do not load, stand still or have no disk: what they had before is in force."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,73 +17,6 @@ from rollover.swarm.worker.host import EngineBroken, EngineHost
 from rollover.weights.base import WeightSource
 from tests.engine.fake import FakeEngine
 from tests.swarm.worker_kit import Bench, FakeFetched, Link, assign, head, length_of, run, tokens, with_worker
-
-
-class Forgetful(FakeEngine):
-    """Says "loaded" and keeps the weights that it has, as often as it is told; it can read them back."""
-
-    lies = 0
-
-    def __init__(self) -> None:
-        super().__init__(length_of)
-        self.held = 0
-
-    async def load(self, version: int, source: WeightSource) -> None:
-        await super().load(version, source)
-        if Forgetful.lies:
-            Forgetful.lies -= 1
-        else:
-            self.held = version
-
-    async def differing(self, source: WeightSource) -> Collection[str]:
-        assert self._paused or source.manifest.version == 0, "before it samples from them"
-        return [] if source.manifest.version == self.held else ["w"]
-
-    def __repr__(self) -> str:
-        return "the engine"
-
-
-async def test_an_engine_that_says_loaded_and_has_other_weights_is_opened_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(tmp_path)
-    bench.make_engine = Forgetful
-    monkeypatch.setattr(Forgetful, "lies", 1)
-    async with bench.joined():
-        link = await bench.decoding(3)
-        first = bench.engine
-        await link.send(head(1))
-        failed = await link.first(NotServing)
-        reason = "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it; the first is 'w'"
-        assert failed == NotServing(version=1, reason=reason)
-        assert await link.ended("a") == f"failed: {reason}"
-        assert ("resume", 1) in first.events, "nothing is left standing"
-        await link.send(assign("b", limit=4))  # while there is no engine to trust
-        await serving_after(bench, link, 1)
-        assert bench.engine is not first and first.stats().num_running == 0
-        await bench.until(lambda: bench.engine.requests)
-        await bench.engine.tick(4)
-        assert await link.ended("b") == "length"
-        assert set(bench.coordinator.versions["a"].values()) == {0}
-        assert set(bench.coordinator.versions["b"].values()) == {1}
-        assert [request.sample_key for request in first.requests] == ["a."]
-
-
-async def test_an_engine_that_has_other_weights_twice_ends_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(tmp_path)
-    bench.make_engine = Forgetful
-    monkeypatch.setattr(Forgetful, "lies", 2)
-    async with bench.joined():
-        link = await bench.member(head(0))
-        await link.send(head(1))
-        error = await bench.failure()
-        assert isinstance(error, EngineBroken)
-        assert "the engine says that it has loaded version 1, but 1 of 1 tensors differ from it" in str(error)
-        await link.until(lambda: link.is_closed)
-        assert link.all(Leaving) == [Leaving(reason=str(error))]
-        assert [message.version for message in link.all(Serving)] == [0]
 
 
 async def serving_after(bench: Bench, link: Link, version: int) -> None:

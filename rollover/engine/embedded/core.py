@@ -237,10 +237,6 @@ class EngineCore:
         self.scheduler.update(policy_version, recompute=recompute)
         return outputs
 
-    def differing(self, source: WeightSource) -> list[str]:
-        """Return the names of the weights of ``source`` that are not those in use, bit for bit."""
-        return self._weights.differing(self._model_runner.slots, source)
-
     def digests(self) -> dict[str, str]:
         """Compute the SHA-256 of each weight in use, by its name in a checkpoint; see ``digests``."""
         return digests(self._model_runner.slots)

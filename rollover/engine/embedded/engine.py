@@ -134,12 +134,6 @@ class EmbeddedEngine:
         """See ``Sleeps.sleep``."""
         await self._do("release its memory", lambda core: core.sleep())
 
-    async def differing(self, source: WeightSource) -> list[str]:
-        """See ``ReadsBack.differing``."""
-        found: list[str] = []
-        await self._do("read weights back", lambda core: found.extend(core.differing(source)))
-        return found
-
     async def digests(self) -> dict[str, str]:
         """Compute the SHA-256 of each weight in use, by its name in a checkpoint; about a second per GB."""
         found: dict[str, str] = {}

@@ -15,7 +15,7 @@ async def _open(config: EmbeddedConfig, setup: EngineSetup) -> OpenedEngine:
     if setup.longest_tokens is not None:
         config = config.fitted(setup.longest_tokens, Architecture.from_folder(setup.folder).max_position_embeddings)
     engine = EmbeddedEngine.from_folder(setup.folder, config, lockstep=setup.lockstep)
-    return OpenedEngine(engine=engine, weights=engine, sleeper=engine if config.colocated else None, digests=engine)
+    return OpenedEngine(engine=engine, weights=engine, sleeper=engine if config.colocated else None)
 
 
 def check_embedded(config: EmbeddedConfig, facts: EngineFacts) -> Sequence[str]:

@@ -96,14 +96,6 @@ class LoadedWeights:
         if missing := slots.keys() - self._filled:
             raise ModelError(f"{len(missing)} weights are missing, first {min(missing)!r}")
 
-    def differing(self, slots: Mapping[str, Slot], source: WeightSource) -> list[str]:
-        """Return the names of the weights of ``source`` that are not those in use, bit for bit. It takes about as long
-        as filling them."""
-        full = self._full(source.manifest.version, source)
-        with torch.inference_mode():
-            pairs = zip(slots.values(), full.tensors(self._stored(slots, full)), strict=True)
-            return [name for slot, (name, tensor) in pairs if not slot.holds(tensor)]
-
     def _full(self, version: int, source: WeightSource) -> WeightSource:
         if source.manifest.kind != "adapter" or not isinstance(source, AdapterSource):
             source.manifest.require_full(version, _ENGINE)

@@ -8,8 +8,8 @@
 
 A full publication holds every tensor's bytes; where adapters are trained, those of the tensors that stay, and the
 adapters: the blobs of the former are the same in each version, so a worker fetches them once. A delta holds, for each
-tensor, the elements that differ from ``base_version`` and what they are now; applied twice it gives the same, applied
-to other weights it is found out by the digest of the result.
+tensor, the elements that differ from ``base_version`` and by how much; applied to other weights it is found out by the
+digest of the result.
 
 Invariants: a version names one manifest digest for ever; whoever has the publisher's public key can tell that
 every byte is the publisher's, wherever it was fetched from.
@@ -102,8 +102,8 @@ class PublishedTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Offset of its encoding in the stream of decompressed blobs."""
     num_bytes: int
     """Length of its encoding; 0 for a tensor of a delta that has not changed."""
-    encoding: Literal["raw", "overwrite"]
-    """``raw``: the bytes of the tensor. ``overwrite``: see ``rollover.swarm.publication.delta``."""
+    encoding: Literal["raw", "difference"]
+    """``raw``: the bytes of the tensor. ``difference``: see ``rollover.swarm.publication.delta``."""
     adapter: PublishedAdapter | None = None
     """To be added to the bytes in the stream; see ``rollover.swarm.publication.low_rank``."""
 
@@ -224,8 +224,8 @@ def _mistake(manifest: PublicationManifest) -> str | None:
             return f"tensor {tensor.name!r} has the shape {tensor.shape}"
         if tensor.start < 0 or tensor.num_bytes < 0 or tensor.start + tensor.num_bytes > num_stream_bytes:
             return f"tensor {tensor.name!r} lies outside of the {num_stream_bytes:,} bytes that the blobs hold"
-        if tensor.encoding == "overwrite" and manifest.kind == "full":
-            return f"tensor {tensor.name!r} of full weights says what to overwrite"
+        if tensor.encoding == "difference" and manifest.kind == "full":
+            return f"tensor {tensor.name!r} of full weights says what has changed"
         if tensor.adapter is not None and (mistake := _adapter_mistake(tensor, tensor.adapter, num_stream_bytes)):
             return mistake
         if tensor.encoding == "raw" and tensor.num_bytes != tensor.spec.num_bytes:

@@ -67,8 +67,7 @@ def _tensor(tensor: PublishedTensor, stream: StreamReader, adapters: StreamReade
     if old is None or old.nbytes != tensor.spec.num_bytes:
         held = "is not among its tensors" if old is None else f"has {old.nbytes:,} bytes there"
         raise PublicationError(
-            f"tensor {tensor.name!r} of {tensor.spec.num_bytes:,} bytes overwrites parts of its base version, but"
-            f" {held}"
+            f"tensor {tensor.name!r} of {tensor.spec.num_bytes:,} bytes is a change to its base version, but {held}"
         )
     encoded = np.empty(tensor.num_bytes, dtype=np.uint8)
     stream.read_into(tensor.start, encoded)

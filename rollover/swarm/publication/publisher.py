@@ -285,7 +285,7 @@ class SwarmPublisher:
                         digest=digest,
                         start=start,
                         num_bytes=stream.num_bytes - start,
-                        encoding="raw" if encoded is None else "overwrite",
+                        encoding="raw" if encoded is None else "difference",
                     )
                 )
                 if below is not None and stream.wire_bytes >= below:

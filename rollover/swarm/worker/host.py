@@ -1,9 +1,8 @@
 """The worker's engine: opened on the first weights that are fetched, and given all later ones.
 
 Invariants: the engine samples from the version that ``serves`` says, whatever happens to a load; it resumes
-after every pause. An engine that can read its weights back has to show them before a version is announced. An engine
-takes no weights back, so for an earlier version, which a run that began again at an older checkpoint asks for, it is
-opened again; so is one that says "loaded" and has other weights.
+after every pause. An engine takes no weights back, so for an earlier version, which a run that began again at an older
+checkpoint asks for, it is opened again.
 """
 
 from __future__ import annotations
@@ -35,10 +34,6 @@ OpenEngine = Callable[[Path], Awaitable[OpenedEngine]]
 
 class EngineBroken(RolloverError):
     """The worker's engine cannot be used any more, and so neither can the worker."""
-
-
-class OtherWeights(EngineError):
-    """An engine that has other weights than it was given."""
 
 
 class EngineHost:
@@ -188,31 +183,14 @@ class EngineHost:
         except RolloverError as e:
             raise EngineBroken(f"the engine cannot be opened: {e}") from e
         started_s = self._clock.now_s()
-        try:
-            await (self._load if head.version > 0 else self._confirm)(opened, head, source)
-        except OtherWeights as e:
-            raise EngineBroken(str(e)) from e
+        if head.version > 0:
+            await self._load(opened, head, source)
         self._served(opened, head, fetched, self._clock.now_s() - started_s)
 
     async def _load(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
         async with self._deadline(opened, head), _paused(opened):
             await opened.weights.load(head.version, source)
             self.holds_tokens_back = True
-            await self._confirm(opened, head, source)
-
-    async def _confirm(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
-        """Have the engine show its weights, if it can. Nothing that an engine with other weights samples is sent:
-        its calls end here, and it is opened again for the next weights."""
-        if opened.digests is None or not (names := await opened.digests.differing(source)):
-            return
-        reason = (
-            f"{opened.engine!r} says that it has loaded version {head.version}, but {len(names)} of"
-            f" {len(source.manifest.tensors)} tensors differ from it; the first is"
-            f" {min(names)[:120]!r}"
-        )
-        self._calls.fail_all(reason)
-        self.forget()
-        raise OtherWeights(reason)
 
     def _served(self, opened: OpenedEngine, head: Head, fetched: FetchedWeights, pause_s: float) -> None:
         self.serves = head

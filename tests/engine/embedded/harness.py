@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded import EmbeddedConfig
 from rollover.engine.embedded.block_manager import BlockManager, block_key
 from rollover.engine.embedded.core import EngineCore, Output
 from rollover.engine.embedded.scheduler import SequenceScheduler
+from rollover.weights.base import WeightSource
 from tests.engine.contract import tokens
 
 CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4, stream_interval_tokens=1)
@@ -19,6 +23,12 @@ CONFIG = EmbeddedConfig(device="cpu", kv_cache_bytes=2**20, block_size_tokens=4,
 
 def core_of(folder: Path, **settings: Any) -> EngineCore:
     return EngineCore(folder, replace(CONFIG, **settings))
+
+
+def digests_of(source: WeightSource) -> dict[str, str]:
+    """The SHA-256 of the bytes of each tensor, by name."""
+    contents = {name: tensor.contiguous().view(torch.uint8).numpy().data for name, tensor in source.tensors()}
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def check_blocks(manager: BlockManager, block_tables: Sequence[Sequence[int]]) -> None:

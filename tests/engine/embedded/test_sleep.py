@@ -113,7 +113,7 @@ async def test_a_call_that_is_opened_while_it_sleeps_waits_for_the_weights(folde
         await engine.resume()
         assert not call.done()
         with pytest.raises(EngineError, match="sleeps"):
-            await engine.differing(FolderWeights(0, folder))
+            await engine.digests()
         await engine.load(3, FolderWeights(3, folder))
         async with asyncio.timeout(DEADLINE_S):
             assert {chunk.policy_version for chunk in await call} == {3}
@@ -125,11 +125,12 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
     other = saved(tiny_model(num_hidden_layers=3), tmp_path / "other")
     engine = EmbeddedEngine.from_folder(folder, CONFIG)
     try:
+        before = await engine.digests()
         await engine.sleep()
         with pytest.raises(EngineError, match="do not fit"):
             await engine.load(1, FolderWeights(1, other))
         with pytest.raises(EngineError, match="sleeps"):
-            await engine.differing(FolderWeights(0, folder))
+            await engine.digests()
 
         def no_room() -> Any:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory")
@@ -139,6 +140,6 @@ async def test_weights_or_caches_that_do_not_fit_leave_it_asleep_with_advice(fol
             await engine.load(1, FolderWeights(1, folder))
         engine._core._make_model_runner = make
         await engine.load(1, FolderWeights(1, folder))
-        assert not await engine.differing(FolderWeights(1, folder))
+        assert await engine.digests() == before
     finally:
         await engine.close()

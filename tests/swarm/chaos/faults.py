@@ -73,8 +73,6 @@ class Blow:
     way: Way
     seconds: float
     """Length of a pause, a frozen network or a full disk; of a kill, the time before the process is started again."""
-    is_watched: bool = False
-    """The blow waits until all processes are well, and no other comes before its target is back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +84,6 @@ class Blows:
     ways: tuple[tuple[Way, float], ...] = _PROCESS
     lease_s: float = 3.0
     """A pause takes up to twice as long, so that some end within a lease and some do not."""
-    watched: float = 0.0
-    """Share of the kills that are watched."""
 
     @property
     def fill_disks(self) -> bool:
@@ -105,4 +101,4 @@ def drawn_blows(rule: Blows, members: Sequence[str], lots: Random) -> Iterator[B
             way = "pause"
         pause_s, away_s = min(lots.uniform(0.1, 2.0) * rule.lease_s, 8.0), lots.uniform(0.0, 0.4)
         seconds = {"kill": away_s, "fill": FULL_S}.get(way, pause_s)
-        yield Blow(gap_s, target, way, seconds, is_watched=lots.random() < rule.watched and way == "kill")
+        yield Blow(gap_s, target, way, seconds)

@@ -36,8 +36,6 @@ class SeenCall:
 
     sample_key: str
     tokens: dict[int, int]
-    sent: list[tuple[float, str, range]] = field(default_factory=list)
-    """Time, member and positions of each message with tokens."""
     num_acked: int = 0
     """Its worker was told that so many tokens are durable."""
     is_over: bool = False
@@ -59,8 +57,6 @@ class WireRecord:
     hellos: list[tuple[float, str]] = field(default_factory=list)
     welcomes: list[tuple[float, str]] = field(default_factory=list)
     servings: list[tuple[float, str, int]] = field(default_factory=list)
-    acks: list[tuple[float, str, float]] = field(default_factory=list)
-    """Acknowledgements of new tokens: time, member, and the time at which the member had sent them."""
     goodbyes: list[tuple[str, Goodbye]] = field(default_factory=list)
 
     def up(self, member: str, message: FromWorker) -> None:
@@ -75,9 +71,7 @@ class WireRecord:
                 self.servings.append((time.monotonic(), member, version))
             case Decoded():
                 call = self.calls[message.call_id]
-                ids = unpack_ids(message.token_ids)
-                call.put(message.offset, ids)
-                call.sent.append((time.monotonic(), member, range(message.offset, message.offset + len(ids))))
+                call.put(message.offset, unpack_ids(message.token_ids))
                 call.is_over = message.finish_reason is not None
 
     def down(self, member: str, message: FromCoordinator) -> None:
@@ -95,10 +89,6 @@ class WireRecord:
                 before = {i: token for i, token in held.tokens.items() if i < message.offset}
                 self.calls.setdefault(message.call_id, SeenCall(held.sample_key, before))
             case Ack() if (call := self.calls.get(message.call_id)) is not None:  # else its assignment was lost
-                last = message.offset - 1
-                sent_s = next((s for s, who, where in reversed(call.sent) if who == member and last in where), None)
-                if last >= call.num_acked and sent_s is not None:
-                    self.acks.append((time.monotonic(), member, sent_s))
                 call.num_acked = max(call.num_acked, message.offset)
             case Goodbye():
                 self.goodbyes.append((member, message))

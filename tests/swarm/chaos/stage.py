@@ -33,7 +33,6 @@ from tests.swarm.chaos.faults import Blow
 from tests.swarm.chaos.forked import Forked
 from tests.swarm.chaos.proxy import FaultProxy
 from tests.swarm.chaos.relay import Relay
-from tests.swarm.chaos.returns import Return, followed
 
 SPEEDS: Mapping[str, float] = {"workstation": 2000.0, "laptop": 1000.0, "tablet": 300.0, "phone": 100.0}
 """Tokens per second of each member."""
@@ -44,12 +43,11 @@ DEADLINE_S = within(240.0)
 
 @dataclass
 class Toll:
-    """What was done to each of the cast, and how they came back."""
+    """What was done to each of the cast."""
 
     kills: Counter[str] = field(default_factory=Counter)
     """By name and way: ``coordinator/event`` for one that died as an event went to the journal."""
     others: Counter[str] = field(default_factory=Counter)
-    returns: list[Return] = field(default_factory=list)
     num_starts: int = 0
     """Of the coordinator."""
     num_full_disk_ends: int = 0
@@ -107,10 +105,6 @@ class Stage:
         """Names of disks that are full."""
         self._may_end: set[str] = set()
         """Processes that started on a full disk, and a coordinator whose disk has been full."""
-        self._frozen_until_s = 0.0
-        self._num_returning = 0
-        """Processes that were killed and are not known to be back."""
-        self._is_watching = False
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Stage]:
@@ -163,7 +157,7 @@ class Stage:
             relay.launch()
         elif name == "coordinator":
             self.toll.num_starts += 1
-            self._cue = None if self._is_watching else self.next_cue()
+            self._cue = self.next_cue()
             begun = (self.run / "config.json").exists()
             which = ("--resume", str(self.run)) if begun else ("swarm.toml", "--run-dir", str(self.run))
             settings = () if begun else self._argv
@@ -189,24 +183,20 @@ class Stage:
                 has_own_clock=self._has_own_clock,
             )
 
-    async def kill(self, name: str, away_s: float = 0.0, *, is_watched: bool = False) -> None:
+    async def kill(self, name: str, away_s: float = 0.0) -> None:
         """Kill a process with SIGKILL and start it again after a while."""
         if (process := self.cast[name]).exit_code is not None:
             return
         self._away.add(name)
         self._paused.discard(name)
-        self._is_watching = is_watched
-        killed_s = time.monotonic()
         process.kill()
-        await self._again(name, "clock", killed_s, away_s, is_watched=is_watched)
+        await self._again(name, "clock", away_s)
 
-    async def _again(self, name: str, way: str, killed_s: float, away_s: float, *, is_watched: bool = False) -> None:
+    async def _again(self, name: str, way: str, away_s: float) -> None:
         if self.cast[name].exit_code == -signal.SIGKILL:
             self.toll.kills[f"{name}/{way}"] += 1
-            self._num_returning += 1
             await asyncio.sleep(away_s)
             self.start(name)
-            self.spawn(self._time_return(name, killed_s, is_watched))
         self._away.discard(name)
 
     async def pause(self, name: str, seconds: float) -> None:
@@ -259,7 +249,7 @@ class Stage:
         """Carry out a blow, and end it when its time is over."""
         match blow.way:
             case "kill":
-                self.spawn(self.kill(blow.target, blow.seconds, is_watched=blow.is_watched))
+                self.spawn(self.kill(blow.target, blow.seconds))
             case "pause":
                 self.spawn(self.pause(blow.target, blow.seconds))
             case "fill":
@@ -269,18 +259,11 @@ class Stage:
                 self.proxy.cut(blow.target)
             case "freeze":
                 self.toll.others[f"{blow.target}/freeze"] += 1
-                self._frozen_until_s = max(self._frozen_until_s, time.monotonic() + blow.seconds)
                 self.proxy.freeze(blow.target, blow.seconds)
 
     def is_up(self, name: str) -> bool:
         """Tell whether a process runs, as far as can be seen, so that a blow would hit."""
         return name in self.cast and self.cast[name].exit_code is None and name not in self._paused | self._away
-
-    @property
-    def is_settled(self) -> bool:
-        """All blows have passed, and every process is back or given up."""
-        is_quiet = not (self._paused or self._away or self._full or self._num_returning)
-        return is_quiet and time.monotonic() >= self._frozen_until_s and all(map(self.is_up, self.cast))
 
     async def stop(self) -> int:
         """Stop the run with Ctrl-C, after two more steps. Returns how many it has then taken."""
@@ -311,31 +294,6 @@ class Stage:
             self._tasks.discard(task)
             task.result()
 
-    # -- coming back --------------------------------------------------------------------------------------------
-
-    async def _time_return(self, name: str, killed_s: float, is_watched: bool) -> None:
-        """Record how a process comes back, or why it is not known to be back."""
-        process, coordinator = self.cast[name], self.cast["coordinator"]
-        needed = (process,) if name == "nginx" else (process, coordinator)
-        back = await followed(
-            name,
-            killed_s,
-            self.proxy.record,
-            port=self._port_of(name),
-            is_watched=is_watched,
-            is_hit=lambda: any(one.exit_code is not None for one in needed),
-            is_over=lambda: self.is_over,
-        )
-        self.toll.returns.append(back)
-        self._num_returning -= 1
-        if is_watched:
-            self._is_watching = False
-
-    def _port_of(self, name: str) -> int | None:
-        """Return the port of those who have one."""
-        relay = self.cast.get("nginx")
-        return {"coordinator": self.port, "nginx": relay.port if isinstance(relay, Relay) else None}.get(name)
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     async def until(self, what: str, condition: Callable[[], bool], limit_s: float = DEADLINE_S) -> None:
@@ -354,7 +312,7 @@ class Stage:
             if name == "coordinator" and code == -signal.SIGKILL and name not in self._away:
                 self._away.add(name)
                 way = "flush" if self._cue is not None and self._cue.kind == "flush" else "event"
-                self.spawn(self._again(name, way, time.monotonic(), 0.0))
+                self.spawn(self._again(name, way, 0.0))
             if code == 2 and name in self._may_end and name not in self._away:
                 self._away.add(name)
                 self.spawn(self._after_full_disk(name))

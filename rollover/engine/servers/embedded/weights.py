@@ -61,7 +61,7 @@ class EmbeddedServerWeights(WeightEndpoint[EmbeddedServerConfig]):
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
         limit_s = self._config.load_timeout_s
         found = await self._client.ask(TensorDigests, "POST", "/digests", body={}, timeout_s=limit_s)
-        return {HeldTensor(name=name): digest for name, digest in found.digests.items()}
+        return {("", name): digest for name, digest in found.digests.items()}
 
     async def release_memory(self) -> None:
         await self._post("/sleep", {})

@@ -86,18 +86,17 @@ class AdapterOutcome(Answer):
 class WorkerPlace(Answer):
     """The place of a worker among those of its server.
 
-    Example: ``{"tp_rank": 1, "tp_size": 2}`` is the second of two tensor-parallel workers.
+    Example: ``{"tp_rank": 1}`` is the second of the tensor-parallel workers.
     """
 
     tp_rank: Count = 0
-    tp_size: Annotated[int, Field(ge=1, lt=1 << 20)] = 1
     dp_rank: Count = 0
 
 
 class WorkerChecksums(Answer):
     """Checksums of the weights that one worker holds.
 
-    Example: ``{"checksums": {"lm_head.weight": "1f3a9c02"}, "parallelism_info": [{"tp_rank": 0, "tp_size": 2}]}``.
+    Example: ``{"checksums": {"lm_head.weight": "1f3a9c02"}, "parallelism_info": [{"tp_rank": 0}]}``.
     """
 
     checksums: Mapping[str, str]

@@ -160,5 +160,4 @@ def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
     for worker in found.ranks:
         place = worker.parallelism_info[0]
         for name, digest in worker.checksums.items():
-            held = HeldTensor(name=name, part=place.tp_rank, num_parts=place.tp_size, replica=str(place.dp_rank))
-            yield held, digest
+            yield (f"dp{place.dp_rank}:tp{place.tp_rank}", name), digest

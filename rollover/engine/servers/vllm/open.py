@@ -13,7 +13,8 @@ from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.start.places import ServerProgram
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
-from rollover.engine.servers.vllm.weights import ChecksumRecord, served_rank
+from rollover.engine.servers.vllm.weights import served_rank
+from rollover.engine.servers.weights.read_back import FolderDigests
 from rollover.types import AdapterShape
 
 SERVED_NAME = "policy"
@@ -28,13 +29,12 @@ _REMEDIES = {
 
 async def open_vllm(config: VLLMConfig, setup: EngineSetup) -> EnginePool:
     """See ``open_servers``."""
-    checksums, model = ChecksumRecord(), ModelFolder.read(setup.folder)
-    adapters = setup.adapters
+    model, folders, adapters = ModelFolder.read(setup.folder), FolderDigests(), setup.adapters
 
     def kind_for(config: VLLMConfig) -> ServerKind:
         return ServerKind(
             name="vLLM",
-            dialect=lambda client: VLLMDialect(client, config, model, checksums, adapters, setup.device),
+            dialect=lambda client: VLLMDialect(client, config, model, folders, adapters, setup.device),
             program=ServerProgram(
                 command=config.launch_command,
                 arguments=lambda host, port: [

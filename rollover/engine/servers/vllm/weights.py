@@ -5,9 +5,8 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``cache_salt``: with the label of the weights as the salt, no new call can
   hit a block that other weights have computed, whatever a reset of the cache could not free.
 * Over NCCL each bucket follows its announcement as one tensor of bytes, which vLLM calls packed.
-* A label says what a server was told, a checksum what it has: the SHA-256 of each tensor of each worker. It is compared
-  with the folder (``read_back``), and with the other servers: those with the same number formats and the same division
-  over workers must agree to the last bit. On a CPU the weights of most matrices are packed away after a load, and have
+* A label says what a server was told, a checksum what it has: the SHA-256 of each tensor of each worker, which is
+  compared with the folder (``read_back``). On a CPU the weights of most matrices are packed away after a load, and have
   no checksum any more.
 * Adapters are read from a folder, in peft's format, beside a base that stays as it is. One that replaces another under
   its name is read again at every iteration, so each has a name of its own. Checksums are those of the base.
@@ -16,22 +15,18 @@ What is peculiar to it:
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.background import refused
-from rollover.engine.servers.folder import ModelFolder
-from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
 from rollover.engine.servers.weights.ownership import Part
-from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, NoDigests
+from rollover.engine.servers.weights.read_back import HeldTensor, NoDigests
 from rollover.engine.servers.weights.transfer import TransferCalls
 from rollover.errors import ConfigError, EngineError, EngineTimeout
-from rollover.types import AdapterShape
 from rollover.weights.buckets import BUCKET_BYTES
 from rollover.weights.groups import GroupPlan
 
@@ -39,33 +34,6 @@ _RESET_RETRY_S = 0.05
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _BESIDE_AN_ADAPTER = ".base_layer."
 """Part of the name of a base tensor, if the server can put adapters beside it."""
-_KEY = re.compile(r"(?P<replica>dp\d+:pp\d+:pcp\d+):tp(?P<part>\d+):(?P<name>.+)", re.DOTALL)
-
-
-class ChecksumRecord:
-    """The checksums of the first server to load a folder, to compare the others with, and those of the folder itself.
-    One for all servers of a pool."""
-
-    def __init__(self) -> None:
-        self.folders = FolderDigests()
-        self._folder: Path | None = None
-        self._server = ""
-        self._expected: Mapping[str, str] = {}
-
-    def compare(self, folder: Path, server: str, checksums: Mapping[str, str]) -> None:
-        """Raise ``EngineError`` naming a tensor in which ``server`` differs from the first one."""
-        if folder != self._folder:
-            self._folder, self._server, self._expected = folder, server, checksums
-            return
-        if checksums.keys() != self._expected.keys():
-            return
-        different = [name for name, digest in checksums.items() if digest != self._expected[name]]
-        if different:
-            raise EngineError(
-                f"{server} holds other weights than {self._server}, though both have loaded {folder}:"
-                f" {len(different)} of {len(checksums)} tensors differ, the first is {different[0][:120]!r}; do the two"
-                " run with the same --dtype and --quantization?"
-            )
 
 
 class VLLMWeights(WeightEndpoint[VLLMConfig]):
@@ -74,24 +42,9 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
     A server that was started without ``--enable-sleep-mode`` answers that it sleeps and gives nothing back, so its
     settings are looked at first; one on a CPU cannot be started with it. When the last part is taken again, the server
     resumes by itself: it has not been sent a call yet.
-
-    Args:
-        checksums: of what the servers of a pool have loaded.
     """
 
     sets_label = False
-
-    def __init__(
-        self,
-        client: HTTPClient,
-        config: VLLMConfig,
-        model: ModelFolder,
-        checksums: ChecksumRecord,
-        adapters: AdapterShape | None = None,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(client, config, model, checksums.folders, adapters, device)
-        self._checksums = checksums
 
     async def label(self) -> str:
         return (await self._client.ask(WeightInfo, "GET", "/weight_info")).weight_version
@@ -150,11 +103,9 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
             await asyncio.sleep(_RESET_RETRY_S)
 
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        """See ``WeightEndpoint``; compares the checksums with those of the other servers."""
         body, limit_s = {"action": "checksum"}, self._config.load_timeout_s
         with refused(lambda e: NoDigests(str(e))):
             found = await self._client.ask(Checksums, "POST", "/weight_checker", body=body, timeout_s=limit_s)
-        self._checksums.compare(source, repr(self._client), found.checksums)
         return dict(held_tensors(found.checksums))
 
     def how_to_serve_adapters(self) -> str:
@@ -197,14 +148,6 @@ def served_rank(rank: int) -> int:
 
 def held_tensors(checksums: Mapping[str, str]) -> Iterator[tuple[HeldTensor, str]]:
     """Yield the tensor that each checksum is of, and the checksum."""
-    parsed = {key: _KEY.fullmatch(key) for key in checksums}
-    num_parts = 1 + max((int(m["part"]) for m in parsed.values() if m is not None), default=0)
-    for key, match in parsed.items():
-        if match is not None:
-            place = HeldTensor(
-                name=match["name"].replace(_BESIDE_AN_ADAPTER, "."),
-                part=int(match["part"]),
-                num_parts=num_parts,
-                replica=match["replica"],
-            )
-            yield place, checksums[key]
+    for key, checksum in checksums.items():
+        *worker, name = key.split(":", 4)
+        yield (":".join(worker), name.replace(_BESIDE_AN_ADAPTER, ".")), checksum

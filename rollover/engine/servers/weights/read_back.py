@@ -1,10 +1,10 @@
 """The digests of what a server holds are compared with what it was given.
 
 A label says what a server was told to hold. A server that computes digests of its tensors says what it does hold, and
-loads that have left a tensor as it was are found out. How a server lays its tensors out is found by trying: joined
-(queries, keys and values; gate and up), with rows of zeros after them, or cut over workers. A tensor whose digest has
-once been that of a layout must have it after each later load. Of the others (packed, quantised, or digests of another
-kind) it is known that some of them must change where the weights did, and none where they did not.
+loads that have left a tensor as it was are found out. A server may join tensors (queries, keys and values; gate and
+up) and pad a vocabulary with rows of zeros: a tensor that has once had such a digest must have it after each later
+load. Of the others (cut over workers, packed, quantised, or digests of another kind) it is known that some of them must
+change where the weights did, and none where they did not.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.folder import ModelFolder
@@ -41,136 +37,81 @@ _PADDED_TO = 64
 _MIN_DIGITS = 16
 """Digests are compared with the first hexadecimal digits of a SHA-256: some servers send no more."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
-    """A tensor of a server: its name there, and which part of it, if it is cut over ``num_parts`` workers.
-
-    Example: ``HeldTensor(name="model.layers.0.self_attn.qkv_proj.weight", part=1, num_parts=2)``
-    """
-
-    name: str
-    part: int = 0
-    num_parts: int = 1
-    replica: str = ""
-    """Tells workers apart that hold the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Confirmation:
-    """Counts how much of a server's weights its digests speak for.
-
-    Example: ``Confirmation(num_exact=12, num_followed=0, num_silent=1)``: twelve tensors are those of the folder to the
-    bit, and one cannot be compared.
-    """
-
-    num_exact: int
-    """Tensors that equal the folder's, bit for bit."""
-    num_followed: int
-    """Tensors of which it is known whether they have changed."""
-    num_silent: int
-    """Tensors of which nothing is known."""
-
-    @property
-    def says_nothing(self) -> bool:
-        return not self.num_exact and not self.num_followed
-
-
-Parts = Iterable[NDArray[np.uint8]]
-_Layout = Callable[[list[RawTensor], HeldTensor], Parts | None]
+HeldTensor = tuple[str, str]
+"""A tensor of a server: the worker that holds it, and its name there."""
 
 
 class FolderDigests:
-    """Digests of the tensors of the folder that was loaded last, in the layouts that servers have been found to use.
-    One for all servers of a pool; used by several threads.
+    """Digests of the tensors of the folder that was loaded last. One for all servers of a pool; used by several
+    threads.
 
-    Example: ``FolderDigests().of(folder, HeldTensor(name="model.norm.weight"), "whole")`` is the SHA-256 of the bytes
-    of that tensor in hexadecimal.
+    Example: ``FolderDigests().of(folder, "model.norm.weight")`` is the SHA-256 of the bytes of that tensor in
+    hexadecimal, the only one in the tuple.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._folder: Path | None = None
         self._tensors: Mapping[str, RawTensor] = {}
-        self._digests: dict[tuple[str, int, int, str], str | None] = {}
+        self._digests: dict[str, tuple[str, ...]] = {}
 
-    def of(self, folder: Path, place: HeldTensor, layout: str) -> str | None:
-        """Return the digest of what stands at ``place`` in a layout; ``None`` if the folder holds no such tensor or
-        it cannot be laid out so. Raises ``ModelError`` when the folder cannot be read."""
+    def of(self, folder: Path, name: str) -> tuple[str, ...]:
+        """Return the digests that a server's tensor of this name may have, the one without padding first; none if the
+        folder holds no such tensor. Raises ``ModelError`` when the folder cannot be read."""
         with self._lock:
             if folder != self._folder:
                 self._tensors, self._digests, self._folder = read_raw_tensors(folder), {}, folder
-            key = place.name, place.part, place.num_parts, layout
-            if key not in self._digests:
-                self._digests[key] = self._compute(place, layout)
-            return self._digests[key]
-
-    def _compute(self, place: HeldTensor, layout: str) -> str | None:
-        sources = _sources(place.name, self._tensors)
-        parts = LAYOUTS[layout](sources, place) if sources else None
-        if parts is None:
-            return None
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(np.ascontiguousarray(part).data)
-        return digest.hexdigest()
+            if name not in self._digests:
+                self._digests[name] = _digests(_sources(name, self._tensors))
+            return self._digests[name]
 
 
 class ReadBack:
     """Compares one server's digests with the folders that it was given, load by load. Synchronous; hashing takes about
     a second per gigabyte.
 
-    Example: ``read_back.check(folder, {HeldTensor(name="model.norm.weight"): "9c1e..."}, server="http://one")``
+    Example: ``read_back.check(folder, {("0", "model.norm.weight"): "9c1e..."}, server="http://one")``
     """
 
     def __init__(self, folders: FolderDigests) -> None:
         self._folders = folders
-        self._layouts: dict[HeldTensor, list[str]] = {}
-        """The layouts that a tensor has had at every load: mostly one; zeros look alike in several."""
+        self.exact: set[HeldTensor] = set()
+        """The tensors that have been a folder's to the bit."""
         self._before: dict[HeldTensor, tuple[str, str]] = {}
-        """Digests of the last confirmed load, for tensors of unknown layout: the folder's and the server's."""
+        """Digests of the last confirmed load, for the other tensors: the folder's and the server's."""
 
-    def check(self, folder: Path, found: Mapping[HeldTensor, str], *, server: str) -> Confirmation:
-        """Return how much is confirmed. Raises ``EngineError`` when the server holds something else than ``folder``
-        does."""
-        wrong, followed, num_exact, num_silent = list[str](), dict[HeldTensor, tuple[str, str]](), 0, 0
+    def check(self, folder: Path, found: Mapping[HeldTensor, str], *, server: str) -> int:
+        """Return the number of tensors of which the digests say something. Raises ``EngineError`` when the server holds
+        something else than ``folder`` does."""
+        wrong, followed, num_exact = list[str](), dict[HeldTensor, tuple[str, str]](), 0
         for place, digest in found.items():
-            given = self._folders.of(folder, place, "whole")
-            if given is None or _is_begin(digest, _NO_BYTES):
-                num_silent += 1
-            elif layouts := self._matching(folder, place, digest):
-                self._layouts[place] = layouts
+            given = self._folders.of(folder, place[1])
+            if not given or _NO_BYTES.startswith(digest):
+                continue
+            if len(digest) >= _MIN_DIGITS and any(each.startswith(digest) for each in given):
+                self.exact.add(place)
                 num_exact += 1
-            elif place in self._layouts:
-                wrong.append(place.name)
+            elif place in self.exact:
+                wrong.append(place[1])
             else:
-                followed[place] = given, digest
+                followed[place] = given[0], digest
+        num_told = num_exact + len(wrong) + len(followed)
         if different := wrong or self._out_of_step(followed):
             raise EngineError(
-                f"{server} was given {folder} and holds other weights: {len(different)} of"
-                f" {num_exact + len(wrong) + len(followed)} tensors that it reports a digest of are not those of the"
-                f" folder, the first is {min(different)[:120]!r}"
+                f"{server} was given {folder} and holds other weights: {len(different)} of {num_told} tensors that it"
+                f" reports a digest of are not those of the folder, the first is {min(different)[:120]!r}"
             )
         self._before |= followed
-        return Confirmation(num_exact=num_exact, num_followed=len(followed), num_silent=num_silent)
+        return num_told
 
     def _out_of_step(self, followed: Mapping[HeldTensor, tuple[str, str]]) -> list[str]:
         """Return the tensors that have changed where the folder's have not; or all that have not where the folder's
         have, when none has. (Of single ones that is not known: coarser formats round small changes away.)"""
-        known = [(place, self._before[place], now) for place, now in followed.items() if place in self._before]
-        if moved := [p.name for p, before, now in known if before[0] == now[0] and before[1] != now[1]]:
+        known = [(place[1], self._before[place], now) for place, now in followed.items() if place in self._before]
+        if moved := [name for name, before, now in known if before[0] == now[0] and before[1] != now[1]]:
             return moved
-        changed = [(p.name, before[1] == now[1]) for p, before, now in known if before[0] != now[0]]
+        changed = [(name, before[1] == now[1]) for name, before, now in known if before[0] != now[0]]
         return [name for name, _ in changed] if all(is_same for _, is_same in changed) else []
-
-    def _matching(self, folder: Path, place: HeldTensor, digest: str) -> list[str]:
-        """Return the possible layouts in which the folder's tensor has this digest."""
-        possible = self._layouts.get(place) or (_OF_ONE if place.num_parts == 1 else LAYOUTS)
-        return [layout for layout in possible if _is_begin(digest, self._folders.of(folder, place, layout))]
-
-
-def _is_begin(digest: str, of: str | None) -> bool:
-    return of is not None and len(digest) >= _MIN_DIGITS and of.startswith(digest)
 
 
 def _sources(name: str, tensors: Mapping[str, RawTensor]) -> list[RawTensor]:
@@ -186,45 +127,17 @@ def _sources(name: str, tensors: Mapping[str, RawTensor]) -> list[RawTensor]:
     return []
 
 
-def _whole(sources: list[RawTensor], place: HeldTensor) -> Parts | None:
-    return [tensor.content for tensor in sources]
-
-
-def _padded(sources: list[RawTensor], place: HeldTensor) -> Parts | None:
-    (tensor, *others) = sources
-    missing = -tensor.shape[0] % _PADDED_TO if len(tensor.shape) == 2 and tensor.content.size else 0
-    if others or not missing or (tensor.shape[0] + missing) % place.num_parts:
-        return None
-    rows = _rows(tensor)
-    return [np.split(np.pad(rows, ((0, missing), (0, 0))), place.num_parts)[place.part]]
-
-
-def _cut_by_rows(sources: list[RawTensor], place: HeldTensor) -> Parts | None:
-    if any(not tensor.content.size or not tensor.shape or tensor.shape[0] % place.num_parts for tensor in sources):
-        return None
-    return [np.split(_rows(tensor), place.num_parts)[place.part] for tensor in sources]
-
-
-def _cut_by_columns(sources: list[RawTensor], place: HeldTensor) -> Parts | None:
-    if any(
-        not tensor.content.size or len(tensor.shape) != 2 or tensor.shape[1] % place.num_parts for tensor in sources
-    ):
-        return None
-    return [np.split(_rows(tensor), place.num_parts, axis=1)[place.part] for tensor in sources]
-
-
-def _rows(tensor: RawTensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor that has some, by its first dimension."""
-    return tensor.content.reshape(tensor.shape[0], -1)
-
-
-LAYOUTS: Mapping[str, _Layout] = {
-    "whole": _whole,
-    "padded": _padded,
-    "cut by rows": _cut_by_rows,
-    "cut by columns": _cut_by_columns,
-}
-_OF_ONE = ("whole", "padded")
+def _digests(sources: list[RawTensor]) -> tuple[str, ...]:
+    if not sources:
+        return ()
+    digest, (shape, *_) = hashlib.sha256(), [tensor.shape for tensor in sources]
+    for tensor in sources:
+        digest.update(tensor.content.data)
+    whole = digest.hexdigest()
+    if len(sources) > 1 or len(shape) != 2 or not shape[0] % _PADDED_TO:
+        return (whole,)
+    digest.update(bytes(-shape[0] % _PADDED_TO * (sources[0].content.size // shape[0])))
+    return whole, digest.hexdigest()
 
 
 AskDigests = Callable[[Path], Awaitable[Mapping[HeldTensor, str]]]
@@ -264,14 +177,14 @@ class LoadConfirmation:
             self._say(f"it computes no digests of them ({e})")
             return
         if self._num_bytes <= _HASHED_AT_ONCE:
-            confirmed = self._compare(folder, found)
+            num_told = self._compare(folder, found)
         else:
-            confirmed = await asyncio.to_thread(self._compare, folder, found)
-        if confirmed.says_nothing and not self._was_confirmed:
+            num_told = await asyncio.to_thread(self._compare, folder, found)
+        if not num_told and not self._was_confirmed:
             self._say("it reports digests of none of the folder's tensors")
         self._was_confirmed = True
 
-    def _compare(self, folder: Path, found: Mapping[HeldTensor, str]) -> Confirmation:
+    def _compare(self, folder: Path, found: Mapping[HeldTensor, str]) -> int:
         try:
             return self._read_back.check(folder, found, server=self._server)
         except ModelError as e:

@@ -17,7 +17,6 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
-from rollover.engine.servers.vllm.weights import ChecksumRecord
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.types import AdapterShape
 from tests.engine.servers.scripted_server import CONTEXT, VOCAB, ScriptedTransport, ScriptedVLLM
@@ -61,12 +60,11 @@ def engine_over(
     config: VLLMConfig,
     folder: Path,
     ownership: Ownership | None = None,
-    checksums: ChecksumRecord | None = None,
     adapters: AdapterShape | None = None,
     device: str | None = None,
 ) -> ServerEngine:
     model = ModelFolder.read(folder)
-    dialect = VLLMDialect(client, config, model, checksums or ChecksumRecord(), adapters, device)
+    dialect = VLLMDialect(client, config, model, None, adapters, device)
     return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
 
@@ -76,14 +74,13 @@ def make_engine(
     url: str = "http://one",
     *,
     ownership: Ownership | None = None,
-    checksums: ChecksumRecord | None = None,
     adapters: AdapterShape | None = None,
     device: str | None = None,
     **changes: Any,
 ) -> ServerEngine:
     config = settings(url, **changes)
     client = HTTPClient(url, config, transport=ScriptedTransport({url.removeprefix("http://"): server}))
-    return engine_over(client, config, folder, ownership or Ownership(RUN), checksums, adapters, device)
+    return engine_over(client, config, folder, ownership or Ownership(RUN), adapters, device)
 
 
 @asynccontextmanager

@@ -13,7 +13,6 @@ from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.vllm.open import adapter_arguments
 from rollover.engine.servers.vllm.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
-from rollover.engine.servers.weights.read_back import HeldTensor
 from rollover.errors import ConfigError, EngineError
 from rollover.types import AdapterShape
 from rollover.weights.adapters import AdapterSource, LowRank
@@ -210,5 +209,5 @@ def test_vllm_makes_room_in_steps_and_no_further() -> None:
 def test_a_base_tensor_beside_vllm_adapters_has_its_own_name() -> None:
     """So its digest is compared with that of the model's folder."""
     found = dict(held_tensors({"dp0:pp0:pcp0:tp1:model.layers.0.mlp.down_proj.base_layer.weight": "5ca1ab1e"}))
-    place = HeldTensor(name="model.layers.0.mlp.down_proj.weight", part=1, num_parts=2, replica="dp0:pp0:pcp0")
+    place = "dp0:pp0:pcp0:tp1", "model.layers.0.mlp.down_proj.weight"
     assert found == {place: "5ca1ab1e"}

@@ -182,29 +182,6 @@ def test_two_runs_on_one_address_never_meet_in_the_server(
     asyncio.run(main())
 
 
-def test_weights_of_servers_are_compared_by_checksums(folder: Path, tmp_path: Path) -> None:
-    from rollover.engine.servers.vllm.weights import ChecksumRecord
-
-    async def main(spoil: bool) -> None:
-        record = ChecksumRecord()
-        one, two = ScriptedVLLM(), ScriptedVLLM()
-        two.checksums = (lambda weights: "rounded to bfloat16") if spoil else one.checksums
-        engines = [
-            vllm_kit.make_engine(server, folder, f"http://{n}", checksums=record)
-            for n, server in (("one", one), ("two", two))
-        ]
-        try:
-            await engines[0].open()
-            await engines[1].open()
-        finally:
-            for engine in engines:
-                await engine.close()
-
-    run(main(spoil=False))
-    with pytest.raises(EngineError, match=r"^http://two holds other weights than http://one, though both have loaded"):
-        run(main(spoil=True))
-
-
 def digest_of(folder: str) -> str:
     return sha256(load_file(Path(folder) / "model.safetensors")["lm_head.weight"].tobytes()).hexdigest()
 

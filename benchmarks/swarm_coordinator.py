@@ -288,7 +288,7 @@ async def measure(case: Case, kind: str, seconds: float) -> dict[str, Any]:
         raise RuntimeError(f"nothing was acknowledged in {wall_s:.0f} s: {last}")
     frames = {way: last[f"num_frames_{way}"] - first[f"num_frames_{way}"] for way in ("up", "down")}
     tokens = over * case.tokens
-    assert not counters.refused, counters
+    assert not counters["workers_sent_away"], counters
     return {
         "kind": kind,
         **vars(case),
@@ -303,7 +303,7 @@ async def measure(case: Case, kind: str, seconds: float) -> dict[str, Any]:
         "gib_before": before_gib,
         "gib_joined": joined_gib,
         "gib_at_work": peak_gib,
-        "out_of_order": counters.out_of_order,
+        "out_of_order": counters["out_of_order"],
     }
 
 

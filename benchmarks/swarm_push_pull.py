@@ -301,7 +301,7 @@ class PushPull:
             "held_up_share": self.held_up_s / seconds,
             "idle_share": self.idle_s / seconds,
             "mean_lag": self.lag / max(1, len(steps)),
-            "moved_calls": self.hub.counters.moved_calls,
+            "moved_calls": self.hub.counters["moved_calls"],
         }
 
     # -- members --------------------------------------------------------------------------------------------------
@@ -401,13 +401,13 @@ class PushPull:
                 case Send(lease, message):
                     if (worker := self.by_lease[lease]).lease == lease:
                         self._hears(worker, message)
-                case Deliver(call_id, piece, _):
+                case Deliver(call_id, chunk):
                     call = self.open[call_id]
-                    if call.num_tokens and call.version != piece.version:
+                    if call.num_tokens and call.version != chunk.policy_version:
                         self._segment(call, None)
-                    call.version, call.num_tokens = piece.version, call.num_tokens + len(piece.token_ids)
-                    if piece.finish_reason is not None:
-                        self._segment(self.open.pop(call_id), piece.finish_reason)
+                    call.version, call.num_tokens = chunk.policy_version, call.num_tokens + len(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        self._segment(self.open.pop(call_id), chunk.finish_reason)
                         self.scheduler.scored(call.sample_id, 0.0, self.now_s)
                         has_changed = True
                 case Fail(call_id, _):

@@ -57,7 +57,7 @@ def test_labels_that_go_back_within_a_response_are_found() -> None:
     effects = says(hub, worker, call_id, 4)
     change(hub, worker, 1)
     effects += says(hub, worker, call_id, 1)
-    assert [e.piece.version for e in effects if isinstance(e, Deliver)] == [0, 1]
+    assert [e.chunk.policy_version for e in effects if isinstance(e, Deliver)] == [0, 1]
     (gone,) = [e for e in says(hub, worker, call_id, 1) if isinstance(e, SentAway)]
     assert "tokens of version 0 behind tokens of version 1 in one response" in gone.reason
 
@@ -68,7 +68,7 @@ def test_an_honest_worker_may_change_weights_within_a_response_and_keep_what_it_
     worker.decode(call_id, 4)
     change(hub, worker, 1)
     effects = says(hub, worker, call_id, 4)
-    assert [e.piece.version for e in effects if isinstance(e, Deliver)] == [0, 1]
+    assert [e.chunk.policy_version for e in effects if isinstance(e, Deliver)] == [0, 1]
     assert not hub.members["a"].distrust
 
 
@@ -77,7 +77,7 @@ def test_a_worker_that_keeps_caches_may_name_them() -> None:
     join(hub, worker)
     change(hub, worker, 1)
     (out,) = says(hub, worker, given(hub, worker), 3)
-    assert isinstance(out, Deliver) and (out.piece.version, out.piece.kv_version) == (1, 0)
+    assert isinstance(out, Deliver) and (out.chunk.policy_version, out.chunk.kv_version) == (1, 0)
 
 
 def test_tokens_of_a_worker_that_has_not_described_its_engine_end_the_connection() -> None:

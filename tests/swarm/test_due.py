@@ -8,7 +8,7 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, Fail, Send
 from rollover.swarm.wire.messages import Assign
 from tests.swarm.kit import LENGTH, TTL_S, ModelWorker, assert_crowd_is_current, head, request
-from tests.swarm.test_coordinator import beat, coordinator, decoded, join, sent
+from tests.swarm.test_coordinator import beat, coordinator, decoded, join
 
 STEP_S = 10.0
 NOW_S = 2 * STEP_S
@@ -71,14 +71,6 @@ def test_a_group_starts_at_the_phone_only_if_its_step_is_far_enough(
     assert (takes_one, found) == (version is not None, version)
 
 
-def test_under_older_weights_a_step_less_is_left() -> None:
-    swarm = Swarm()
-    swarm.fill_the_server()
-    swarm.hub.published(head(3), 3 * STEP_S)
-    ask = [swarm.hub.reserve(f"g{s}.0.", 0, LENGTH, max_staleness=s, until_s=60.0) for s in (2, 3)]
-    assert ask == [None, 2], "version 4 comes in 10 s, version 5 in 20 s"
-
-
 def test_what_is_due_does_not_wait_for_a_member_that_is_gone() -> None:
     swarm = Swarm()
     swarm.fill_the_server()
@@ -88,23 +80,3 @@ def test_what_is_due_does_not_wait_for_a_member_that_is_gone() -> None:
     assert len([e for e in gone if isinstance(e, Fail)]) == 8
     effects = swarm.hub.received(swarm.phone.lease, beat(3), NOW_S + TTL_S + 1.0)
     assert swarm.got(effects) == ["phone"], "late is better than never"
-
-
-def test_the_phone_helps_if_everything_is_due_at_once() -> None:
-    """With a staleness bound of 0 a batch is waited for from the beginning: what counts is when all of it is done."""
-    for exact in (False, True):
-        swarm = Swarm(exact=exact)
-        swarm.fill_the_server()
-        # 404 tokens a second in all, 20 tokens each: 500 calls take 25 s, 300 take 15 s.
-        asked = [swarm.hub.takes_one(2, LENGTH, num_waiting=n, max_staleness=0) for n in (300, 500)]
-        assert asked == [False, True]
-        assert swarm.opened("g0.0", due=2) == ["phone"], "its siblings come with as much beside them"
-
-
-def test_while_the_pace_is_not_known_everybody_works() -> None:
-    hub, phone = coordinator(), ModelWorker("phone")
-    join(hub, phone)
-    hub.received(phone.lease, beat(mean_running=1.0, tokens_per_s=0.001), 0.0)
-    hub.published(head(0), 0.0)
-    assert hub.reserve("g0.0.", 0, LENGTH, max_staleness=1, until_s=60.0) == 0
-    assert len(sent(hub.opened(request("g0.0", due_version=1)), Assign)) == 1

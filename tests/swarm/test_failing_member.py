@@ -113,7 +113,7 @@ def test_an_impossible_end_is_a_failure_of_the_member_that_claims_it(
     liar.decode("g0.0#0.", num_tokens)
     claim = liar.piece(liar.calls["g0.0#0."], 0, num_tokens, 0, reason)
     effects = hub.received(liar.lease, claim, 1.0)
-    delivered = [e.piece for e in effects if isinstance(e, Deliver)]
+    delivered = [e.chunk for e in effects if isinstance(e, Deliver)]
     assert [(p.token_ids, p.finish_reason) for p in delivered] == (
         [(response("g0.0.", 0, num_tokens), None)] if num_tokens else []
     )
@@ -123,15 +123,15 @@ def test_an_impossible_end_is_a_failure_of_the_member_that_claims_it(
     assert_crowd_is_current(hub)
 
 
-@pytest.mark.parametrize("claimed", [-5, 0, 7, 30, 10**12])
+@pytest.mark.parametrize("claimed", [0, 7, 30, 10**12])
 def test_a_member_can_claim_no_more_prefill_than_there_was_to_do(claimed: int) -> None:
     hub = coordinator()
     worker = member(hub, "a", 1.0, room=2)
     assert given(hub.opened(request("g0.0", num_done=30)), worker) is worker
     first, second = decoded(worker, "g0.0#0.", 4), decoded(worker, "g0.0#0.", 2)
     said = [structs.replace(piece, num_prefilled_tokens=claimed) for piece in (*first, *second)]
-    pieces = [e.piece for message in said for e in hub.received(worker.lease, message, 1.0) if isinstance(e, Deliver)]
-    assert [p.num_prefilled_tokens for p in pieces] == [min(max(claimed, 0), 30), 0]
+    pieces = [e.chunk for message in said for e in hub.received(worker.lease, message, 1.0) if isinstance(e, Deliver)]
+    assert [p.num_prefilled_tokens for p in pieces] == [min(claimed, 30), 0]
 
 
 def fails_all(hub: Coordinator, worker: ModelWorker, samples: list[str], until_s: int) -> list[tuple[float, bool]]:

@@ -167,19 +167,6 @@ async def test_a_worker_that_comes_late_or_lags_behind_walks_the_chain(
             assert fetched.wire_bytes < manifest_of(publisher, first).wire_bytes / 2
 
 
-async def test_a_chain_is_walked_no_further_than_full_weights(tmp_path: Path) -> None:
-    publisher = open_publisher(tmp_path, anchor_every=2, keep_versions=10)
-
-    with serving(publisher.blobs.root) as server:
-        heads = publish(publisher, 0, 1, 2, 3)
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            await fetch(fetcher, heads[3], server)
-        assert {digest for digest, _ in server.asked} & {h.manifest for h in heads} == {
-            heads[2].manifest,
-            heads[3].manifest,
-        }
-
-
 async def test_a_worker_that_is_started_again_fetches_only_what_is_new(
     publisher: SwarmPublisher, tmp_path: Path
 ) -> None:
@@ -195,33 +182,7 @@ async def test_a_worker_that_is_started_again_fetches_only_what_is_new(
             assert_same(tensors(again), served(VERSIONS[1]))
 
 
-async def test_a_restart_from_an_older_checkpoint_is_news_under_its_epoch(
-    publisher: SwarmPublisher, tmp_path: Path
-) -> None:
-    with serving(publisher.blobs.root) as server:
-        *_, head = publish(publisher, 0, 1, 2)
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            await fetch(fetcher, head, server)
-            again = open_publisher(tmp_path, run_epoch=2)
-            older = again.publish(source(1, VERSIONS[5])).head
-            assert_same(tensors(await fetch(fetcher, older, server, run_epoch=2)), served(VERSIONS[5]))
-
-
 # -- blobs that arrive damaged, late or not at all --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", [flipped, lambda c: c[:-1], lambda c: c + b"x", lambda _: b"another"])
-async def test_one_damaged_blob_costs_one_blob(
-    publisher: SwarmPublisher, tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
-    (head,) = publish(publisher, 0)
-    names = blob_names(publisher, head)
-
-    with serving(publisher.blobs.root, answers(names, change, times=1)) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
-        asked = [digest for digest, _ in server.asked]
-        assert len(asked) == len(set(asked)) + 1 and sum(asked.count(name) for name in names) == len(names) + 1
 
 
 async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
@@ -241,38 +202,6 @@ async def test_a_blob_that_never_comes_right_changes_nothing_and_is_named(
             assert_same(tensors(before), served(VERSIONS[0]))
             server.fault = None
             assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
-
-
-async def test_a_download_that_broke_off_goes_on_where_it_was(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    (head,) = publish(publisher, 0)
-    (name,) = blob_names(publisher, head)
-
-    def broken_off(server: BlobServer, digest: str, content: bytes, start: int) -> Any:
-        if digest != name or start >= 3000:
-            return None
-        status, headers, body = whole(content, start)
-        return status, headers, body[:1000]
-
-    with serving(publisher.blobs.root, broken_off) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            fetched = await fetch(fetcher, head, server)
-            assert_same(tensors(fetched), served(VERSIONS[0]))
-            manifest = manifest_of(publisher, head)
-            expected = manifest.wire_bytes + sum(f.blob.num_bytes for f in manifest.files)
-            assert fetched.wire_bytes == expected + len(publisher.blobs.read(head.manifest))
-        assert [start for digest, start in server.asked if digest == name] == [0, 1000, 2000, 3000]
-
-
-async def test_a_worker_that_was_killed_goes_on_with_what_it_had(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    (head,) = publish(publisher, 0)
-    (name,) = blob_names(publisher, head)
-    (tmp_path / "worker" / "blobs").mkdir(parents=True)
-    (tmp_path / "worker" / "blobs" / f".partial-{name}").write_bytes(publisher.blobs.read(name)[:5000])
-
-    with serving(publisher.blobs.root) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            assert_same(tensors(await fetch(fetcher, head, server)), served(VERSIONS[0]))
-        assert (name, 5000) in server.asked
 
 
 @pytest.mark.parametrize("range_answer", ["whole", "refused"])
@@ -311,30 +240,6 @@ async def test_a_missing_delta_is_refused_and_the_next_full_weights_are_taken(tm
             full = again.publish(source(3, VERSIONS[3]))
             assert full.kind == "full"
             assert_same(tensors(await fetch(fetcher, full.head, server, run_epoch=2)), served(VERSIONS[3]))
-
-
-async def test_missing_full_weights_are_said(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    first, second = publish(publisher, 0, 1)
-    for name in blob_names(publisher, first):
-        publisher.blobs.path(name).unlink()
-
-    with serving(publisher.blobs.root) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            with pytest.raises(PublicationError, match=f"no source has blob {name}: {server.url}"):
-                await fetch(fetcher, second, server)
-            assert fetcher.held is None
-
-
-async def test_a_blob_that_the_disk_has_altered_is_fetched_again(publisher: SwarmPublisher, tmp_path: Path) -> None:
-    first, second = publish(publisher, 0, 1)
-
-    with serving(publisher.blobs.root) as server:
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            await fetch(fetcher, first, server)
-        (name,) = blob_names(publisher, first)
-        (tmp_path / "worker" / "blobs" / name).write_bytes(b"rot")
-        async with open_fetcher(publisher, tmp_path / "worker") as fetcher:
-            assert_same(tensors(await fetch(fetcher, second, server)), served(VERSIONS[1]))
 
 
 async def test_a_delta_on_altered_weights_is_replaced_by_full_weights(
@@ -547,7 +452,7 @@ def test_each_source_gets_its_own_authorization_alone(publisher: SwarmPublisher,
         assert {*home.authorized} == {"Bearer secret"} and {*relay.authorized} == {None}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_worker_has_what_was_published_or_keeps_what_it_had(tmp_path: Path, seed: int) -> None:
     """Publications, restarts of either side, damage on either disk and on the wire, in any order."""
     rng = random.Random(seed)

@@ -175,7 +175,7 @@ async def test_who_may_not_join_is_told_why(tmp_path: Path, changes: dict[str, A
                 pass
         assert refused.value.response.status_code == status
         assert says in (refused.value.response.body or b"").decode()
-        assert engine.coordinator.counters.turned_away[{401: "token", 426: "protocol"}[status]] == 1
+        assert engine.coordinator.counters[{401: "refused_logins", 426: "refused_protocols"}[status]] == 1
 
 
 async def test_a_path_where_no_worker_joins_is_told_from_a_refused_token(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ async def test_an_invalid_frame_ends_the_connection_with_one_message(
             assert isinstance(goodbye, Goodbye) and not goodbye.is_final, "it may have been the way"
             assert goodbye.reason.startswith("this worker violates the protocol: ")
             assert says in goodbye.reason
-            assert engine.coordinator.counters.turned_away["frame"] == 1
+            assert engine.coordinator.counters["refused_frames"] == 1
             assert sum("b broke the protocol and was disconnected" in line for line in caplog.messages) == 1
         async with joined(engine, ModelWorker("b")):
             pass

@@ -46,8 +46,8 @@ def test_an_idle_fast_member_takes_over_the_call_of_a_slow_one() -> None:
     assert given(hub.opened(request("g1.0", 1, num_done=3)), fast, slow) is fast
     (piece,) = decoded(fast, "g1.0#1.", LENGTH)
     (out,) = [e for e in hub.received(fast.lease, piece, 6.0) if isinstance(e, Deliver)]
-    assert out.piece.token_ids == response("g1.0.", 3)
-    assert hub.counters.moved_calls == 1 and not hub.members["slow"].distrust
+    assert out.chunk.token_ids == response("g1.0.", 3)
+    assert hub.counters["moved_calls"] == 1 and not hub.members["slow"].distrust
     assert_crowd_is_current(hub)
 
 

@@ -56,15 +56,14 @@ class CutSwarm(RuleBasedStateMachine):
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Deliver(call_id, piece, _):
+                case Deliver(call_id, chunk):
                     sample = self.open[call_id]
-                    assert piece.offset == len(self.done[sample])
-                    if piece.token_ids:
-                        assert piece.version >= self.least[sample]
-                    self.done[sample] += piece.token_ids
-                    if piece.finish_reason is not None:
+                    if chunk.token_ids:
+                        assert chunk.policy_version >= self.least[sample]
+                    self.done[sample] += chunk.token_ids
+                    if chunk.finish_reason is not None:
                         del self.open[call_id]
-                        if piece.finish_reason is not FinishReason.ABORT:
+                        if chunk.finish_reason is not FinishReason.ABORT:
                             self.finished.add(sample)
                 case Fail(call_id, _):
                     del self.open[call_id]
@@ -310,7 +309,7 @@ class CutSwarm(RuleBasedStateMachine):
     @invariant()
     def no_honest_worker_is_sent_away_or_out_of_order(self) -> None:
         assert not any(member.distrust for member in self.hub.members.values())
-        assert self.hub.counters.out_of_order == 0
+        assert self.hub.counters["out_of_order"] == 0
 
     def teardown(self) -> None:
         """Once nothing is cut any more, all ends."""

@@ -69,9 +69,9 @@ def test_what_was_refused_is_counted_for_people() -> None:
     hub = coordinator()
     join(hub, ModelWorker("a"))
     hub.distrust("a", "it lies")
-    for cause, count in (("token", 3), ("protocol", 2), ("frame", 1)):
-        hub.counters.turned_away[cause] += count
-    hub.counters.out_of_order = 7
+    for cause, count in (("logins", 3), ("protocols", 2), ("frames", 1)):
+        hub.counters[f"refused_{cause}"] += count
+    hub.counters["out_of_order"] = 7
     counters = swarm_status(hub, "ws://x").counters
     assert {name: counters[name] for name in counters if name.startswith("refused")} == {
         "refused_logins": 3,

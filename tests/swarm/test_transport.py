@@ -184,7 +184,7 @@ class TestTransport:
                     await greeted(connection)
             async with place.dial(again) as connection:
                 await greeted(connection)
-            assert sessions.names == ["laptop"] and sessions.refusals == ["token"] * 3
+            assert sessions.names == ["laptop"] and sessions.refusals == ["login"] * 3
 
         self.run(law)
 
@@ -301,7 +301,7 @@ class TestTransport:
                     while not all(members[name].ready == ready for name in ("victim", "liar")):
                         await asyncio.sleep(0.01)
                     assert (members["victim"].lease, members["victim"].last_error) == (leases[0], "")
-                    assert not members["victim"].distrust and counters.fenced == 5
+                    assert not members["victim"].distrust and counters["fenced"] == 5
                 await engine.close()
 
         asyncio.run(main())

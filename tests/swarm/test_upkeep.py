@@ -84,7 +84,7 @@ def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
         join(engine, "a")
         await engine.start()
         await clock.sleep(TTL_S + 5)
-        assert not hub.members["a"].lease and hub.counters.expired_leases == 1
+        assert not hub.members["a"].lease and hub.counters["expired_leases"] == 1
         is_well = True
         await clock.sleep(2.5)
         assert [w.state for w in StatusFile(file).read().workers] == ["away"]

@@ -162,7 +162,7 @@ async def test_a_coordinator_that_was_killed_asks_for_the_rest_when_it_is_back(
         done = tuple(token for token, _ in flat(journaled))
         again = replace(request(**settings, response_ids=done, call=1), is_journaled=True)
         rest = [chunk async for chunk in after.generate(again)]
-        assert after.coordinator.counters.adopted_calls == 1, lines
+        assert after.coordinator.counters["adopted_calls"] == 1, lines
         assert [token for token, _ in flat(journaled) + flat(rest)] == [token for token, _ in alone]
         assert sum(chunk.num_prefilled_tokens for chunk in rest) == 0
         assert after.coordinator.members["laptop"].distrust == ""

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.used_ids import UsedIds
-from rollover.swarm.coordinator.machine.effects import Deliver
 from rollover.types import FinishReason
 
 
@@ -147,28 +146,10 @@ class Outlets:
             outlet.flow()
         return held_back or []
 
-    def deliver(self, effect: Deliver) -> None:
-        """Put a piece of a response into the outlet of its call."""
-        piece = effect.piece
-        if (outlet := self._open.get(effect.call_id)) is not None:
-            outlet.put(
-                Chunk(
-                    token_ids=piece.token_ids,
-                    logprobs=piece.logprobs,
-                    policy_version=piece.version,
-                    kv_version=piece.kv_version,
-                    finish_reason=piece.finish_reason,
-                    num_prefilled_tokens=piece.num_prefilled_tokens,
-                    engine=effect.member,
-                    kept=piece.kept,
-                    routes=piece.routes,
-                )
-            )
-
-    def fail(self, call_id: str, error: Exception) -> None:
-        """End a call with an error."""
+    def put(self, call_id: str, item: Chunk | Exception) -> None:
+        """Put new tokens, or the error with which a call ends, into its outlet."""
         if (outlet := self._open.get(call_id)) is not None:
-            outlet.put(error)
+            outlet.put(item)
 
     def _came_out(self, chunk: Chunk) -> None:
         self.num_decoded += len(chunk.token_ids)

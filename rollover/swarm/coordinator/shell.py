@@ -101,14 +101,14 @@ class Shell:
         self.perform(self.coordinator.received(lease, message, self.clock.now_s()))
 
     def fenced(self, message: FromWorker) -> None:
-        self.coordinator.counters.refuse(message)
+        self.coordinator.fenced(message)
 
     def disconnected(self, lease: int) -> None:
         self.connections.forget(lease)
         self.perform(self.coordinator.disconnected(lease, self.clock.now_s()))
 
     def refused(self, cause: Refusal) -> None:
-        self.coordinator.counters.turned_away[cause] += 1
+        self.coordinator.counters[f"refused_{cause}s"] += 1
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Carry out effects in order."""
@@ -119,10 +119,10 @@ class Shell:
                     self.connections.send(lease, message)
                 case Close(lease):
                     self.connections.close(lease)
-                case Deliver():
-                    self.outlets.deliver(effect)
+                case Deliver(call_id, chunk):
+                    self.outlets.put(call_id, chunk)
                 case Fail(call_id, reason, is_displaced):
-                    self.outlets.fail(call_id, CallDisplaced(reason) if is_displaced else EngineError(reason))
+                    self.outlets.put(call_id, CallDisplaced(reason) if is_displaced else EngineError(reason))
                 case CheckLogprobs(name, version):
                     self.begin_check(name, version)
                 case SentAway(name):
@@ -152,5 +152,5 @@ class Shell:
         """End all calls and refuse new ones with a mistake in the code, so that the run ends with it."""
         self.failure = error
         for call_id in self.outlets.ids:
-            self.outlets.fail(call_id, error)
+            self.outlets.put(call_id, error)
         self.changed()

@@ -15,7 +15,7 @@ from rollover.swarm.coordinator.machine.calls.call import SwarmCall
 from rollover.swarm.coordinator.machine.calls.offers import Offers
 from rollover.swarm.coordinator.machine.calls.open_calls import SwarmCalls
 from rollover.swarm.coordinator.machine.effects import Changed, Effect, Send
-from rollover.swarm.coordinator.machine.members import SwarmCounters, SwarmMember
+from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.coordinator.machine.placing import rule
 from rollover.swarm.coordinator.machine.placing.forecast import Deadline, Pace, RemainingTokens
 from rollover.swarm.wire.messages import Release
@@ -44,7 +44,7 @@ class Assignments:
         members: Mapping[str, SwarmMember],
         calls: SwarmCalls,
         offers: Offers,
-        counters: SwarmCounters,
+        counters: dict[str, int],
         *,
         exact: bool,
         checks: bool,
@@ -184,8 +184,8 @@ class Assignments:
             return effects
         adopter, held = found
         self._calls.give(call_id, adopter, self.now_s, held_as=held)
-        self._counters.adopted_calls += 1
-        self._counters.late_accepted += adopter.is_late
+        self._counters["adopted_calls"] += 1
+        self._counters["late_accepted"] += adopter.is_late
         return [*effects, Send(adopter.lease, call.adoption(held, call_id))]
 
     # -- slow and failing members ---------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Assignments:
             reason = f"{member.name} would have taken another {left_s:.0f} s, while other workers are idle"
             effects += self._calls.failed(member, reason, {call.call_id}, is_displaced=True)
             effects.append(Send(member.lease, Release(call_ids=(call.call_id,))))
-            self._counters.moved_calls += 1
+            self._counters["moved_calls"] += 1
         return effects
 
     def _movable(self) -> Iterator[rule.RunningCall]:

@@ -20,7 +20,7 @@ from secrets import token_bytes
 
 from rollover.engine.base import GenerateRequest
 from rollover.swarm.coordinator.machine.assignments import Assignments
-from rollover.swarm.coordinator.machine.calls.call import OutOfOrder, SwarmCall, checked_piece
+from rollover.swarm.coordinator.machine.calls.call import OutOfOrder, SwarmCall, checked_chunk
 from rollover.swarm.coordinator.machine.calls.offers import Offers
 from rollover.swarm.coordinator.machine.calls.open_calls import SwarmCalls
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
@@ -34,7 +34,7 @@ from rollover.swarm.coordinator.machine.effects import (
     SentAway,
     ServesAnew,
 )
-from rollover.swarm.coordinator.machine.members import RunIdentity, SwarmCounters, SwarmMember, brief
+from rollover.swarm.coordinator.machine.members import COUNTERS, RunIdentity, SwarmMember, brief
 from rollover.swarm.coordinator.machine.publications import Epoch, Publications
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -76,7 +76,7 @@ class Coordinator:
     Example: one call from its opening to its first token::
 
         coordinator.opened(request, now_s)                         # [Send(3, Assign(...))]
-        coordinator.received(3, Decoded(...), now_s)               # [Deliver("a#1.", piece, "laptop")]
+        coordinator.received(3, Decoded(...), now_s)               # [Deliver("a#1.", chunk)]
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Coordinator:
         self.run = run
         self.head = head
         self.members: dict[str, SwarmMember] = {}
-        self.counters = SwarmCounters()
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        """Counts of what the protocol absorbed."""
         self.checks = checks
         self._ttl_s = ttl_s
         self._blob_urls = blob_urls
@@ -197,7 +198,7 @@ class Coordinator:
         for lease, member in list(self._leases.items()):
             self._assignments.lapse(member, now_s)
             if now_s - member.heard_s > self._ttl_s:
-                self.counters.expired_leases += 1
+                self.counters["expired_leases"] += 1
                 member.has_lapsed = True
                 reason = f"{member.name} has not been heard from for {self._ttl_s:g} s"
                 if member.is_connected:
@@ -231,17 +232,23 @@ class Coordinator:
         """Handle ``message``, which a worker has sent under ``lease``."""
         member = self._leases.get(lease)
         if member is None or not member.is_connected:
-            self.counters.refuse(message)
+            self.fenced(message)
             return []
         member.heard_s = self._assignments.now_s = now_s
         try:
             return self._handle(member, message)
         except OutOfOrder as e:
-            self.counters.out_of_order += 1
+            self.counters["out_of_order"] += 1
             reason = f"{member.name} broke the order of messages: {e}"
             return [*self._goodbye(lease, reason, is_final=False), *self._ended(member, reason)]
         except ProtocolError as e:
             return self.distrust(member.name, str(e))
+
+    def fenced(self, message: FromWorker) -> None:
+        """Count a message under a lease that has ended, or is not its sender's."""
+        self.counters["fenced"] += 1
+        if isinstance(message, Decoded):
+            self.counters["late_tokens"] += len(message.token_ids) // 4
 
     def _handle(self, member: SwarmMember, message: FromWorker) -> list[Effect]:
         match message:
@@ -321,7 +328,7 @@ class Coordinator:
             return []  # it has ended here: what it still says is of no use to anybody
         if member.declared is None:
             raise OutOfOrder("it sent tokens before it had described its engine")
-        piece = checked_piece(
+        chunk = checked_chunk(
             message,
             call,
             newest=self.head.version,
@@ -329,7 +336,7 @@ class Coordinator:
             keeps_kv=member.declared.keeps_kv,
         )
         before = call.position
-        effects = self._calls.arrived(member, message.call_id, piece)
+        effects = self._calls.arrived(member, message.call_id, message.offset, chunk)
         if num_new := call.position - before:
             self._assignments.decoded(member, call, num_new)
         if call.refused_end:
@@ -379,7 +386,7 @@ class Coordinator:
         if member is None or member.distrust:
             return []
         member.distrust = reason
-        self.counters.refused[name] = self.counters.refused.get(name, 0) + 1
+        self.counters["workers_sent_away"] += 1
         said = f"{name} is no longer trusted: {reason}"
         bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
         return [*bye, SentAway(name, reason), *self._ended(member, said)]

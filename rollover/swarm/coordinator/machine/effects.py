@@ -4,37 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollover.engine.base import Chunk
 from rollover.swarm.wire.messages import FromCoordinator, Serving
-from rollover.types import FinishReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Decoded tokens of one call and one version, at their position in the response.
-
-    Example: ``Piece(offset=300, token_ids=(31, 4), logprobs=(-0.2, -1.1), version=7, kv_version=7)`` are the response's
-    tokens 300 and 301.
-    """
-
-    offset: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: int
-    kv_version: int
-    finish_reason: FinishReason | None = None
-    num_prefilled_tokens: int = 0
-    kept: tuple[bytes, ...] = ()
-    routes: tuple[bytes, ...] = ()
-
-    @property
-    def end(self) -> int:
-        """Return the position after its last token."""
-        return self.offset + len(self.token_ids)
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether it ends the response."""
-        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +31,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hand a piece of a response to whoever waits for the call.
+    """Hand new tokens, or the end of a response, to whoever waits for the call.
 
-    Example: ``Deliver("a#1.", piece, "laptop")``
+    Example: ``Deliver("a#1.", chunk)``, where ``chunk.engine`` is "laptop"
     """
 
     call_id: str
-    piece: Piece
-    member: str
+    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from types import MappingProxyType
 from rollover.swarm.coordinator.machine.placing.rule import MemberFacts, pause_s
 from rollover.swarm.wire.messages import (
     PROTOCOL,
-    Decoded,
-    FromWorker,
     Heartbeat,
     HeldCall,
     Hello,
@@ -225,31 +223,17 @@ class SwarmMember:
             self._decoding, self.call_tokens_per_s = (tokens_per_s * weight, weight), tokens_per_s
 
 
-@dataclass(slots=True)
-class SwarmCounters:
-    """Counts of what the protocol absorbed.
-
-    Example: ``fenced`` 3 says that three messages came under leases that had ended, or were not their sender's.
-    """
-
-    fenced: int = 0
-    late_tokens: int = 0
-    """Tokens in these messages. A worker that comes back offers them again if they may still be wanted."""
-    adopted_calls: int = 0
-    late_accepted: int = 0
-    """Calls among them whose member had lost its lease before it came back with them."""
-    expired_leases: int = 0
-    moved_calls: int = 0
-    """Calls that were taken from slow members, for faster ones that had nothing to do."""
-    out_of_order: int = 0
-    """Connections that ended since messages did not follow each other as they should."""
-    refused: dict[str, int] = field(default_factory=dict)
-    """Members sent away for breaking the protocol, by name."""
-    turned_away: dict[str, int] = field(default_factory=lambda: {"token": 0, "protocol": 0, "frame": 0})
-    """Clients and frames that transports refused, by cause."""
-
-    def refuse(self, message: FromWorker) -> None:
-        """Count a message under a lease that has ended, or is not its sender's."""
-        self.fenced += 1
-        if isinstance(message, Decoded):
-            self.late_tokens += len(message.token_ids) // 4
+COUNTERS = (
+    "fenced",
+    "late_tokens",
+    "adopted_calls",
+    "late_accepted",
+    "expired_leases",
+    "moved_calls",
+    "out_of_order",
+    "workers_sent_away",
+    "refused_logins",
+    "refused_protocols",
+    "refused_frames",
+)
+"""What is counted of all that the protocol absorbs; the metrics say what each count means."""

@@ -103,26 +103,13 @@ class SwarmStatus:
 
 def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
     """Return the state of a swarm."""
-    counters = coordinator.counters
     return SwarmStatus(
         url=url,
         version=coordinator.head.version,
         num_waiting=coordinator.num_waiting,
         time_s=time.time(),
         workers=tuple(_workers(coordinator)),
-        counters={
-            "fenced": counters.fenced,
-            "late_tokens": counters.late_tokens,
-            "adopted_calls": counters.adopted_calls,
-            "late_accepted": counters.late_accepted,
-            "expired_leases": counters.expired_leases,
-            "moved_calls": counters.moved_calls,
-            "out_of_order": counters.out_of_order,
-            "workers_sent_away": sum(counters.refused.values()),
-            "refused_logins": counters.turned_away["token"],
-            "refused_protocols": counters.turned_away["protocol"],
-            "refused_frames": counters.turned_away["frame"],
-        },
+        counters=dict(coordinator.counters),
     )
 
 

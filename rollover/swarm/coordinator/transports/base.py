@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from rollover.swarm.wire.messages import FromWorker, Hello
 
-Refusal = Literal["token", "protocol", "frame"]
+Refusal = Literal["login", "protocol", "frame"]
 """The reason of a refusal: a token that is unknown or revoked, another protocol, a frame that breaks the protocol."""
 
 

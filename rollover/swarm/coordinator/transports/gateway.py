@@ -134,7 +134,7 @@ class Gateway:
     async def _session(self, websocket: WebSocket) -> None:
         name = self._member_of(websocket.headers.get("authorization"))
         if name is None:
-            self._sessions.refused("token")
+            self._sessions.refused("login")
             await websocket.send_denial_response(_unauthorized())
             return
         if SUBPROTOCOL not in websocket.scope["subprotocols"]:
@@ -153,7 +153,7 @@ class Gateway:
 
     async def _blob(self, request: Request) -> Response:
         if self._member_of(request.headers.get("authorization")) is None:
-            self._sessions.refused("token")
+            self._sessions.refused("login")
             return _unauthorized()
         digest = request.path_params["digest"]
         path = self._blobs / digest

@@ -6,12 +6,11 @@ import hashlib
 import math
 from dataclasses import replace
 
-from rollover.engine.base import GenerateRequest
+from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.ends import check_end
 from rollover.errors import EngineError
 from rollover.kept_codec import check_kept
 from rollover.routes import check_routes
-from rollover.swarm.coordinator.machine.effects import Piece
 from rollover.swarm.wire.messages import (
     Adopt,
     Assign,
@@ -80,32 +79,33 @@ class SwarmCall:
     def is_over(self) -> bool:
         return self.finish_reason is not None
 
-    def came_out(self, piece: Piece) -> Piece:
-        """Record the next tokens, and return what of the piece is to be delivered: all, but without its end if that is
-        refused. Raises ``OutOfOrder`` if they do not follow the last ones, and ``ProtocolError`` for versions that go
-        back."""
-        if piece.offset != self.position:
-            raise OutOfOrder(f"it sent tokens from position {piece.offset} on, but those from {self.position} are next")
-        if piece.token_ids and piece.version < self._version:
+    def came_out(self, offset: int, chunk: Chunk) -> Chunk:
+        """Record the tokens from position ``offset`` on, and return what is to be delivered: all, but without the end
+        if that is refused. Raises ``OutOfOrder`` if they do not follow the last ones, and ``ProtocolError`` for
+        versions that go back."""
+        version = chunk.policy_version
+        if offset != self.position:
+            raise OutOfOrder(f"it sent tokens from position {offset} on, but those from {self.position} are next")
+        if chunk.token_ids and version < self._version:
             raise ProtocolError(
-                f"it sent tokens of version {piece.version} behind tokens of version {self._version} in one response"
+                f"it sent tokens of version {version} behind tokens of version {self._version} in one response"
             )
-        self._version = max(self._version, piece.version)
-        self.position = piece.end
-        self._prefix.update(pack_ids(piece.token_ids))
-        if piece.token_ids:
-            self._last_token = piece.token_ids[-1]
+        self._version = max(self._version, version)
+        self.position += len(chunk.token_ids)
+        self._prefix.update(pack_ids(chunk.token_ids))
+        if chunk.token_ids:
+            self._last_token = chunk.token_ids[-1]
         try:
-            check_end(self.request.request_id, self.request, piece.finish_reason, piece.end, self._last_token)
-            if piece.finish_reason is FinishReason.ABORT and not self.is_aborted:
+            check_end(self.request.request_id, self.request, chunk.finish_reason, self.position, self._last_token)
+            if chunk.finish_reason is FinishReason.ABORT and not self.is_aborted:
                 raise EngineError(
-                    f"it stopped {self.request.request_id} after {piece.end} tokens without being asked to"
+                    f"it stopped {self.request.request_id} after {self.position} tokens without being asked to"
                 )
         except EngineError as error:
             self.refused_end = str(error)
-            return replace(piece, finish_reason=None)
-        self.finish_reason = piece.finish_reason
-        return piece
+            return replace(chunk, finish_reason=None)
+        self.finish_reason = chunk.finish_reason
+        return chunk
 
     def assignment(self, call_id: str, sample_key: str) -> Assign:
         """Return the message that gives the call to a member. ``sample_key``: by which the member knows the sample."""
@@ -134,19 +134,15 @@ class SwarmCall:
         prefix = self._prefix.copy().hexdigest()
         return Adopt(held=held, call_id=call_id, offset=self.position, prefix=prefix)
 
-    def ending(self, version: int) -> Piece:
+    def ending(self, version: int) -> Chunk:
         """Return the end of a call that is cut off here."""
-        return Piece(
-            offset=self.position,
-            token_ids=(),
-            logprobs=(),
-            version=version,
-            kv_version=version,
-            finish_reason=FinishReason.ABORT,
+        end, member = FinishReason.ABORT, self.member or ""
+        return Chunk(
+            token_ids=(), logprobs=(), policy_version=version, kv_version=version, finish_reason=end, engine=member
         )
 
 
-def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size: int, keeps_kv: bool) -> Piece:
+def checked_chunk(message: Decoded, call: SwarmCall, *, newest: int, vocab_size: int, keeps_kv: bool) -> Chunk:
     """Return the tokens of a message. Raises ``ProtocolError`` for what cannot be true.
 
     Args:
@@ -192,16 +188,14 @@ def checked_piece(message: Decoded, call: SwarmCall, *, newest: int, vocab_size:
         raise ProtocolError(
             f"it sent tokens up to position {message.offset + len(ids)}, but the call ends at {call.limit}"
         )
-    return Piece(
-        offset=message.offset,
+    return Chunk(
         token_ids=ids,
         logprobs=logprobs,
-        version=message.version,
+        policy_version=message.version,
         kv_version=message.kv_version,
         finish_reason=None if message.finish_reason is None else FinishReason(message.finish_reason),
-        num_prefilled_tokens=min(max(0, message.num_prefilled_tokens), call.start)
-        if message.offset <= call.start
-        else 0,
+        num_prefilled_tokens=min(message.num_prefilled_tokens, call.start) if message.offset <= call.start else 0,
+        engine=call.member or "",
         kept=kept,
         routes=routes,
     )

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from rollover.engine.base import Chunk
 from rollover.swarm.coordinator.machine.calls.call import SwarmCall
 from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
-from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Piece, Send
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.wire.messages import Abort, Ack, HeldCall, ProtocolError, Release
 
@@ -279,16 +280,16 @@ class SwarmCalls:
         due = self.acknowledgements.durable(sample_key, num_tokens)
         return [Send(self._members[name].lease, ack) for name, ack in due if self._members[name].is_connected]
 
-    def arrived(self, member: SwarmMember, call_id: str, piece: Piece) -> list[Effect]:
-        """Take the next tokens of a call from its member. Raises ``OutOfOrder`` if they are not the next, and
-        ``ProtocolError`` if the member has not confirmed their version."""
-        call = self._calls[call_id]
-        if piece.token_ids and piece.version not in member.served:
-            raise ProtocolError(f"it sent tokens of version {piece.version}, which it has not confirmed to serve")
-        delivered = call.came_out(piece)
-        if not (delivered.token_ids or delivered.is_last):
+    def arrived(self, member: SwarmMember, call_id: str, offset: int, chunk: Chunk) -> list[Effect]:
+        """Take the tokens of a call from position ``offset`` on from its member. Raises ``OutOfOrder`` if they are not
+        the next, and ``ProtocolError`` if the member has not confirmed their version."""
+        call, version = self._calls[call_id], chunk.policy_version
+        if chunk.token_ids and version not in member.served:
+            raise ProtocolError(f"it sent tokens of version {version}, which it has not confirmed to serve")
+        delivered = call.came_out(offset, chunk)
+        if not delivered.token_ids and delivered.finish_reason is None:
             return []
-        effects: list[Effect] = [Deliver(call_id, delivered, member.name)]
+        effects: list[Effect] = [Deliver(call_id, delivered)]
         if not call.request.is_journaled:
             effects.append(Send(member.lease, Ack(call_id=call_id, offset=call.position, is_over=call.is_over)))
         return effects
@@ -310,4 +311,4 @@ class SwarmCalls:
     def _cut(self, call_id: str, call: SwarmCall) -> Effect:
         end = call.ending(self.newest)
         self.ended(call_id)
-        return Deliver(call_id, end, call.member or "")
+        return Deliver(call_id, end)

@@ -236,4 +236,4 @@ COUNTERS = (
     "refused_protocols",
     "refused_frames",
 )
-"""What is counted of all that the protocol absorbs; the metrics say what each count means."""
+"""The counts of all that the protocol absorbs; the metrics explain each."""

@@ -35,7 +35,7 @@ from tests.trainer.test_fleet import PATIENCE_S
 from tests.trainer.test_sft import EXAMPLES
 from tests.trainer.test_sft import config as sft_config
 
-BATCHES = [make_batch(step=step, num_groups=5) for step in range(4)]
+BATCHES = [make_batch(step=step, num_groups=5) for step in range(3)]
 PROMPTS = [[3, 4, 5], [6, 7]]
 
 
@@ -94,8 +94,6 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
             expected, logits = published(local), local.next_logits(PROMPTS)
     monkeypatch.setattr(files, "_seen", unseen)
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
-    import ray
-
     told: list[str] = []
     nodes = [add_node(cluster, {"spot": 1}) for _ in range(2)]
     settings = ClusterConfig(address=cluster.address, trainer_resources={"spot": 1}, placement_timeout_s=within(60.0))
@@ -118,12 +116,8 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
                 nodes.append(add_node(cluster, {"spot": 1}))
                 metrics.append(stepping.result().metrics)
 
-            pid = trainer.pids[0]
-            ray.kill(trainer._ranks._calls.actors[0])
-            metrics.append(trainer.step(BATCHES[3]).metrics)
-            until(lambda: not is_there(pid), "a rank without a host ends")
             source = trainer.weight_source()
-            assert source.manifest.version == 4
+            assert source.manifest.version == 3
             assert_equal({name: tensor.clone() for name, tensor in source.tensors()}, expected)
             assert (trainer.next_logits(PROMPTS) == logits).all()
 
@@ -132,7 +126,7 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
             trainer._launcher._cluster = replace(settings, placement_timeout_s=3.0)
             no_room = r"^the trainer needs 2 bundles of CPU 1, spot 1 .*had no room within 3 s"
             with pytest.raises(NotPlaced, match=no_room):
-                trainer.step(make_batch(step=4))
+                trainer.step(make_batch(step=3))
     finally:
         for node in nodes:
             cluster.remove_node(node, allow_graceful=False)
@@ -151,8 +145,7 @@ def test_ranks_on_two_nodes_equal_ranks_of_one_machine_also_after_losses(
 LOSSES = (
     (rf"did nothing for {2 * PATIENCE_S:g} s \(trainer.rank_timeout_s\) in step 1: it was stopped", "0 steps"),
     (r"was lost with its host on node \S+ \((it cannot be|that node is)", "1 step"),
-    (r"was lost with its host on node \S+( \(\w+\))? \(it was ended with ray.kill", "2 steps"),
-    (r"was lost with its host on node ", "3 steps"),
+    (r"was lost with its host on node ", "2 steps"),
 )
 
 

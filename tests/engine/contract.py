@@ -76,8 +76,8 @@ class EngineContract:
 
     in_virtual_time = False
     deadline_s = DEADLINE_S
-    num_at_once = 1000
-    """Calls that are all open at the same time: fewer where each costs a connection."""
+    num_at_once = 100
+    """Calls that are all open at the same time: many more for one engine of each kind that other machines serve."""
     endless = LONG
     """Tokens of a call that is aborted in the end, and must not be over before: an engine that decodes while others
     are held up wants many."""

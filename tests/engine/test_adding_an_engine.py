@@ -161,7 +161,7 @@ from tests import runs
 
 assert Path(rollover.__file__).is_relative_to(os.getcwd())
 os.chdir("experiment")
-chosen = ["--engine.kind", "plain", "--engine.max_running", "8", "--steps", "2"]
+chosen = ["--engine.kind", "plain", "--engine.max_running", "8", "--steps", "2", "--rollout.max_new_tokens", "12"]
 config = load("run.toml", chosen)
 assert restore(resolved(config), "config.json") == config
 lines = dry_run(config)
@@ -202,7 +202,7 @@ def test_an_engine_is_one_folder_and_one_row(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     runs.write_experiment(tmp_path / "experiment", runs.save_model(tmp_path / "model"))
     planned, is_counted, too_few, unknown, *_, versions = package.run(USE).splitlines()
-    assert planned == "plain: a response of 76 tokens takes as many passes"
+    assert planned == "plain: a response of 16 tokens takes as many passes"
     assert is_counted == "True"
     assert too_few == "command line: --engine.max_running must be at least 1, got 0"
     assert unknown.startswith("command line: --engine.kv_cache_bytes: unknown key of kind 'plain'; it belongs to")

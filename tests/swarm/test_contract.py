@@ -79,6 +79,7 @@ class TestASwarmInPullMode(EngineContract):
 
 class TestASwarmInPushPullMode(TestASwarmInPullMode):
     mode = "push_pull"
+    num_at_once = 1000
     workers = ("a", "b")
     decodes_through_updates = True
 

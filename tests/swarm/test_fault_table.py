@@ -166,37 +166,33 @@ async def test_a_worker_that_cannot_fetch_new_weights_keeps_nobody_waiting(exper
 
 
 @needs_mounts
-def test_a_full_disk_at_the_coordinator_ends_the_run_without_loss(experiment_folder: Path) -> None:
-    async def scene(disk: SmallDisk) -> None:
-        async with stage_in(experiment_folder, run=disk.folder / "out").open() as stage:
-            await until_step(stage, 1)
-            disk.fill()
+def test_a_full_disk_costs_a_worker_new_weights_and_the_coordinator_its_run(experiment_folder: Path) -> None:
+    """Nothing is lost: the worker keeps the weights it has, and the run goes on once there is space."""
+
+    async def scene(runs_disk: SmallDisk, worker_disk: SmallDisk) -> None:
+        async with stage_in(experiment_folder, run=runs_disk.folder / "out", caches=worker_disk.folder).open() as stage:
+            await until_step(stage, 0)
+            worker_disk.fill()
+            log = experiment_folder / "laptop.log"
+            await stage.until("the message", lambda: "no space left on the disk" in log.read_text())
+            worker_disk.clear()
+            servings, full_s = stage.proxy.record.servings, time.monotonic()
+            await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
+
+            runs_disk.fill()
             coordinator = stage.cast["coordinator"]
             give_up_s = time.monotonic() + within(60)
             while (code := coordinator.exit_code) is None:
                 assert time.monotonic() < give_up_s, stage.last_words()
                 await asyncio.sleep(0.05)
             assert code == 2 and "space" in coordinator.last_words()
-            disk.clear()
+            runs_disk.clear()
             stage.start("coordinator")
             await finish(stage)
 
-    with small_disk(experiment_folder / "disk", 512) as disk:  # a run asks for some beforehand
-        asyncio.run(scene(disk))
-
-
-@needs_mounts
-def test_a_full_disk_at_a_worker_leaves_it_with_the_weights_it_has(experiment_folder: Path) -> None:
-    async def scene(disk: SmallDisk) -> None:
-        async with stage_in(experiment_folder, caches=disk.folder).open() as stage:
-            await until_step(stage, 0)
-            disk.fill()
-            log = experiment_folder / "laptop.log"
-            await stage.until("the message", lambda: "no space left on the disk" in log.read_text())
-            disk.clear()
-            servings, full_s = stage.proxy.record.servings, time.monotonic()
-            await stage.until("new weights", lambda: any(at_s > full_s for at_s, who, _ in servings if who == "laptop"))
-            await finish(stage)
-
-    with small_disk(experiment_folder / "disk", 24) as disk:
-        asyncio.run(scene(disk))
+    run_megabytes = 512  # a run asks for some beforehand
+    with (
+        small_disk(experiment_folder / "disk", run_megabytes) as runs_disk,
+        small_disk(experiment_folder / "cache", 24) as worker_disk,
+    ):
+        asyncio.run(scene(runs_disk, worker_disk))

@@ -78,31 +78,20 @@ async def open_swarm(
         anchor_every=config.anchor_every,
         keep_versions=keep_versions,
     )
-    vocab_size = Architecture.from_folder(folder).vocab_size
     identity = RunIdentity(
         run_id=run,
         run_epoch=epoch,
-        vocab_size=vocab_size,
+        vocab_size=Architecture.from_folder(folder).vocab_size,
         max_context_tokens=max_context_tokens,
         returns_kept=returns_kept,
         returns_routes=returns_routes,
-    )
-    coordinator = Coordinator(
-        identity,
-        Head(version=0, manifest=""),
-        ttl_s=config.lease_s,
-        exact=config.mode == "pull",
-        checks=checks,
-        blob_urls=config.blob_urls,
-        earlier=[(kept.run_epoch, Head(version=kept.version, manifest=kept.manifest)) for kept in publisher.kept],
-        secret=publisher.secret_for("rollover.swarm.samples.v1"),
     )
     credentials = Credentials(root / "workers.json")
     weight_log = WeightLog(root / FILE_NAME)
     board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
     engine = SwarmEngine(
         config,
-        coordinator,
+        _coordinator(config, identity, publisher, checks=checks),
         _publishing(publisher, weight_log, board),
         clock,
         number_format=number_format(folder),
@@ -116,6 +105,19 @@ async def open_swarm(
     gateway.bind()
     await _open_page(engine, config, board)
     return engine
+
+
+def _coordinator(config: SwarmConfig, run: RunIdentity, publisher: SwarmPublisher, *, checks: bool) -> Coordinator:
+    return Coordinator(
+        run,
+        Head(version=0, manifest=""),
+        ttl_s=config.lease_s,
+        exact=config.mode == "pull",
+        checks=checks,
+        blob_urls=config.blob_urls,
+        earlier=[(kept.run_epoch, Head(version=kept.version, manifest=kept.manifest)) for kept in publisher.kept],
+        secret=publisher.secret_for("rollover.swarm.samples.v1"),
+    )
 
 
 def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:

@@ -45,7 +45,7 @@ class Scripted(EngineContract):
 
 
 class TestVLLMThatRecomputesKeepsTheContract(Scripted):
-    kit = vllm_kit
+    kit, num_at_once = vllm_kit, 1000
 
 
 class TestVLLMThatKeepsItsCacheKeepsTheContract(Scripted):
@@ -53,7 +53,7 @@ class TestVLLMThatKeepsItsCacheKeepsTheContract(Scripted):
 
 
 class TestSGLangThatRecomputesKeepsTheContract(Scripted):
-    kit = sglang_kit
+    kit, num_at_once = sglang_kit, 1000
 
 
 class TestSGLangThatKeepsItsCacheKeepsTheContract(Scripted):

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -86,7 +86,8 @@ class EngineServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LEAVE_S,
         )
-        server = _Server(settings)
+        server = uvicorn.Server(settings)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # they are the process's own
         self._socket.listen(_BACKLOG)
         answering = asyncio.create_task(server.serve(sockets=[self._socket]))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -96,14 +97,6 @@ class EngineServer:
         await served.close()  # ends the streams of open calls
         server.should_exit = True
         await answering
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signal handlers of the process to its owner."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def taken(address: tuple[str, int]) -> socket.socket:

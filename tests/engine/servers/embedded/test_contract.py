@@ -33,7 +33,6 @@ def url(folders: dict[str, Path]) -> Iterator[str]:
 
 class EmbeddedServer(EngineContract):
     settings: dict[str, Any] = {}  # noqa: RUF012
-    num_at_once = 100
     endless = 20_000
 
     gives_kept = True

@@ -236,21 +236,6 @@ async def test_a_finish_that_races_with_an_abort_wins(folder: Path) -> None:
         assert (len(tokens(chunks)), chunks[-1].finish_reason) == (3, FinishReason.LENGTH)
 
 
-async def test_a_thousand_calls_at_once_and_their_abort(folder: Path) -> None:
-    async with serving(folder, max_running=1000) as (engine, server):
-        calls = [
-            asyncio.create_task(collect(engine, request(f"r{i}", seed=i, max_new_tokens=8 if i % 2 else LONG)))
-            for i in range(1000)
-        ]
-        while not all(call.done() for call in calls[1::2]):
-            await asyncio.sleep(0.05)
-        assert server.most_running == 1000
-        await engine.abort([f"r{i}#0" for i in range(0, 1000, 2)])
-        ends = [(await call)[-1].finish_reason for call in calls]
-        assert ends == [FinishReason.ABORT, FinishReason.LENGTH] * 500
-        assert engine.stats().num_running == 0 and not server.requests
-
-
 # -- answers that cannot be true ----------------------------------------------------------------------------
 
 
@@ -539,14 +524,6 @@ async def test_calls_that_come_together_after_a_silence_ask_for_the_version_once
         await asyncio.sleep(5.0)
         ends = await asyncio.gather(*(collect(engine, request(f"s{i}")) for i in range(50)), return_exceptions=True)
         assert all(isinstance(end, EngineError) and "cannot be reached" in str(end) for end in ends)
-
-
-async def test_a_probe_finds_out_that_a_server_has_been_restarted(folder: Path) -> None:
-    async with serving(folder) as (engine, server):
-        await engine.probe()
-        server.restart()
-        with pytest.raises(EngineError, match="restarted"):
-            await engine.probe()
 
 
 async def test_a_server_that_somebody_else_pauses_is_not_well(folder: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
     worker.got(assign)
     (piece,) = decoded(worker, "g0.0#0.", LENGTH)
     (out,) = hub.received(worker.lease, piece, 1.0)
-    assert isinstance(out, Deliver) and out.member == "a"
+    assert isinstance(out, Deliver) and out.chunk.engine == "a"
     assert out.chunk.token_ids == response("g0.0.") and out.chunk.finish_reason is FinishReason.LENGTH
     assert hub.num_running == 0
 

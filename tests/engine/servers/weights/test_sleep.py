@@ -24,11 +24,12 @@ from rollover.errors import EngineError
 from rollover.weights.publisher import Publisher
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
+from tests.engine.servers.kit import RUN
 from tests.engine.servers.pool.kit import Flaky, new_pool, pool_of, scripted_engines
 from tests.engine.servers.scripted_server import Answer
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
-from tests.engine.servers.vllm.kit import RUN, model_folder
+from tests.engine.servers.vllm.kit import model_folder
 from tests.weights.kit import FakeWeights
 
 RELEASE = {vllm_kit: "/sleep", sglang_kit: "/release_memory_occupation"}

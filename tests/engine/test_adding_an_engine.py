@@ -202,7 +202,7 @@ def test_an_engine_is_one_folder_and_one_row(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     runs.write_experiment(tmp_path / "experiment", runs.save_model(tmp_path / "model"))
     planned, is_counted, too_few, unknown, *_, versions = package.run(USE).splitlines()
-    assert planned == "plain: a response of 16 tokens takes as many passes"
+    assert planned == "plain: a response of 28 tokens takes as many passes"
     assert is_counted == "True"
     assert too_few == "command line: --engine.max_running must be at least 1, got 0"
     assert unknown.startswith("command line: --engine.kv_cache_bytes: unknown key of kind 'plain'; it belongs to")

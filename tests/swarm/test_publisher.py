@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -352,14 +351,6 @@ def test_two_processes_that_make_the_key_at_the_same_time_have_the_same(
     monkeypatch.setattr(os, "link", beaten)
     key = open_key(tmp_path / "key")
     assert [other.private_bytes_raw() for other in others] == [key.private_bytes_raw()]
-
-
-def test_the_list_of_publications_can_be_read_by_a_person(tmp_path: Path) -> None:
-    publisher = open_publisher(tmp_path)
-    (head,) = publish_all(publisher, 1)
-    listed = json.loads((tmp_path / "swarm" / "publications.json").read_text())
-    assert listed["run_id"] == "sums"
-    assert [(kept["version"], kept["manifest"]) for kept in listed["kept"]] == [(0, head.manifest)]
 
 
 def test_a_blob_folder_holds_pieces_of_32_mib_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

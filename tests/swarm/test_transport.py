@@ -1,4 +1,4 @@
-"""A transport, seen by a worker's connection on one side and the coordinator's shell on the other."""
+"""The gateway, seen by a worker's connection on one side and the coordinator's shell on the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions, Transport
+from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions
 from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
@@ -102,9 +102,9 @@ def welcome(name: str, lease: int) -> Welcome:
 
 @dataclass
 class Place:
-    """A transport that serves, and how a worker gets there."""
+    """A gateway that serves, and how a worker gets there."""
 
-    transport: Transport
+    transport: Gateway
     address: CoordinatorAddress
     credentials: Credentials
 

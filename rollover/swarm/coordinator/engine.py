@@ -37,7 +37,7 @@ from rollover.swarm.coordinator.shell import Shell
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
 from rollover.swarm.coordinator.status.weight_log import WeightLog
-from rollover.swarm.coordinator.transports.base import Transport
+from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.coordinator.trust.blocklist import Blocklist
 from rollover.swarm.coordinator.upkeep import Upkeep
 from rollover.swarm.wire.messages import Goodbye, Head
@@ -101,7 +101,7 @@ class SwarmEngine:
             coordinator.block(name, blocked.reason)
         self.admin: AdminListener | None = None
         """Serves the live page; closed with the engine."""
-        self.gateway: Transport | None = None
+        self.gateway: Gateway | None = None
         """Opened with the first publication, closed with the engine."""
         weight_log = weight_log or WeightLog()
         self.metrics = SwarmMetrics(weight_log, board)

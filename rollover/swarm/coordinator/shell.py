@@ -66,7 +66,7 @@ class Connections:
 
 
 class Shell:
-    """Implements a transport's ``Sessions``.
+    """Implements the gateway's ``Sessions``.
 
     Args:
         weight_log: records members' changes of weights.

@@ -1,11 +1,11 @@
-"""The seam between a coordinator and the transport through which workers reach it.
+"""The seam between a coordinator and the gateway through which workers reach it.
 
 ::
 
-    worker ──frames──▶ transport ──messages──▶ Sessions (the coordinator's shell)
-    worker ◀──frames── transport ◀── Connection ◀───┘
+    worker ──frames──▶ gateway ──messages──▶ Sessions (the coordinator's shell)
+    worker ◀──frames── gateway ◀── Connection ◀───┘
 
-A transport decides nothing: it says who a worker is, carries frames in order, and ends what breaks the protocol.
+The gateway decides nothing: it says who a worker is, carries frames in order, and ends what breaks the protocol.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Connection(Protocol):
 
 
 class Sessions(Protocol):
-    """The coordinator's shell, as a transport sees it.
+    """The coordinator's shell, as the gateway sees it.
 
     Example: ``connected("laptop", hello, connection)`` returns the lease under which its messages are then
     ``received``.
@@ -47,22 +47,5 @@ class Sessions(Protocol):
     def disconnected(self, lease: int) -> None: ...
 
     def refused(self, cause: Refusal) -> None:
-        """Count a client, or a frame of a worker, that the transport has refused."""
+        """Count a client, or a frame of a worker, that the gateway has refused."""
         ...
-
-
-class Transport(Protocol):
-    """A place where workers are met, opened by its maker, which raises ``ConfigError`` if it cannot be opened.
-
-    Example: ``await transport.serve()`` answers workers from then on; ``await transport.close()`` ends all connections
-    after what was sent.
-    """
-
-    @property
-    def url(self) -> str:
-        """Return the address that workers are to join."""
-        ...
-
-    async def serve(self) -> None: ...
-
-    async def close(self) -> None: ...

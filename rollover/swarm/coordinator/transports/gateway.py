@@ -7,7 +7,7 @@ route                 answers                                       refuses
 ``GET /v1/blobs/..``  a blob by its digest, with ``Range``          without a valid token; names that are no digest
 ====================  ============================================  ==================================================
 
-It is a ``Transport``, and decides nothing.
+It decides nothing.
 
 Invariants: a peer without a token of this run gets no further than the refusal; a frame of a connection is
 handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one

@@ -19,6 +19,7 @@ from rollover.weights.adapters import AdapterSource, LowRank
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request, tokens
+from tests.engine.servers.kit import RUN
 from tests.engine.servers.scripted_server import VOCAB, Answer, ScriptedServer, token_at
 from tests.engine.servers.sglang import kit as sglang_kit
 from tests.engine.servers.vllm import kit as vllm_kit
@@ -110,7 +111,7 @@ async def test_adapters_of_a_killed_run_are_unloaded_and_foreign_ones_stay(
 ) -> None:
     server = lora_server(kind)
     server.adapters = {f"{label(7)}/0123abcd": "/gone", "somebody's": "/theirs"}
-    async with kind.opened(server, base, adapters=SHAPE, ownership=Ownership(kind.RUN)) as engine:
+    async with kind.opened(server, base, adapters=SHAPE, ownership=Ownership(RUN)) as engine:
         await updated(engine, 7, given(tmp_path / "v7", 7))
         assert server.adapters is not None
         assert sorted(server.adapters.values()) == sorted(["/theirs", str(tmp_path / "v7")])

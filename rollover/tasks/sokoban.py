@@ -81,13 +81,14 @@ def _beside(cell: Cell, move: str, distance: int = 1) -> Cell:
 
 
 def puzzle(
-    seed: int, *, width: int = 4, height: int = 4, boxes: int = 1, walls: int = 2, moves: int = 6
+    seed: int, *, width: int = 4, height: int = 4, boxes: int = 1, walls: int = 2, moves: int = 6, detours: float = 0.0
 ) -> dict[str, Any]:
     """Make a puzzle backwards: from the solved positions, every position that a solution can begin with is visited, the
     nearest first, and one that takes at most ``moves`` moves is drawn, each number of moves alike.
 
     Returns:
-        ``prompt``, the board, and ``answer``, a shortest solution with a move on each line.
+        ``prompt``, the board, and ``answer``, a shortest solution with a move on each line; a share ``detours`` of the
+        moves is drawn from all those after which the rest can still be done in ``moves`` moves.
     """
     draw = random.Random(seed)
     while True:
@@ -104,8 +105,13 @@ def puzzle(
             known.update(layer)
             layers += [layer] if layer else []
         if layers:
-            board, solution = draw.choice(list(draw.choice(layers).items()))
-            return {"prompt": board.draw(height, width), "answer": "\n".join(solution)}
+            board = draw.choice(list(draw.choice(layers)))
+            prompt, answer = board.draw(height, width), []
+            while not board.is_solved:
+                possible = {move: after for move in MOVES if (after := board.moved(move)) in known}
+                answer.append(draw.choice(list(possible)) if draw.random() < detours else known[board][0])
+                board = possible[answer[-1]]
+            return {"prompt": prompt, "answer": "\n".join(answer)}
 
 
 class Sokoban:

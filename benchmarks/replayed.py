@@ -7,6 +7,7 @@ of ``rollover.sim.result``, step by step; between steps the engine's weights are
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from rollover.engine.embedded.core import CPU_PREFILL_TOKENS
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import Limits, RolloutConfig
 from rollover.rollout.driver import RolloutDriver
-from rollover.rollout.events import CheckpointSaved
+from rollover.rollout.events import CheckpointSaved, Event, SampleStarted, SegmentEnded
 from rollover.rollout.records import Tokens
 from rollover.rollout.scheduler import EachSample
 from rollover.rollout.state import RolloutState
@@ -34,8 +35,8 @@ from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate
-from rollover.sim.scenario import ReplicaModel, Scenario
-from rollover.types import FinishReason, Prompt, Trajectory
+from rollover.sim.scenario import ReplicaModel, Scenario, Turns
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload
 from rollover.workload.trace import Replay, Trace, TracePrompt
@@ -53,6 +54,7 @@ class Setting:
     name: str
     config: RolloutConfig
     kv_on_update: Literal["keep", "recompute"] = "keep"
+    max_running: int = MAX_RUNNING
 
     @property
     def strategy(self) -> Strategy:
@@ -63,7 +65,7 @@ class Setting:
         """Those of the engine on this machine, whatever the model of it says."""
         prefill = CPU_PREFILL_TOKENS if self.kv_on_update == "recompute" else math.inf
         return Capabilities(
-            max_running=MAX_RUNNING, max_context_tokens=sys.maxsize, prefill_tokens_per_iteration=prefill
+            max_running=self.max_running, max_context_tokens=sys.maxsize, prefill_tokens_per_iteration=prefill
         )
 
 
@@ -104,8 +106,9 @@ class Replayed:
     """An engine whose samples end where the workload says and never by themselves. Needs a strategy that discards
     nothing, so that groups are numbered as prompts are."""
 
-    def __init__(self, engine: Engine, workload: Workload, config: RolloutConfig) -> None:
+    def __init__(self, engine: Engine, workload: Workload, config: RolloutConfig, turns: Turns | None = None) -> None:
         self._engine = engine
+        self._turns = turns
         self._workload = workload
         self._samples_per_prompt = config.group_size
         self._samples_per_group = config.group_size // config.num_siblings
@@ -115,8 +118,16 @@ class Replayed:
         return self._engine.capabilities
 
     def length(self, sample_key: str) -> int:
-        group, index = map(int, re.findall(r"\d+", sample_key))
+        group, index, *turn = map(int, re.findall(r"\d+", sample_key))
         prompt, sample = divmod(group * self._samples_per_group + index, self._samples_per_prompt)
+        length = self._workload.group_lengths(prompt, self._samples_per_prompt)[sample]
+        if self._turns is None:
+            return length
+        return min(self._turns.tokens, length - sum(turn) * self._turns.tokens)
+
+    def whole_length(self, sample_id: SampleId) -> int:
+        """Tokens of all turns of an episode."""
+        prompt, sample = divmod(sample_id.group * self._samples_per_group + sample_id.index, self._samples_per_prompt)
         return self._workload.group_lengths(prompt, self._samples_per_prompt)[sample]
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -137,6 +148,43 @@ class Replayed:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+class SleepyTools:
+    """Answers turns after a while, until the episode has all its tokens."""
+
+    def __init__(self, turns: Turns, engine: Replayed) -> None:
+        self._turns = turns
+        self._engine = engine
+
+    def turn_limit(self, prompt: Prompt) -> int:
+        return 2 * self._turns.tokens
+
+    async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
+        await asyncio.sleep(self._turns.answer_s)
+        if trajectory.num_tokens >= self._engine.whole_length(trajectory.sample_id):
+            return Observation((), end=FinishReason.STOP, start_s=now_s)
+        return Observation((7,) * self._turns.observed_tokens, start_s=now_s)
+
+    def leave(self, sample_id: SampleId) -> None:
+        pass
+
+
+class SlotTime:
+    """Adds up the seconds that samples have spent in the engine, from the events of a run."""
+
+    def __init__(self) -> None:
+        self._num_running, self._last_s, self._sum_s = 0, 0.0, 0.0
+
+    def __call__(self, event: Event) -> None:
+        self.until(event.time_s)
+        self._num_running += isinstance(event, SampleStarted)
+        self._num_running -= isinstance(event, SegmentEnded) and event.segment.finish_reason is not None
+
+    def until(self, now_s: float) -> float:
+        self._sum_s += self._num_running * (now_s - self._last_s)
+        self._last_s = now_s
+        return self._sum_s
 
 
 class RandomPrompts:
@@ -172,13 +220,18 @@ class Rolling:
     between two steps is not counted."""
 
     def __init__(
-        self, setting: Setting, workload: Workload, folder: Path, weights: Sequence[Mapping[str, Any]]
+        self,
+        setting: Setting,
+        workload: Workload,
+        folder: Path,
+        weights: Sequence[Mapping[str, Any]],
+        turns: Turns | None = None,
     ) -> None:
         config = setting.config
         embedded = EmbeddedConfig(
             device="cpu",
             dtype="float32",
-            max_running=MAX_RUNNING,
+            max_running=setting.max_running,
             kv_cache_bytes=KV_CACHE_BYTES,
             kv_on_update=setting.kv_on_update,
         )
@@ -188,8 +241,12 @@ class Rolling:
         state = RolloutState()
         self._ledger = state.ledger
         self._clock = SystemClock()
+        replayed = Replayed(self._engine, workload, config, turns)
+        self._slots = None if turns is None else SlotTime()
         self._driver = RolloutDriver(
-            engine=Replayed(self._engine, workload, config),
+            observer=self._slots or (lambda event: None),
+            engine=replayed,
+            environment=None if turns is None else SleepyTools(turns, replayed),
             strategy=setting.strategy,
             source=EachSample(RandomPrompts(workload), config.num_siblings),
             scorer=ConstantReward(),
@@ -213,7 +270,9 @@ class Rolling:
         self._meter = Meter(
             now_s=before.now_s + took_s,
             iterations=stats.decode_iterations,
-            sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * (before.now_s + took_s),
+            sample_s=stats.decoded_tokens / max(stats.decode_iterations, 1) * (before.now_s + took_s)
+            if self._slots is None
+            else self._slots.until(self._clock.now_s()),
             prefilled_tokens=stats.prefilled_tokens,
         )
         self._records.append(step_record(batch, self._meter.since(before)))
@@ -227,10 +286,13 @@ class Rolling:
 # -- foretold ----------------------------------------------------------------------------------------------------
 
 
-def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: int) -> Run:
+def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: int, turns: Turns | None = None) -> Run:
     """The same by the simulator."""
     scenario = Scenario(
-        replicas=(replace(model, max_running=MAX_RUNNING),), kv_on_update=setting.kv_on_update, accuracy=1.0
+        replicas=(replace(model, max_running=setting.max_running),),
+        kv_on_update=setting.kv_on_update,
+        accuracy=1.0,
+        turns=turns,
     )
     found = simulate(setting.strategy, workload, scenario, steps=steps)
     return Run(steps=found.steps, tokens=found.tokens)

@@ -75,9 +75,13 @@ def _mark(point: FrontierPoint, name: str, symbol: str) -> dict[str, Any]:
 
 def _closed_form(study: Study, longest: float) -> list[dict[str, Any]]:
     """Draw the closed form ``lag K = kappa``, or nothing where it does not hold: where the trainer or rewards take
-    time, or there is more than one replica."""
+    time, responses have turns, or there is more than one replica."""
     scenario = study.setup.scenario
-    if not (scenario.trainer.is_zero and scenario.reward.is_zero and len(scenario.replicas) == 1) or longest <= 1:
+    if (
+        scenario.turns is not None
+        or not (scenario.trainer.is_zero and scenario.reward.is_zero and len(scenario.replicas) == 1)
+        or longest <= 1
+    ):
         return []
     lags = [1 + (longest - 1) * i / _CURVE_POINTS for i in range(_CURVE_POINTS + 1)]
     gains = [study.theory.gain_at_lag(lag) for lag in lags]

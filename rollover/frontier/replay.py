@@ -26,7 +26,7 @@ from rollover.rollout.lag import LagOf
 from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
-from rollover.sim.scenario import Latency, ReplicaModel, Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import FinishReason, SampleId
 from rollover.workload.source import read_run
@@ -79,6 +79,7 @@ def read_recorded(path: Path) -> Recorded:
     if len(rows) < _MIN_STEPS:
         raise RunError(f"{path}: {len(rows)} finished steps; at least {_MIN_STEPS} are needed to model the run")
     num_prompt_tokens, reward_s, filtered = _counted(path)
+    turns, episodes = _turns(timeline)
     replica, how = _replica(path, timeline, config, rows, num_prompt_tokens)
     trainer = Latency(s_per_token=_trainer_s(rows) / sum(tokens[r.step] for r in rows))
     reward = Latency(base_s=reward_s)
@@ -91,6 +92,7 @@ def read_recorded(path: Path) -> Recorded:
             replicas=(replica,),
             trainer=trainer,
             reward=reward,
+            turns=turns,
             kv_on_update="keep" if engine.get("kv_on_update") == "keep" else "recompute",
             colocated=engine.get("colocated") is True,
             accuracy=_accuracy(filtered, rollout.group_size),
@@ -106,20 +108,28 @@ def read_recorded(path: Path) -> Recorded:
             " after a sample's end (means over the run).",
             *[f"The run's filter dropped {filtered:.1%} of its groups; the simulated one drops as many."]
             * (filtered > 0),
-            *_episodes(timeline),
+            *episodes,
         ),
     )
 
 
-def _episodes(timeline: Timeline) -> list[str]:
-    """Say what is left out of the model of a run with episodes."""
+def _turns(timeline: Timeline) -> tuple[Turns | None, list[str]]:
+    """Return the turns of the run's episodes as the simulator models them, and a note."""
     acting = [one for sample in timeline.samples for one in sample.acting]
     if not acting:
-        return []
-    mean_s = sum(one.end_s - one.start_s for one in acting) / len(acting)
-    return [
-        f"The run has episodes. Simulated responses are as long as their turns together; the {len(acting):,} answers of"
-        f" environments, which took {1000 * mean_s:.0f} ms on average, take no time and have no tokens."
+        return None, []
+    times = [one.end_s - one.start_s for one in acting]
+    mean_s, between = statistics.fmean(times), [one.num_tokens for one in acting if not one.is_last]
+    sampled = sum(sample.num_tokens for sample in timeline.samples if sample.acting)
+    turns = Turns(
+        tokens=max(1, round(sampled / len(acting))),
+        answer_s=mean_s,
+        answer_sigma=math.sqrt(math.log1p(statistics.pvariance(times) / mean_s**2)) if mean_s else 0.0,
+        observed_tokens=round(statistics.fmean(between)) if between else 0,
+    )
+    return turns, [
+        f"Episodes: each turn has {turns.tokens} tokens, an answer {turns.observed_tokens} and takes"
+        f" {1000 * turns.answer_s:.0f} ms (means over {len(acting):,} answers; log deviation {turns.answer_sigma:.2f})."
     ]
 
 

@@ -11,7 +11,7 @@ from rollover.errors import ConfigError
 from rollover.rollout.lag import LagOf
 from rollover.rollout.shared import SharedConfig
 from rollover.settings import schema, toml
-from rollover.sim.scenario import Latency, ReplicaModel, Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.sim.strategies import SimulatedRollout
 from rollover.types import UNBOUNDED
 from rollover.workload.source import Lengths
@@ -25,7 +25,7 @@ _MOST = {
     "replicas": 10_000,
     "fast_lane_replicas": 10_000,
 }
-_OF_SCENARIO = ("trainer", "reward", "kv_on_update", "colocated", "accuracy", "filter_zero_signal")
+_OF_SCENARIO = ("trainer", "reward", "turns", "kv_on_update", "colocated", "accuracy", "filter_zero_signal")
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")
 
 
@@ -78,6 +78,8 @@ class ScenarioFile:
     """Time of a training step, as a function of the response tokens of its batch."""
     reward: Latency | None = None
     """Time of a reward, as a function of the response tokens of its sample."""
+    turns: Turns | None = None
+    """The turns of episodes, between which environments act."""
     kv_on_update: Literal["keep", "recompute"] | None = None
     """``keep``: key-value caches survive weight updates. ``recompute``, the default: they are recomputed."""
     colocated: bool | None = None

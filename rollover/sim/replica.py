@@ -35,16 +35,18 @@ class Call:
     """Number of the prompt, shared by siblings."""
     prompt_tokens: int
     response_tokens: int
-    """Number of response tokens when the call began."""
+    """Number of response tokens when the call began, with those that an environment has answered."""
     num_tokens: int
     """Number of tokens to decode until it ends."""
     is_whole: bool
-    """True if the response ends with this call."""
+    """True if the response ends with this call, and its cache is not needed any more."""
     start_s: float
     policy_version: int
     kv_version: int = 0
     num_prefilled_tokens: int = 0
     """Number of response tokens whose cache was recomputed."""
+    is_turn: bool = False
+    """True if a turn of an episode ends with this call."""
     num_reported: int = 0
     """Number of tokens that left in earlier segments of this call."""
     num_decoded: int = 0
@@ -227,7 +229,8 @@ class Replica:
 
     def _prefill_for(self, call: Call) -> None:
         if call.sample_id in self._kept:
-            call.kv_version = self._kept[call.sample_id][1]
+            num_cached, call.kv_version = self._kept[call.sample_id]
+            self.prefill(call.context_tokens - num_cached)  # what the environment has answered
             self._forget(call.sample_id)
             return
         call.kv_version = call.policy_version

@@ -28,7 +28,7 @@ from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
 from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies.fast_lane import FastLane
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 from rollover.workload.base import Workload
 from rollover.workload.source import read_lengths
 
@@ -36,7 +36,7 @@ _as_long_as = lru_cache(maxsize=2**16)(range)
 """Stands for a number of tokens without taking any room; one for all segments of a length."""
 
 # What an entry of the agenda is about. Of those at the same time, the first kind comes first.
-_REPLICA, _SCORED, _TRAINED = range(3)
+_REPLICA, _ANSWERED, _SCORED, _TRAINED = range(4)
 
 NEW_OBJECTS = 1_000_000
 """Between two collections of garbage, fewer than a gigabyte: a simulation keeps millions of records and makes no cycles
@@ -142,7 +142,7 @@ class _Run:
     def train(self, steps: int) -> Simulation:
         self._scheduler.begin_round()
         self._decide()
-        happen = (self._wake, self._score, self._publish)  # by kind
+        happen = (self._wake, self._observe, self._score, self._publish)  # by kind
         while len(self._records) < steps:
             if not self._agenda:
                 raise RunError(self._stuck())
@@ -178,9 +178,34 @@ class _Run:
         self._segment(call, self._reason(call), call.num_decoded - call.num_reported)
         if not call.is_whole:
             self._pool.parked(sample_id, replica)
-            self._decide()
-            return
         self._decide()
+        if sample_id in self._ledger.acting:
+            self._act(sample_id)
+        elif call.is_whole:
+            self._finish(sample_id)
+
+    def _act(self, sample_id: SampleId) -> None:
+        """Have the environment answer a turn."""
+        turns, now_s = self._scenario.turns, self._now_s
+        assert turns is not None
+        self._enter(now_s + turns.answer.seconds(0, self._rng), _ANSWERED, (sample_id, now_s))
+
+    def _observe(self, answered: tuple[SampleId, float]) -> None:
+        sample_id, start_s = answered
+        if sample_id not in self._ledger.acting:  # its group was dropped
+            return
+        turns, is_over = self._scenario.turns, self._left_of(sample_id) == 0
+        assert turns is not None
+        ids, end = ((), FinishReason.STOP) if is_over else (_as_long_as(turns.observed_tokens), None)
+        self._scheduler.observed(sample_id, Observation(ids, end=end, start_s=start_s, end_s=self._now_s), self._now_s)
+        self._decide()
+        if is_over:
+            self._finish(sample_id)
+
+    def _finish(self, sample_id: SampleId) -> None:
+        """Have a finished sample scored."""
+        if sample_id not in self._ledger.unscored:  # its group was dropped
+            return
         reward_s = 0.0 if self._scenario.reward.is_zero else self._latency(self._scenario.reward, sample_id)
         if reward_s:
             self._enter(self._now_s + reward_s, _SCORED, sample_id)
@@ -250,9 +275,9 @@ class _Run:
         for sample_id, budget in starts:
             entry = self._ledger.sample(sample_id)
             index = entry.prompt.columns["index"]
-            length = self._lengths_of(sample_id.group)[sample_id.index]
-            remaining = length - entry.num_tokens
-            num_tokens = remaining if budget is None else min(remaining, budget)
+            left, turns = self._left_of(sample_id), self._scenario.turns
+            wanted = left if turns is None else min(left, turns.tokens - entry.num_tokens % turns.tokens)
+            num_tokens = wanted if budget is None else min(wanted, budget)
             replica = self._pool.place(sample_id, fast_lane=self._wants_fast_lane(sample_id))
             replica.advance(self._now_s)
             changed[replica.index] = replica
@@ -261,9 +286,10 @@ class _Run:
                     sample_id=sample_id,
                     prompt=index,
                     prompt_tokens=self._workload.prompt_tokens(index),
-                    response_tokens=entry.num_tokens,
+                    response_tokens=entry.num_tokens + entry.num_observed,
                     num_tokens=num_tokens,
-                    is_whole=num_tokens == remaining,
+                    is_whole=num_tokens == left,
+                    is_turn=turns is not None and num_tokens == wanted,
                     start_s=self._now_s,
                     policy_version=self._ledger.policy_version,
                 )
@@ -285,19 +311,22 @@ class _Run:
     def _end_all(self, replica: Replica) -> None:
         """End all calls of a replica; one that had just decoded its last token has finished: a finish that races with
         an abort wins."""
-        whole: list[SampleId] = []
+        done: list[SampleId] = []
         for call in replica.stop():
             is_done = call.num_decoded == call.num_tokens
             reason = self._reason(call) if is_done else FinishReason.ABORT
             self._segment(call, reason, call.num_decoded - call.num_reported)
-            if is_done and call.is_whole:
-                whole.append(call.sample_id)
-            else:
+            if is_done and (call.is_whole or call.is_turn):
+                done.append(call.sample_id)
+            if not (is_done and call.is_whole):
                 self._pool.parked(call.sample_id, replica)
         self._pool.eased(replica)
-        for sample_id in whole:
-            seconds = self._latency(self._scenario.reward, sample_id)
-            self._enter(self._now_s + seconds, _SCORED, sample_id)
+        for sample_id in done:
+            if sample_id in self._ledger.acting:
+                self._act(sample_id)
+            else:
+                seconds = self._latency(self._scenario.reward, sample_id)
+                self._enter(self._now_s + seconds, _SCORED, sample_id)
 
     def _segment(self, call: Call, reason: FinishReason | None, num_tokens: int) -> None:
         tokens, now_s = _as_long_as(num_tokens), self._now_s
@@ -317,10 +346,13 @@ class _Run:
         self._scheduler.segment_ended(call.sample_id, segment, now_s)
 
     def _reason(self, call: Call) -> FinishReason:
-        if not call.is_whole:
-            return FinishReason.ABORT
-        at_cap = call.response_tokens + call.num_tokens >= self._workload.cap
-        return FinishReason.LENGTH if at_cap else FinishReason.STOP
+        if call.is_whole:
+            sampled = self._ledger.sample(call.sample_id).num_tokens + call.num_tokens - call.num_reported
+            if sampled >= self._workload.cap:
+                return FinishReason.LENGTH
+        if call.is_turn:
+            return FinishReason.TURN
+        return FinishReason.STOP if call.is_whole else FinishReason.ABORT
 
     def _latency(self, latency: Latency, sample_id: SampleId) -> float:
         return latency.seconds(self._ledger.sample(sample_id).num_tokens, self._rng)
@@ -353,6 +385,10 @@ class _Run:
             self._lengths[group_id] = lengths
             self._admitted.extend(lengths)
         return lengths
+
+    def _left_of(self, sample_id: SampleId) -> int:
+        """Return the number of tokens that a sample has yet to decode."""
+        return self._lengths_of(sample_id.group)[sample_id.index] - self._ledger.sample(sample_id).num_tokens
 
     def _stuck(self) -> str:
         ledger = self._ledger

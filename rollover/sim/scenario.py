@@ -91,6 +91,32 @@ NO_TIME = Latency()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Episodes: responses consist of turns, and the environment answers each. Meanwhile the sample occupies no slot.
+
+    Example: with ``Turns(tokens=64, answer_s=0.1, observed_tokens=12)`` a response of 150 tokens has turns of 64, 64
+    and 22 tokens, the environment answers three times, and 24 tokens are read between the turns.
+    """
+
+    tokens: int
+    """Sampled tokens of a turn; the last one has the rest."""
+    answer_s: float = 0.0
+    """Mean time of an answer."""
+    answer_sigma: float = 0.0
+    """Deviation of the logarithm of that time."""
+    observed_tokens: int = 0
+    """Tokens of an answer that another turn follows."""
+
+    def __post_init__(self) -> None:
+        _require(self, "be at least 1", lambda x: x >= 1, "tokens")
+        _require(self, "be at least 0", lambda x: x >= 0, "answer_s", "answer_sigma", "observed_tokens")
+
+    @property
+    def answer(self) -> Latency:
+        return Latency(base_s=self.answer_s, sigma=self.answer_sigma)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Replicas, trainer and rewards.
 
@@ -107,6 +133,8 @@ class Scenario:
     """Time of a training step, as a function of the response tokens of its batch."""
     reward: Latency = NO_TIME
     """Time of a sample's reward, as a function of its response tokens."""
+    turns: Turns | None = None
+    """The turns of episodes; ``None`` if each response is decoded in one piece."""
     kv_on_update: Literal["keep", "recompute"] = "recompute"
     """``keep``: caches survive weight updates. ``recompute``: they are recomputed."""
     colocated: bool = False

@@ -15,7 +15,7 @@ from rollover.rollout.events import BatchConsumed, CheckpointSaved, Event, Group
 from rollover.rollout.journal import Journal
 from rollover.rollout.strategies import RolloverConfig
 from rollover.sim.run import simulate
-from rollover.sim.scenario import Latency, Scenario
+from rollover.sim.scenario import Latency, Scenario, Turns
 from tests.frontier.kit import LAW, REPLICA, small
 
 TRUE = replace(REPLICA, prefill_tokens_per_s=float("inf"))
@@ -74,6 +74,22 @@ def test_a_run_tells_its_engine_and_trainer(tmp_path: Path, strategy: str) -> No
         found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
     )
     assert again.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.03)
+
+
+def test_the_turns_of_episodes_are_measured_and_simulated_again(tmp_path: Path) -> None:
+    turns = Turns(tokens=8, answer_s=0.4, answer_sigma=0.3, observed_tokens=5)
+    setup = small(scenario=Scenario(replicas=(TRUE,), turns=turns))
+    setup = replace(setup, rollout=setting("april", setup, 2.0))
+    found = read_recorded(recorded_run(tmp_path / "run", setup, 12))
+    again = found.scenario.turns
+    assert again is not None and again.observed_tokens == 5
+    assert again.tokens == pytest.approx(8, abs=1)
+    assert again.answer_s == pytest.approx(0.4, rel=0.1) and again.answer_sigma == pytest.approx(0.3, rel=0.2)
+    assert found.notes[-1].startswith(f"Episodes: each turn has {again.tokens} tokens, an answer 5 and takes")
+    simulated = simulate(
+        found.rollout.build_strategy(found.scenario.capabilities), found.trace.workload(0), found.scenario, steps=12
+    )
+    assert simulated.after(4).tokens_per_s == pytest.approx(found.tokens_per_s(4), rel=0.1)
 
 
 def test_a_run_tells_how_much_its_filter_dropped(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def strategy_of(
 def one_replica(*, b0: float = 1e12, **model: Any) -> Scenario:
     """A token a second, whatever runs beside it, unless ``b0`` says otherwise."""
     scenario = {
-        k: model.pop(k) for k in ("trainer", "reward", "kv_on_update", "colocated", "filter_zero_signal") if k in model
+        k: model.pop(k)
+        for k in ("trainer", "reward", "kv_on_update", "colocated", "filter_zero_signal", "turns")
+        if k in model
     }
     return Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=b0, **model),), **scenario)

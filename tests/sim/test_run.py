@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from rollover.batch import WasteCause
 from rollover.errors import ConfigError
 from rollover.garbage import rare_collections
-from rollover.rollout.events import Event, GroupDropped, SegmentEnded
+from rollover.rollout.events import Event, GroupDropped, Observed, SegmentEnded
 from rollover.sim.result import Simulation, Window
 from rollover.sim.run import NEW_OBJECTS, simulate
-from rollover.sim.scenario import Latency, ReplicaModel, Scenario
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.sim.strategies import SIMULATED as NAMES
 from rollover.workload.base import Workload
 from rollover.workload.law import Generator, LengthLaw
@@ -78,6 +79,46 @@ def test_a_step_takes_as_long_as_its_longest_response_and_its_training() -> None
     assert simulation.steps[0].iterations == pytest.approx(21)
     second = 30 * 1.5 + 1 * 1.375 + 9 * 1.25 + 1 * 1.125
     assert simulation.steps[1].duration_s == pytest.approx(3 + second + 100)
+
+
+def test_an_episode_takes_its_tokens_and_its_answers() -> None:
+    """25 tokens in turns of 10, answered three times; prefilling 2 answers of 4 tokens takes 1 s each."""
+    turns = Turns(tokens=10, answer_s=5.0, observed_tokens=4)
+    scenario = one_replica(turns=turns, prefill_tokens_per_s=4.0)
+    lengths = Lengths(lambda index, i, attempt: 25, prompt_tokens=0)
+    simulation = simulate(strategy_of("sync", rollout_batch_size=1, group_size=1), lengths, scenario, steps=1)
+    assert simulation.steps[0].duration_s == pytest.approx(25 + 3 * 5 + 2)
+    tokens = simulation.tokens
+    assert (tokens.trained, tokens.observed, tokens.observed_in_batches) == (25, 8, 8)
+
+
+def test_an_acting_sample_holds_no_slot() -> None:
+    """Two samples share a slot: one decodes its turn of 10 s while the other's environment acts for 10 s."""
+    scenario = one_replica(turns=Turns(tokens=10, answer_s=10.0), max_running=1)
+    strategy = strategy_of("sync", rollout_batch_size=1, max_running=1)
+    simulation = simulate(strategy, Lengths(lambda index, i, attempt: 20), scenario, steps=1)
+    assert simulation.steps[0].duration_s == pytest.approx(4 * 10 + 10)
+    assert simulation.steps[0].mean_running == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_trains_whole_episodes(name: str) -> None:
+    scenario = replace(TWO, turns=Turns(tokens=7, answer_s=3.0, answer_sigma=0.5, observed_tokens=2))
+    assert trace_of(name, scenario) == trace_of(name, scenario)
+    strategy = strategy_of(name, group_size=4, rollout_batch_size=4, max_new_tokens=120, max_running=24)
+    observed: list[Observed] = []
+    simulation = simulate(
+        strategy,
+        Generator(LAW, 3),
+        scenario,
+        steps=8,
+        observer=lambda event: observed.append(event) if isinstance(event, Observed) else None,
+    )
+    tokens = simulation.tokens
+    trained = [length for step in simulation.steps for length in step.lengths]
+    assert tokens.trained == sum(trained)
+    assert tokens.observed_in_batches == sum(2 * ((length - 1) // 7) for length in trained)
+    assert tokens.observed == sum(len(event.observation.token_ids) for event in observed)
 
 
 def test_a_strategy_that_keeps_its_samples_running_hides_training() -> None:

@@ -49,12 +49,12 @@ class ClassConfig(EnvironmentSettings):
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``factory``."""
     recovery: Recovery = "replay"
-    """How a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each answer has to
-    be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else. ``snapshot``:
-    ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned behind the last recorded answer: JSON
-    values of up to a million characters, which are journaled with every answer. ``live``: as ``snapshot``, for an
-    environment that outlives this process, such as a server's; its state names the session. ``close`` is then called at
-    the end of the episode only, and a turn that was open may come a second time (``action.turn``)."""
+    """Way in which a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each answer
+    has to be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else.
+    ``snapshot``: ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned behind the last recorded
+    answer: JSON values of up to a million characters, which are journaled with every answer. ``live``: as ``snapshot``,
+    for an environment that outlives this process, such as a server's; its state names the session. ``close`` is then
+    called at the end of the episode only, and a turn that was open may come a second time (``action.turn``)."""
     reset_in_prompt: bool = False
     """The prompt is the row's and what ``reset`` returns: a text is added to the row's last message, and messages come
     after it. ``rollout.max_new_tokens`` then limits the prompt too."""

@@ -1,0 +1,126 @@
+"""What tools cost: strategies on episodes whose environment answers at once, after 100 ms and after a second.
+
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --out benchmarks/results/episodes-DATE.json   # ten minutes
+
+The same episodes are decoded for real, by the driver over the embedded engine with tools that sleep, and simulated:
+over a model of that engine, and at the size of a real run. Engines have as many slots as a batch has samples, and
+`april` has twice as many samples in flight. Utilisation is the mean of running samples over slots. What is asked: a
+tool of 100 ms leaves `april` nine tenths of its utilisation, since a sample whose environment acts holds no slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from engine import machine
+from measures import fit, iteration_times
+from replayed import Rolling, Setting, foretell
+from safetensors.torch import load_file
+from workload import Load, make_model
+
+from rollover.sim.result import Window
+from rollover.sim.scenario import ReplicaModel, Turns
+from rollover.sim.strategies import SimulatedRollout
+from rollover.workload.base import Workload
+from rollover.workload.law import Generator, LengthLaw
+from rollover.workload.source import preset
+
+TOOL_S = (0.0, 0.1, 1.0)
+OBSERVED = 12
+SHORT = LengthLaw(median_tokens=48, sigma=0.8, icc=0.5, loop_probability=0.0, cap_tokens=160, min_tokens=4)
+
+
+def settings(batch: int, group: int, cap: int) -> list[Setting]:
+    def setting(name: str, **options: Any) -> Setting:
+        config = SimulatedRollout.of(
+            name, rollout_batch_size=batch, group_size=group, max_new_tokens=2 * cap, **options
+        )
+        return Setting(name=name, config=config, max_running=batch * group)
+
+    twice: dict[str, Any] = {"max_staleness": 8, "over_sampling_batch_size": 2 * batch}
+    return [setting("sync"), setting("april", **twice), setting("rollover", max_staleness=8, lag_target=1.0)]
+
+
+def figures(window: Window, slots: int) -> dict[str, float]:
+    return {
+        "tokens_per_s": window.tokens_per_s,
+        "utilisation": window.mean_running / slots,
+        "lag_of_tokens": window.lag.token,
+        "lag_of_groups": window.lag.group,
+        "lag_of_batches": window.lag.batch,
+        "most_lag": window.lag.max,
+    }
+
+
+def simulated(workload: Workload, model: ReplicaModel, turn: int, shape: tuple[int, int], steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for setting in settings(*shape, workload.cap):
+        for tool_s in TOOL_S:
+            turns = Turns(tokens=turn, answer_s=tool_s, observed_tokens=OBSERVED)
+            window = foretell(setting, workload, model, steps, turns).after(steps // 5)
+            found.setdefault(setting.name, {})[f"{tool_s:g}"] = figures(window, setting.max_running)
+    return found
+
+
+async def decoded(folder: Path, turn: int, shape: tuple[int, int], steps: int) -> dict[str, Any]:
+    """One setting and tool after another, since tools would go on while others take a step."""
+    weights, found = [load_file(folder / "model.safetensors")], dict[str, Any]()
+    for setting in settings(*shape, SHORT.cap_tokens):
+        for tool_s in TOOL_S:
+            turns = Turns(tokens=turn, answer_s=tool_s, observed_tokens=OBSERVED)
+            rolling = Rolling(setting, Generator(SHORT, 0), folder, weights, turns)
+            for _ in range(steps):
+                await rolling.step()
+            window = (await rolling.close()).after(steps // 5)
+            found.setdefault(setting.name, {})[f"{tool_s:g}"] = figures(window, setting.max_running)
+    return found
+
+
+def kept(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the share of the utilisation without a tool that is left with one."""
+    return {
+        name: {tool: row["utilisation"] / rows["0"]["utilisation"] for tool, row in rows.items()}
+        for name, rows in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=15)
+    options = parser.parse_args()
+    shape, turn = (4, 4), 16
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model("3M", folder, "float32")
+        load = Load(
+            name="episodes", model=name, dtype="float32", prompts=[], num_new_tokens=[], max_running=32,
+            max_context_tokens=1024,
+        )  # fmt: skip
+        line = fit(iteration_times(load, [1, 4, 8, 16], context=100))
+        small = ReplicaModel(c0_s=line["c0_s"], b0=line["B0"])
+        found = {
+            "decoded": asyncio.run(decoded(folder, turn, shape, options.steps)),
+            "simulated": simulated(Generator(SHORT, 0), small, turn, shape, 100),
+        }
+    large = ReplicaModel(c0_s=0.012, b0=108.0, prefill_tokens_per_s=1600 / 0.012)
+    found["simulated at size"] = simulated(Generator(preset("r1-16k"), 0), large, 256, (32, 8), 60)
+    record = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "engine": line, **found}
+    record["kept"] = {part: kept(rows) for part, rows in found.items()}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    for part, rows in found.items():
+        for strategy, by_tool in rows.items():
+            for tool, row in by_tool.items():
+                shown = " ".join(f"{key} {value:.3f}" for key, value in row.items())
+                print(f"{part}: {strategy} {tool} s: {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,7 @@ from rollover.workload.source import preset
 
 TOOL_S = (0.0, 0.1, 1.0)
 OBSERVED = 12
-SHORT = LengthLaw(median_tokens=48, sigma=0.8, icc=0.5, loop_probability=0.0, cap_tokens=160, min_tokens=4)
+SHORT = LengthLaw(median_tokens=160, sigma=0.8, icc=0.5, loop_probability=0.0, cap_tokens=512, min_tokens=4)
 
 
 def settings(batch: int, group: int, cap: int) -> list[Setting]:
@@ -94,9 +94,9 @@ def kept(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    shape, turn = (4, 4), 16
+    shape, turn = (4, 4), 64
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model("3M", folder, "float32")
@@ -111,7 +111,7 @@ def main() -> None:
             "simulated": simulated(Generator(SHORT, 0), small, turn, shape, 100),
         }
     large = ReplicaModel(c0_s=0.012, b0=108.0, prefill_tokens_per_s=1600 / 0.012)
-    found["simulated at size"] = simulated(Generator(preset("r1-16k"), 0), large, 256, (32, 8), 60)
+    found["simulated at size"] = simulated(Generator(preset("r1-16k"), 0), large, 256, (32, 8), 40)
     record = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "engine": line, **found}
     record["kept"] = {part: kept(rows) for part, rows in found.items()}
     options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--settings", default="", help="settings of every run, separated by spaces")
     options = parser.parse_args()
     record: dict[str, Any] = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "seeds": []}
-    for seed in range(options.seeds):
+    if options.out.is_file():  # it was broken off
+        record = json.loads(options.out.read_text())
+    for seed in range(len(record["seeds"]), options.seeds):
         record["seeds"].append(trained(options.experiment, seed, options.settings.split(), options.threads))
         record["summary"] = summary(record["seeds"])
         options.out.write_text(json.dumps(record, indent=1) + "\n")

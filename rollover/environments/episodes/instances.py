@@ -49,8 +49,8 @@ class ClassConfig(EnvironmentSettings):
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``factory``."""
     recovery: Recovery = "replay"
-    """Way in which a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each answer
-    has to be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else.
+    """Way in which a lost episode comes back. ``replay``: ``reset`` and the recorded turns are repeated, and each
+    answer has to be what it was. ``none``: ``reset`` alone, for environments whose answers depend on nothing else.
     ``snapshot``: ``restore(state)`` in place of ``reset``, with what ``snapshot()`` returned behind the last recorded
     answer: JSON values of up to a million characters, which are journaled with every answer. ``live``: as ``snapshot``,
     for an environment that outlives this process, such as a server's; its state names the session. ``close`` is then

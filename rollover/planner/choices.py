@@ -7,7 +7,8 @@ Leaving out a dominated choice never changes the optimum: wherever it stands, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, groupby, product
 
 from rollover.devices.costs.links import narrowest
@@ -30,6 +31,10 @@ _CAPS = {"load": (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724), "
 """Batch caps to choose from, by routing: fewer if each length may go to other replicas."""
 _MIXED_SIZES = {2: 6, 3: 4}
 """Sizes, by halving the stock, from which the listed training plans over so many types are put together."""
+
+
+_remembered = lru_cache(maxsize=256)
+"""Keeps the choices of a device type: the parts of a fleet for which problems are built share most of them."""
 
 
 def _shapes(device: Device, model: ModelShape, max_stages: int) -> Iterator[tuple[int, int]]:
@@ -74,7 +79,17 @@ def finer(kind: ReplicaKind, device: Device, model: ModelShape, workload: Worklo
     return [replace(fine, updates_s=tuple(s + sooner_s for s in fine.updates_s)) for fine in found]
 
 
-def undominated(kinds: Sequence[ReplicaKind], workload: WorkloadSpec, node_size: int) -> list[ReplicaKind]:
+@_remembered
+def undominated_kinds(
+    device: Device, node_sizes: tuple[int, ...], model: ModelShape, workload: WorkloadSpec, routing: Routing
+) -> tuple[ReplicaKind, ...]:
+    """Return the kinds of ``replica_kinds`` that no other one can replace."""
+    return tuple(
+        _undominated_kinds(replica_kinds(device, node_sizes, model, workload, routing), workload, device.node_size)
+    )
+
+
+def _undominated_kinds(kinds: Sequence[ReplicaKind], workload: WorkloadSpec, node_size: int) -> list[ReplicaKind]:
     """Drop the kinds that a whole number of another kind's replicas can replace: with as many devices in no larger
     blocks, at least as fast for every bucket, with at least as much cache and no later. All kinds are of one device
     type, on nodes of at most ``node_size`` devices."""
@@ -114,7 +129,7 @@ def training_plans(
     model: ModelShape,
     workload: WorkloadSpec,
     *,
-    node_sizes: Mapping[str, Sequence[int]],
+    node_sizes: Mapping[str, tuple[int, ...]],
     across: Mapping[tuple[str, str], Link],
     inside: Mapping[str, int],
     launchable: bool = False,
@@ -129,32 +144,32 @@ def training_plans(
         launchable: return only plans over one type that the trainer can run.
     """
     choices = {
-        device: _trainers(
-            device, node_sizes[device.name], model, workload, inside.get(device.name, 0), len(inside) == len(stock)
+        device: _choices(
+            device,
+            node_sizes[device.name],
+            model,
+            workload,
+            inside.get(device.name, 0),
+            len(inside) == len(stock),
+            launchable,
         )
         for device in stock
     }
-    if launchable:
-        choices = {device: [t for t in found if runs(t.part)] for device, found in choices.items()}
-    fastest = {device: _fastest(found) for device, found in choices.items()}
-    alone = {
-        device: [training_plan((trainer,)) for trainer in found] if {*inside} <= {device.name} else []
-        for device, found in fastest.items()
-    }
+    alone = {device: found.alone if {*inside} <= {device.name} else () for device, found in choices.items()}
     plans = [plan for found in alone.values() for plan in found]
     mixtures: list[Mixture] = []
-    usable = [device for device, found in choices.items() if found]
+    usable = [device for device, found in choices.items() if found.fastest]
     for size in () if launchable else (2, 3):
         for types in combinations(usable, size):
             names = [device.name for device in types]
             if not {*inside} <= {*names}:
                 continue
             link = narrowest(across.get(pair) for pair in zip(names, [*names[1:], names[0]], strict=True))
-            begun = product(*(_sizes(fastest[device], stock[device], _MIXED_SIZES[size]) for device in types))
+            begun = product(*(_sizes(choices[device].fastest, stock[device], _MIXED_SIZES[size]) for device in types))
             others = [plan for device in types for plan in alone[device]]
             plans += _pareto([training_plan(parts, across=link) for parts in begun], others)
             if size == 2:
-                first, second = (_undominated(choices[device]) for device in types)
+                first, second = (choices[device].undominated for device in types)
                 mixtures.append(training_mixture(first, second, link))
     return plans, mixtures
 
@@ -162,6 +177,39 @@ def training_plans(
 def runs(part: TrainingPart) -> bool:
     """Return whether this version's trainer divides its work like ``part``."""
     return unsupported(dp=part.dp, tp=part.tp, pp=part.pp, sharded=part.sharded) is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The trainers of one device type that may be in a plan."""
+
+    fastest: tuple[TrainerCosts, ...]
+    """Trainers of whole batches."""
+    alone: tuple[TrainingPlan, ...]
+    """Their plans."""
+    undominated: tuple[TrainerCosts, ...]
+    """Trainers of any share of a batch."""
+
+
+@_remembered
+def _choices(
+    device: Device,
+    node_sizes: tuple[int, ...],
+    model: ModelShape,
+    workload: WorkloadSpec,
+    nodes: int,
+    no_rollout_apart: bool,
+    launchable: bool,
+) -> _Choices:
+    found = _trainers(device, node_sizes, model, workload, nodes, no_rollout_apart)
+    if launchable:
+        found = [trainer for trainer in found if runs(trainer.part)]
+    fastest = tuple(_fastest(found))
+    return _Choices(
+        fastest=fastest,
+        alone=tuple(training_plan((trainer,)) for trainer in fastest),
+        undominated=tuple(_undominated(found)),
+    )
 
 
 def _trainers(
@@ -226,7 +274,7 @@ def _undominated(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
     return kept
 
 
-def _sizes(trainers: list[TrainerCosts], count: int, most: int) -> list[TrainerCosts]:
+def _sizes(trainers: Sequence[TrainerCosts], count: int, most: int) -> Sequence[TrainerCosts]:
     """Return up to ``most`` trainers: all, or if there are more, the largest for the stock, for half of it, and so
     on."""
     if len(trainers) <= most:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rollover.devices.costs.records import ReplicaKind
 from rollover.devices.records import Device, LengthBucket, Link, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
-from rollover.planner.choices import no_room, replica_kinds, training_plans, undominated
+from rollover.planner.choices import no_room, training_plans, undominated_kinds
 from rollover.planner.records import Fleet, Problem, Routing, Server, Supply, Tail
 from rollover.planner.topology import Topology
 
@@ -101,9 +101,7 @@ def stock_problem(
     kinds = [
         c
         for device in with_networks(stock, {d.name: d.link for d in stock if d.name in inside})
-        for c in undominated(
-            replica_kinds(device, node_sizes[device.name], model, workload, routing), workload, device.node_size
-        )
+        for c in undominated_kinds(device, node_sizes[device.name], model, workload, routing)
         if not (launchable or device.name in inside)
         or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]

@@ -8,15 +8,25 @@ _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
 _CUT = re.compile(r"\\(?:f?b(?:o(?:x(?:ed?)?)?)?|f)?\s*$")
 """Matches the beginning of a box at the end of a text."""
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[^\s{}]")
-_JOINS = re.compile(r"(?:\s|[$,;]|\\q?quad|\\text\s*\{\s*(?:and|or|,)\s*\}|\b(?:and|or)\b|(?:\b[a-zA-Z]\w?\s*=))*")
+_ALTERNATIVE = (
+    r"(?:\\text\s*\{\s*(?:and|or|and/or|,)\s*\}|\b(?:and|or|else|also|maybe|perhaps|possibly|versus|vs)\b\.?"
+    r"|as well as|\|\|?|[&∨]|\\(?:lor|vee|mid)\b)"
+)
+_JOINS = re.compile(rf"(?:\s|[$,;/]|\\q?quad|{_ALTERNATIVE}|(?:\b[a-zA-Z]\w?\s*=))*")
 """Text between boxes that are one answer together: ``\boxed{1} and \boxed{2}``, not ``..., no: ...``."""
 
 _NUMBER = r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?"
-_LIST = re.compile(
-    rf"(?<![\w$\\.])({_NUMBER}(?:[,;]\s+{_NUMBER})*)"
-    rf"(?:[,;]?\s+(?:or|and)\s+(?:[a-zA-Z]\s*=\s*)?|[,;]\s+(?={_NUMBER}\.?\s*\Z))({_NUMBER})(?![\w$/^])"
-)
-"""Numbers that are one answer together: joined by ``or`` or ``and``, or by commas or semicolons at the text's end."""
+_ATOM = rf"(?:-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|{_NUMBER}(?:\\?%)?)"
+_ALL = r"\s+(?:(?:all|both)\s+)?(?:work|satisfy|are\s+(?:all\s+|both\s+)?(?:the|possible|candid|root|solution|answer))"
+_OR = rf"\s*[,;(]?\s*(?:{_ALTERNATIVE}[\s,/]*)+(?:[a-zA-Z]\s*=\s*)?"
+_ITEM = rf"(?:{_ATOM}(?![\w$/^]))"
+_RUN = re.compile(rf"(?<![\w$\\.{{}}]){_ITEM}(?:(?:({_OR})|[,;]\s+){_ITEM})++(\.?\s*\Z|{_ALL})?")
+"""Numbers with nothing but commas and words such as ``or`` between them, which is its first group. They are one answer
+together if there is such a word, or if the text ends there or says ``are the roots``, which is its second group."""
+_PAIR = re.compile(rf"(?<![\w$\\])([(\[{{]{_ATOM}(?:,\s*{_ATOM})+[)\]}}])(?=\.?\s*\Z)")
+_FORMULAS = re.compile(rf"(?:(?<=\$)|(?<=\\\)))(?:{_OR})(?=\$\S|\\\()")
+"""Text that joins two formulas."""
+_BOXED_LIST = re.compile(rf"\s*{_ATOM}(?:{_OR}{_ATOM})++\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _QUANTITY = re.compile(rf"\s*(\\?\$?{_NUMBER})\s+([a-zA-Z]{{2,}}(?:[.\s]+[a-zA-Z]{{2,}})*\.?(?:\^?\{{?[23]\}}?)?)\s*")
 _NO_UNITS = re.compile(
@@ -35,7 +45,9 @@ def final_expression(text: str) -> str | None:
         return None
     boxes = list(_boxes(text))
     if not boxes:
-        return _LIST.sub(lambda found: ", ".join(f"${n}$" for n in re.findall(_NUMBER, found[0])), text)
+        text = _PAIR.sub(lambda found: f"${re.sub('[{}]', _escaped, found[1])}$", text)
+        text = _RUN.sub(_as_list, text)
+        return _FORMULAS.sub(" or ", text)
     last_start, last_end, content = boxes.pop()
     if last_end is None:
         return None
@@ -47,8 +59,20 @@ def final_expression(text: str) -> str | None:
     return boxed(",".join(contents))
 
 
+def _as_list(found: re.Match[str]) -> str:
+    if found[1] is found[2] is None:
+        return found[0]
+    return ", ".join(f"${number}$" for number in re.findall(_ATOM, found[0])) + (found[2] or "")
+
+
+def _escaped(brace: re.Match[str]) -> str:
+    return f"\\{brace[0]}"
+
+
 def boxed(expression: str) -> str:
     """Return the expression in a box, where math-verify reads all of it as one."""
+    if _BOXED_LIST.fullmatch(expression):
+        expression = ",".join(re.findall(_ATOM, expression))
     quantity = _QUANTITY.fullmatch(expression)
     if quantity and not _NO_UNITS.search(quantity[2]):
         expression = quantity[1]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
@@ -45,6 +46,9 @@ class LentMeta(Meta):
 
     weight_version: str | None = None
     completion_tokens: Count | None = None
+    spec_accept_token_num: Count | None = None
+    spec_draft_token_num: Count | None = None
+    spec_verify_ct: Count | None = None
 
 
 class LentGeneration(Generation):
@@ -72,6 +76,8 @@ class LentDialect:
         self._prefix = f"{secrets.token_hex(4)}/"
         self._streams = False
         self._draws_by_seed = False
+        self.usage: Counter[str] = Counter()
+        """Sums over all calls of what the host reports of its servers' caches and drafts, by the host's names."""
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -112,6 +118,7 @@ class LentDialect:
                 LentGeneration, "POST", "/generate", body=self._body(call), timeout_s=self._response_timeout_s
             )
             deltas = reply.read(_with_spans(answer, call), certain=True)
+            self._count(answer.meta_info, call)
             yield Delta(num_held_tokens=reply.num_tokens, num_cached_tokens=answer.meta_info.cached_tokens or 0)
             for delta in deltas:
                 yield delta
@@ -120,9 +127,21 @@ class LentDialect:
         async with aclosing(stream) as events:
             num_sent = 0
             async for event in events:
+                if event.meta_info.finish_reason is not None:
+                    self._count(event.meta_info, call)
                 num_sent = max(num_sent, event.meta_info.completion_tokens or 0)
                 for delta in reply.read(_with_spans(event, call, num_sent), certain=True):
                     yield delta
+
+    def _count(self, meta: LentMeta, call: GenerationCall) -> None:
+        self.usage.update(
+            cached_tokens=meta.cached_tokens or 0,
+            total_prompt_tokens=call.num_input_tokens,
+            completion_token_num=meta.completion_tokens or 0,
+            spec_accept_token_num=meta.spec_accept_token_num or 0,
+            spec_draft_token_num=meta.spec_draft_token_num or 0,
+            spec_verify_ct=meta.spec_verify_ct or 0,
+        )
 
     def _body(self, call: GenerationCall) -> dict[str, Any]:
         request, params = call.request, call.request.params

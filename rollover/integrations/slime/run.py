@@ -33,7 +33,13 @@ from rollover.integrations.slime.host import Host, Sample
 from rollover.integrations.slime.labels import LabelLine
 from rollover.integrations.slime.resume import Beginning
 from rollover.integrations.slime.rewards import SlimeScorer
-from rollover.integrations.slime.samples import account_for_versions, failed_sample, new_sample, respond
+from rollover.integrations.slime.samples import (
+    account_for_usage,
+    account_for_versions,
+    failed_sample,
+    new_sample,
+    respond,
+)
 from rollover.integrations.slime.servers import LentServers, served_model, workers
 from rollover.integrations.slime.settings import (
     SlimeSettings,
@@ -141,6 +147,7 @@ class SlimeRun:
         self._end()
         timeout_s = 2 * self._settings.options.reward_timeout_s  # samples from before a restart may be judged again
         groups = self._feed.run(self._handed_out(batch, version), timeout_s, "hand out the batch")
+        account_for_usage(groups[0][0], self._servers.usage)
         metrics = self._steps.handed_out(batch, self._masked(batch, version))
         metrics["staleness/weights"] = float(step - version)
         return groups, {f"rollover/{name}": value for name, value in metrics.items()}

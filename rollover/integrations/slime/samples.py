@@ -171,6 +171,14 @@ def account_for_versions(
         sample.loss_mask = [a & b for a, b in zip(mask, sample.loss_mask or mask, strict=True)]
 
 
+def account_for_usage(sample: Sample, usage: Mapping[str, int]) -> None:
+    """Add the sums over a rollout's calls to one of its samples: slime sums its samples' caches and drafts for
+    ``prefix_cache_hit_rate`` and the like, and a response may have many calls, in several rollouts."""
+    for info in (getattr(sample, name, None) for name in ("prefix_cache_info", "spec_info")):
+        for name in usage.keys() & vars(info).keys() if info is not None else ():
+            setattr(info, name, getattr(info, name) + usage[name])
+
+
 def failed_sample(sample: Sample, siblings: Sequence[Sample], args: Namespace, *, filler: int) -> None:
     """Turn a new sample into a stand-in for a failed one: its reward is the siblings' mean, and its single token is not
     trained.

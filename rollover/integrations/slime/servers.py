@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -220,6 +221,10 @@ class LentServer:
     def stats(self) -> EngineStats:
         return self._calls.stats()
 
+    @property
+    def usage(self) -> Counter[str]:
+        return self._dialect.usage
+
     async def close(self) -> None:
         """End all calls. The server stays as it is."""
         if self._closed:
@@ -274,6 +279,8 @@ class LentServers:
         self._members: list[LentServer] = []
         self._pool: EnginePool | None = None
         self._totals = EngineStats(num_running=0, num_waiting=0, policy_version=0)
+        self.usage: Counter[str] = Counter()
+        """Sums over the calls of the newest rollout that has ended, see ``LentDialect.usage``."""
 
     def __repr__(self) -> str:
         return f"the servers behind {self._config.urls[0]}"
@@ -315,6 +322,7 @@ class LentServers:
                 await asyncio.gather(*(member.hand_back() for member in members))
         finally:
             await _close(pool, members)
+            self.usage = sum((member.usage for member in members), Counter())
 
     # -- Engine ----------------------------------------------------------------------------------------------
 

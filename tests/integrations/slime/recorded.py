@@ -30,6 +30,20 @@ VERSION = "0.3.1"
 
 
 @dataclass
+class PrefixCacheInfo:
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+
+@dataclass
+class SpecInfo:
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+
+@dataclass
 class Sample:
     group_index: int | None = None
     index: int | None = None
@@ -60,6 +74,8 @@ class Sample:
     custom_rm_path: str | None = None
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
+    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: SpecInfo = field(default_factory=SpecInfo)
 
     def get_reward_value(self, args: Any) -> Any:
         return self.reward[args.reward_key] if args.reward_key else self.reward

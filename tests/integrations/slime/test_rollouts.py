@@ -20,7 +20,7 @@ from rollover.report.metrics import read_metrics
 from rollover.rollout.events import GroupOpened
 from rollover.rollout.journal import read_events
 from tests.integrations.slime import recorded
-from tests.integrations.slime.farm import Farm
+from tests.integrations.slime.farm import Farm, OldSGLang
 from tests.integrations.slime.kit import (
     BATCH,
     GROUP,
@@ -99,6 +99,35 @@ def test_metrics_say_how_stale_the_batch_is(tmp_path: Path, servers: Farm) -> No
     assert last.metrics["rollover/staleness/mean"] == pytest.approx(sum(lags) / len(lags))
     assert last.metrics["rollover/staleness/max"] == max(lags)
     assert last.metrics["rollover/staleness/weights"] == 0.0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_caches_and_drafts_of_the_servers_reach_the_hosts_metrics(
+    tmp_path: Path, servers: Farm, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+    emit = OldSGLang._emit
+
+    def with_drafts(worker: OldSGLang, running: Any, ids: Any, meta: dict[str, Any]) -> None:
+        if meta["finish_reason"] is not None:
+            meta |= {"spec_accept_token_num": 3, "spec_draft_token_num": 7, "spec_verify_ct": 2}
+            said.append(meta)
+        emit(worker, running, ids, meta)
+
+    monkeypatch.setattr(OldSGLang, "_emit", with_drafts)
+    for worker in servers.workers:
+        worker.incremental = streams
+    loop = run_of(tmp_path, servers)
+    for rollout_id in range(3):
+        said.clear()
+        samples = loop.step(rollout_id).samples
+        caches, drafts = [s.prefix_cache_info for s in samples], [s.spec_info for s in samples]
+        assert sum(info.cached_tokens for info in caches) == sum(meta["cached_tokens"] for meta in said) > 0
+        assert sum(info.total_prompt_tokens for info in caches) == sum(meta["prompt_tokens"] for meta in said)
+        assert sum(info.completion_token_num for info in drafts) == sum(meta["completion_tokens"] for meta in said)
+        assert sum(info.spec_accept_token_num for info in drafts) == 3 * len(said)
+        assert sum(info.spec_draft_token_num for info in drafts) == 7 * len(said)
+        assert sum(info.spec_verify_ct for info in drafts) == 2 * len(said)
 
 
 def test_the_run_is_one_to_report_on_and_to_simulate(tmp_path: Path, servers: Farm) -> None:

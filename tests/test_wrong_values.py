@@ -107,7 +107,6 @@ FILES = [
     ("f.jsonl", f'{{"prompt": "a", "length": 5, "prompt_tokens": {BIG}}}', ["simulate", "f.jsonl"], "f.jsonl:1: 'prompt_tokens' must be a whole number from 1 to 16777216"),
     ("f.jsonl", "[" * 20000, ["workload", "fit", "f.jsonl"], "f.jsonl:1: not JSON: lists or tables are nested too deeply"),
     ("f.jsonl", '{"prompt": "a", "length": NaN}', ["workload", "fit", "f.jsonl"], "f.jsonl:1: a length must be a whole number of tokens, got nan"),
-    ("c.json", "[" * 20000, ["calibrate", "--from", "c.json", "--out", "d.toml"], "c.json was not written by rollover.devices.measure"),
     ("p.toml", "budget_per_hour = nan\n[[nodes]]\ndevice = 'h100-sxm'\nnum_devices = 1", ["plan", "p.toml", "--model", "model"], "p.toml:1: budget_per_hour: this must be a finite number"),
 ]  # fmt: skip
 

@@ -20,24 +20,16 @@ from rollover.errors import require
     help="Measure with the model in DIR instead of one with random weights.",
 )
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="cpu, cuda or cuda:N.")
-@click.option(
-    "--from",
-    "measured",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Use measurements made elsewhere (JSON).",
-)
-def command(out: Path, key: str | None, model: Path | None, device: str, measured: Path | None) -> None:
+def command(out: Path, key: str | None, model: Path | None, device: str) -> None:
     """Measure this machine for the planner: decoding, prefill, training and copies.
 
     This takes a few minutes; the machine should be idle. Every second measurement is held out, predicted from the
-    others, and compared. On a machine without Rollover's other dependencies, python -m rollover.devices.measure FILE
-    needs only torch, transformers, numpy and safetensors; pass its FILE to --from.
+    others, and compared.
 
     \b
     rollover calibrate --out mine.toml
     """
-    require("scipy", *(() if measured else ("torch",)), purpose="rollover calibrate")
+    require("scipy", "torch", purpose="rollover calibrate")
     from rollover.devices.fit import calibrate
 
-    calibrate(out=out, key=key, model=model, device=device, measured=measured)
+    calibrate(out=out, key=key, model=model, device=device)

@@ -24,7 +24,7 @@ from rollover.devices.measurements import Decode, Measurements, Prefill, Step
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, Link, ModelShape, WorkloadSpec
 from rollover.devices.workload import length_buckets
-from rollover.errors import DataError, ModelError, parse_json
+from rollover.errors import ModelError
 from rollover.settings import toml
 
 Measured = TypeVar("Measured", Prefill, Step)
@@ -237,17 +237,15 @@ def _predictions(device: Device, model: ModelShape, measured: Measurements) -> I
         yield Prediction(what=what, measured_s=s.seconds, predicted_s=predicted, held_out=s.held_out)
 
 
-def calibrate(
-    *, out: Path, key: str | None = None, model: Path | None = None, device: str = "auto", measured: Path | None = None
-) -> Calibration:
-    """Measure this machine, or read measurements made elsewhere from ``measured``; write the entry to ``out``.
+def calibrate(*, out: Path, key: str | None = None, model: Path | None = None, device: str = "auto") -> Calibration:
+    """Measure this machine and write the entry to ``out``. Raises ``ModelError`` when ``model`` is not a model
+    folder."""
+    from rollover.devices.measure import measure
 
-    Raises:
-        DataError: ``measured`` contains no measurements.
-        ModelError: ``model`` is not a model folder.
-    """
+    if model is not None and not (model / "config.json").is_file():
+        raise ModelError(f"{model} is not a model folder: it has no config.json")
     console = Console(highlight=False)
-    found = _measured(model, device) if measured is None else _read(measured)
+    found = measure(model, device=device)
     key = key or re.sub(r"[^a-z0-9]+", "-", found.title.lower()).strip("-")
     calibration = fit(found, key)
     console.print(_table(calibration))
@@ -260,23 +258,6 @@ def calibrate(
     out.write_text(comment + entry(calibration, key), encoding="utf-8")
     console.print(f"device {key!r}: {out}; list the file under catalogues in a fleet file", markup=False)
     return calibration
-
-
-def _measured(model: Path | None, device: str) -> Measurements:
-    from rollover.devices.measure import measure
-
-    if model is not None and not (model / "config.json").is_file():
-        raise ModelError(f"{model} is not a model folder: it has no config.json")
-    return measure(model, device=device)
-
-
-def _read(file: Path) -> Measurements:
-    try:
-        return Measurements.from_dict(parse_json(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{file} was not written by rollover.devices.measure: {error}") from None
 
 
 def _table(calibration: Calibration) -> Table:

@@ -1,9 +1,7 @@
 """Times of this machine: products and copies of tensors, decoding, prefill, training.
 
 Every time is the median of several, after one that is discarded. Run it on an idle machine: anything else that runs
-distorts the times. It needs only torch, transformers, numpy and safetensors, so that it runs on a bare GPU machine:
-
-    python -m rollover.devices.measure measurements.json
+distorts the times.
 """
 
 from __future__ import annotations
@@ -11,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +267,3 @@ def _batch(step: int, sequences: int, length: int, vocab: int) -> Batch:
         )
         groups.append(Group(group_id=number, prompt=prompt, trajectories=trajectories))
     return Batch(step=step, groups=tuple(groups))
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(asdict(measure()), indent=1))

@@ -76,12 +76,3 @@ class Measurements:
     decodes: tuple[Decode, ...]
     prefills: tuple[Prefill, ...]
     steps: tuple[Step, ...]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Measurements:
-        lists = {
-            "decodes": tuple(Decode(**entry) for entry in data["decodes"]),
-            "prefills": tuple(Prefill(**entry) for entry in data["prefills"]),
-            "steps": tuple(Step(**entry) for entry in data["steps"]),
-        }
-        return cls(**{**data, **lists})

@@ -73,54 +73,38 @@ def to_all(observers: Sequence[Observer]) -> Observer:
     return observe
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsObserver:
-    """Writes a row of metrics for every training step and every evaluation.
+def metrics_to(writer: MetricsWriter) -> Observer:
+    """Return an observer that writes a row of metrics for every training step and every evaluation."""
 
-    Example: ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42})`` adds a line for step 3 to
-    ``metrics.jsonl``.
-    """
-
-    writer: MetricsWriter
-
-    def __call__(self, event: RunEvent) -> None:
+    def observe(event: RunEvent) -> None:
         match event:
             case StepEnded():
-                self.writer.write("step", event.step, event.time_s, event.metrics)
+                writer.write("step", event.step, event.time_s, event.metrics)
             case Evaluated():
-                self.writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+                writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
+
+    return observe
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesObserver:
-    """Sends some samples of every so many steps to the trackers.
+def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], list[list[Any]]]) -> Observer:
+    """Return an observer that sends some samples of every so many steps to the trackers. ``rows`` makes rows of
+    ``report.samples.COLUMNS`` of a batch."""
 
-    Example: with ``every_steps`` 10, the trackers get samples of steps 0, 10 and 20.
-    """
+    def observe(event: RunEvent) -> None:
+        if isinstance(event, StepEnded) and event.step % every_steps == 0:
+            writer.write_samples(event.step, COLUMNS, rows(event.batch))
 
-    writer: MetricsWriter
-    every_steps: int
-    rows: Callable[[Batch], list[list[Any]]]
-    """Makes rows of ``report.samples.COLUMNS`` of a batch."""
-
-    def __call__(self, event: RunEvent) -> None:
-        if isinstance(event, StepEnded) and event.step % self.every_steps == 0:
-            self.writer.write_samples(event.step, COLUMNS, self.rows(event.batch))
+    return observe
 
 
-@dataclass(frozen=True, slots=True)
-class EngineObserver:
-    """Reports each training step to the engine.
+def steps_to(engine: EngineMetrics) -> Observer:
+    """Return an observer that reports each training step to the engine."""
 
-    Example: on ``StepEnded(step=3, time_s=41.5, metrics={"reward/mean": 0.42})`` it calls ``engine.step_ended(3,
-    {"reward/mean": 0.42})``.
-    """
-
-    engine: EngineMetrics
-
-    def __call__(self, event: RunEvent) -> None:
+    def observe(event: RunEvent) -> None:
         if isinstance(event, StepEnded):
-            self.engine.step_ended(event.step, event.metrics)
+            engine.step_ended(event.step, event.metrics)
+
+    return observe
 
 
 @dataclass(frozen=True, slots=True)

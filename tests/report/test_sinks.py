@@ -18,7 +18,7 @@ from rollover.report.config import LoggingConfig
 from rollover.report.metrics import MetricsWriter
 from rollover.report.samples import of_batch, table_rows
 from rollover.report.sinks import open_sinks
-from rollover.run.observers import SamplesObserver, StepEnded
+from rollover.run.observers import StepEnded, samples_to
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 from tests.environments.words import char_tokenizer, ids
 
@@ -155,7 +155,7 @@ def test_trackers_get_the_samples_of_every_tenth_step_as_a_table(
     batch = Batch(step=20, groups=(Group(group_id=3, prompt=prompt, trajectories=trajectories),))
     sinks = open_sinks(LoggingConfig(tensorboard=True, **chosen), tmp_path, run_config={})
     with MetricsWriter(tmp_path, sinks=sinks) as writer:
-        observe = SamplesObserver(
+        observe = samples_to(
             writer, 10, lambda b: table_rows(of_batch(b, lambda n: 0.0), char_tokenizer(), redacted_text)
         )
         for number in (19, 20):

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollover.rollout import events as recorded
 from rollover.rollout.events import SegmentEnded
@@ -72,8 +72,25 @@ class Digits:
     def step(self, action):
         self.turns += 1
         return {"messages": f"{random.randint(0, 9)}=", "reward": len(action.text) / 20, "done": self.turns == 4}
+
+def plays(row):
+    import httpx, os
+    client = httpx.Client(
+        base_url=os.environ["OPENAI_BASE_URL"],
+        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        timeout=600,
+    )
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(4):
+        response = client.post("/chat/completions", json={"messages": messages})
+        if response.status_code == 400:
+            break
+        reply = response.json()["choices"][0]["message"]
+        client.post("/reward", json={"reward": len(reply["content"] or "") / 20})
+        messages += [reply, {"role": "user", "content": f"{turn}="}]
 """
-"""An environment that needs its own random numbers and every turn to answer as before."""
+"""An environment that needs its own random numbers and every turn to answer as before, and an agent."""
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}#{% endif %}"
 
 _ENVIRONMENT = "--tasks.train.0.environment"
 EPISODES = (
@@ -81,6 +98,17 @@ EPISODES = (
     *(f"{_ENVIRONMENT}.max_turn_tokens", "14", f"{_ENVIRONMENT}.workers", "1"),
     *("--tasks.train.0.reward.kind", "environment", "--rollout.stop_strings", '["#", "7", "a"]'),
 )
+AGENTS = (
+    *(f"{_ENVIRONMENT}.kind", "agent", f"{_ENVIRONMENT}.function", "letter_game:plays"),
+    *(*EPISODES[4:], "--tasks.chat_template_file", "chat.jinja"),
+)
+
+
+def write_game(folder: Path) -> None:
+    """Write what ``EPISODES`` and ``AGENTS`` name."""
+    (folder / "letter_game.py").write_text(GAME)
+    (folder / "chat.jinja").write_text(TEMPLATE)
+
 
 _WAYS = {"event": 0.45, "flush": 0.2, "clock": 0.35}
 _EVENTS: dict[type[recorded.Event], int] = {
@@ -106,13 +134,13 @@ class Case:
     deterministic: bool = False
     adapters: bool = False
     """Adapters are trained, and published alone."""
-    episodes: bool = False
-    """An environment answers each turn."""
+    episodes: Literal["", "class", "agent"] = ""
+    """An environment answers each turn, or a program asks for each."""
 
     @property
     def name(self) -> str:
-        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters + "-episodes" * self.episodes
-        return f"{self.strategy}-{self.unit}{ends}"
+        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters
+        return f"{self.strategy}-{self.unit}{ends}{self.episodes and f'-{self.episodes}'}"
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -121,7 +149,7 @@ class Case:
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
-            *(EPISODES if self.episodes else ()),
+            *{"": (), "class": EPISODES, "agent": AGENTS}[self.episodes],
         )
 
 
@@ -132,8 +160,10 @@ def cases() -> list[Case]:
         for unit in ("group", "sample"):
             made.append(Case(strategy=strategy, unit=unit))
             made += [] if config().overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
-    made += [Case(strategy=name, episodes=True) for name in ("april", "bounded_async")]
-    return [*made, Case(strategy="april", deterministic=True, episodes=True)]
+    for kind in ("class", "agent"):
+        made += [Case(strategy=name, episodes=kind) for name in ("april", "bounded_async")]
+        made.append(Case(strategy="april", deterministic=True, episodes=kind))
+    return made
 
 
 @dataclass(slots=True)
@@ -167,7 +197,7 @@ def kill_and_resume(case: Case, model: Path, folder: Path, *, num_kills: int, se
     folder.mkdir(parents=True)
     runs.write_experiment(folder, model)
     (folder / "run.toml").write_text(CONFIG)
-    (folder / "letter_game.py").write_text(GAME)
+    write_game(folder)
     whole, began_s = folder / "whole", time.monotonic()
     _succeeded(processes.run("train", "run.toml", "--run-dir", "whole", *case.argv))
     whole_s = time.monotonic() - began_s
@@ -243,7 +273,7 @@ def _check_end(case: Case, run: Path, whole: Path | None, record: Record) -> Non
         elif isinstance(event, recorded.Observed):
             turns[event.sample_id, ended[event.sample_id]] += 1
     assert not turns or max(turns.values()) == 1, "a turn has two answers"
-    assert bool(turns) is case.episodes
+    assert bool(turns) is bool(case.episodes)
     kept = list_checkpoints(run / "checkpoints")
     assert [path.name for path in kept] == [f"step_{STEPS - 2}", f"step_{STEPS}"], "other checkpoints than the default"
     for checkpoint in kept:

@@ -44,7 +44,7 @@ from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.contract import request as call
 from tests.engine.servers.vllm.kit import model_folder
-from tests.kills import EPISODES, GAME
+from tests.kills import AGENTS, EPISODES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
@@ -516,7 +516,9 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
 # -- a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [("april", *EPISODES), ("bounded_async", "--rollout.max_staleness", "1")])
+@pytest.mark.parametrize(
+    "strategy", [("april", *EPISODES), ("april", *AGENTS), ("bounded_async", "--rollout.max_staleness", "1")]
+)
 def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path, strategy: tuple[str, ...]) -> None:
     """With ``bounded_async``, weights come under running samples; with ``april``, responses are episodes."""
     model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
@@ -533,7 +535,7 @@ def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
         lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
-        Path("letter_game.py").write_text(GAME)
+        write_game(Path())
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.
         options = (*EVERY_VERSION, "--rollout.max_new_tokens", "100", "--rollout.strategy", *strategy)

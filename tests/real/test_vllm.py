@@ -36,7 +36,7 @@ from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.kills import EPISODES, GAME
+from tests.kills import AGENTS, EPISODES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.servers import RealServer
 from tests.run.test_train import largest_logprob_error
@@ -555,13 +555,16 @@ def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: di
     assert old and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
 
 
-def test_episodes_go_through_servers(servers: list[RealServer], folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [EPISODES, AGENTS], ids=["class", "agent"])
+def test_episodes_go_through_servers(
+    servers: list[RealServer], folders: dict[str, Path], tmp_path: Path, kind: tuple[str, ...]
+) -> None:
     with runs.working_in(tmp_path, folders["first"]):
-        Path("letter_game.py").write_text(GAME)
+        write_game(Path())
         Path("letters.py").write_text(REWARD)
         Path("run.toml").write_text(RUN.format(model="model", urls=json.dumps([server.url for server in servers])))
         options = ("--steps", "3", "--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-        assert cli.main(["train", "run.toml", "--run-dir", "out", *EPISODES, *options]) == 0
+        assert cli.main(["train", "run.toml", "--run-dir", "out", *kind, *options]) == 0
         trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
         assert max(t.num_turns for t in trajectories) > 1
         assert largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3

@@ -10,7 +10,7 @@ from tests.kills import Case, cases, kill_and_resume
 
 
 def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
-    assert len(cases()) == 8 * 2 + 6 * 2 + 3
+    assert len(cases()) == 8 * 2 + 6 * 2 + 6
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
     [
         Case(strategy="inflight", unit="sample"),
         Case(strategy="april", deterministic=True, adapters=True),
-        Case(strategy="bounded_async", episodes=True),
+        Case(strategy="bounded_async", episodes="agent"),
     ],
     ids=lambda case: case.name,
 )

@@ -17,7 +17,11 @@ from rollover.algorithms.registry import ALGORITHMS, Algorithm
 from rollover.rollout.strategies import SIMULATED_ONLY, STRATEGIES
 from rollover.run.config import RunConfig
 from rollover.settings.shape import types_at
+from tests.environments.test_answers import pairs
 from tests.speed import within
+from tests.tasks.shapes import SHAPES
+from tests.tasks.test_templates import TEMPLATES
+from tests.trainer import test_experts, test_families
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -36,10 +40,22 @@ def test_the_configuration_page_is_what_the_source_says() -> None:
     assert (DOCS / "configuration.md").read_text() == generator("generate_configuration").render(), "run: make docs"
 
 
-@pytest.mark.parametrize("page", ["cli", "api"])
-def test_the_reference_is_what_the_source_says(page: str) -> None:
+@pytest.mark.parametrize(("page", "render"), [("cli", "cli"), ("api", "api"), ("what-works", "works")])
+def test_the_reference_is_what_the_source_says(page: str, render: str) -> None:
     written = (DOCS / "reference" / f"{page}.md").read_text()
-    assert written == getattr(generator("generate_reference"), f"render_{page}")(), "run: make docs"
+    assert written == getattr(generator("generate_reference"), f"render_{render}")(), "run: make docs"
+
+
+def test_what_works_was_recorded_with_all_that_the_tests_try() -> None:
+    found = generator("generate_reference").record()
+    families = {*test_families.FAMILIES, *test_families.PADDED, *test_families.REFUSED, *test_experts.FAMILIES}
+    assert {one["model"] for one in found["models"]} == families and len(families) >= 20
+    assert [one["template"] for one in found["templates"]] == [*TEMPLATES] and len(TEMPLATES) >= 30
+    assert [one["row"] for one in found["rows"]] == [shape.name for shape in SHAPES] and len(SHAPES) >= 40
+    assert [one["is right"] for one in found["answers"]] == [pair.is_right for pair in pairs()] and len(pairs()) >= 120
+    assert all(one["judged right"] == one["is right"] for one in found["answers"])
+    refused = {one["model"] for one in found["models"] if one["result"].startswith("refused")}
+    assert refused == {*test_families.REFUSED}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

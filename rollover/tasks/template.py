@@ -97,8 +97,11 @@ class ChatTemplate:
         return self._render(messages, (), {}, add_generation_prompt=False).rpartition(word)[2]
 
     def names(self, argument: str) -> bool:
-        """Return whether the template reads an argument."""
-        return any(re.search(rf"\b{re.escape(argument)}\b", self._text(tools)) for tools in (False, True))
+        """Return whether the template's code has a name; its texts and strings do not count."""
+        from jinja2 import Environment
+
+        lex = Environment().lex
+        return any(token[1:] == ("name", argument) for tools in (False, True) for token in lex(self._text(tools)))
 
     def _text(self, with_tools: bool) -> str:
         text = self._source or self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)

@@ -24,6 +24,7 @@ import transformers
 
 sys.path[0] = str(Path(__file__).parent.parent)  # in place of the folder with trl.py
 
+from rollover.environments.rewards.base import RewardSettings  # noqa: E402
 from rollover.errors import DataError, ModelError  # noqa: E402
 from rollover.hf.architecture import FAMILIES as EMBEDDED  # noqa: E402
 from rollover.trainer.checks import ADAPTED, SHARDED  # noqa: E402
@@ -57,7 +58,7 @@ def models() -> Iterator[dict[str, Any]]:
     for name, changes in (settings | test_families.PADDED | test_experts.FAMILIES).items():
         with patch("rollover.trainer.proof.MODEL_CLASSES", {}):
             try:
-                result = prove(test_families.config_of(name, **changes))
+                result: str = prove(test_families.config_of(name, **changes))
             except ModelError as error:
                 result = f"refused: {error}"
         yield {
@@ -100,7 +101,7 @@ def answers() -> Iterator[dict[str, Any]]:
 def rewards() -> Iterator[dict[str, Any]]:
     """Score what functions return; ``evaluated`` of the tests returns what the response spells out."""
     function, exact = test_components.function, test_components.EXACT
-    cases = [
+    cases: list[tuple[str, list[RewardSettings], str]] = [
         ("a number", [function()], "[2]"),
         ("0", [function()], "[0]"),
         ("None", [function()], "[None]"),

@@ -112,10 +112,7 @@ def render_works() -> str:
         "The columns of public data sets and other frameworks, and what is wrong with rows.",
         _table(
             ["row", "columns", "result"],
-            (
-                [one["row"], ", ".join(f"`{name}`" for name in one["columns"]), one["refused"] or "read"]
-                for one in rows
-            ),
+            ([one["row"], ", ".join(f"`{name}`" for name in one["columns"]), one["refused"] or "read"] for one in rows),
         ),
         f"## Answers: {right} of {len(answers)} are judged as they are",
         "Responses of known truth, judged by `math_verify` (`tests/environments/answers.txt`).",

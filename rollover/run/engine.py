@@ -14,6 +14,7 @@ from rollover.rollout.strategy import OnFull
 from rollover.run.config import RunConfig, longest_tokens
 from rollover.run.directory import RunDir
 from rollover.run.kinds import ENGINES, open_engine
+from rollover.trainer.config import is_sharded
 
 
 async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]) -> OpenedEngine:
@@ -72,7 +73,7 @@ def sending_device(config: RunConfig) -> str | None:
     """
     if config.engine.weight_transfer != "nccl":
         return None
-    if config.trainer.num_devices > 1 or config.cluster is not None:
+    if is_sharded(config.trainer) or config.cluster is not None:
         return "cuda:0"
     from rollover.trainer.models import pick_device
 

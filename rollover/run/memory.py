@@ -15,12 +15,14 @@ from rollover.algorithms.config import resolve
 from rollover.engine.devices import UNSEEN, numbered
 from rollover.run.config import RunConfig
 from rollover.run.trainers import model_shape
+from rollover.trainer.checks import SHARDED
 
 if TYPE_CHECKING:
     import torch
 
 _KEPT = ("weights", "reference policy", "optimizer")
 """The parts that the trainer keeps from step to step, while it releases the others."""
+_OFFLOADED = "offloaded weights, gradients and optimizer"
 _ON_CLUSTER = " on the cluster"
 
 
@@ -84,6 +86,10 @@ def device_memory(config: RunConfig) -> list[DeviceMemory]:
         base_dtype=_base_format(config),
     )
     trainers, engines = Counter(_trainer_devices(config)), _engines(config, training.num_parameters)
+    machine = "cpu" if config.cluster is None else f"the machine of {next(iter(trainers))}"
+    if training.offloaded:
+        offloaded = engines.setdefault(machine, {})
+        offloaded[_OFFLOADED] = training.offloaded * (trainers.total() if config.cluster is None else 1)
     found = []
     for device in dict.fromkeys([*trainers, *engines]):
         # All ranks on a CPU share one memory; on the cluster, each rank and server is described.
@@ -166,7 +172,10 @@ def _advice(config: RunConfig, memory: DeviceMemory) -> str:
     elif trainer.micro_batch_tokens > longest:
         remedies["activations"] = f"lower trainer.micro_batch_tokens, down to {longest} (the longest sample)"
     if trainer.lora is None:
-        remedies["optimizer"] = remedies["gradients"] = "train adapters, [trainer.lora]"
+        adapters = "train adapters, [trainer.lora]"
+        can_offload = not trainer.offload and memory.device != "cpu" and model_shape(config)["model_type"] in SHARDED
+        offload = f"set trainer.offload = true, or {adapters}" if can_offload else adapters
+        remedies |= {"optimizer": offload, "gradients": offload, _OFFLOADED: adapters}
     if (argument := config.engine.memory_share_argument) is not None:
         remedies["engines' share"] = f"lower {argument} in engine.launch_args"
     largest = max((name for name in memory.parts if name in remedies), key=memory.parts.__getitem__, default=None)

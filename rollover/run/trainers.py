@@ -14,7 +14,7 @@ from rollover.report.progress import Progress
 from rollover.run.config import RunConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import SFTConfig, TrainerConfig
+from rollover.trainer.config import SFTConfig, TrainerConfig, is_sharded
 
 if TYPE_CHECKING:
     from rollover.trainer.base import Trainer
@@ -36,7 +36,7 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it), so damage would go unnoticed")
     algorithm, rollout = config.weighing_algorithm, config.rollout
-    if config.trainer.num_devices == 1 and config.cluster is None:
+    if not is_sharded(config.trainer) and config.cluster is None:
         return LocalTrainer(
             config.trainer,
             algorithm,
@@ -129,7 +129,7 @@ def _proved(config: RunConfig, model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
-    if section.num_devices == 1:
+    if not is_sharded(section):
         if section.device not in ("auto", "cpu"):
             from rollover.trainer.models import pick_device
 
@@ -138,7 +138,10 @@ def _check_machine(section: TrainerConfig | SFTConfig) -> Iterator[str]:
     from rollover.trainer.devices import rank_devices
 
     devices = rank_devices(section)
-    yield f"{section.role}: sharded over {len(devices)} devices ({', '.join(devices)}), one process each"
+    if len(devices) > 1:
+        yield f"{section.role}: sharded over {len(devices)} devices ({', '.join(devices)}), one process each"
+    if section.offload:
+        yield f"{section.role}: weights, gradients and optimizer state are in the machine's memory"
 
 
 def _check_cluster(cluster: ClusterConfig, sections: Sequence[TrainerConfig | SFTConfig]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from rollover.errors import ConfigError
 from rollover.hf.architecture import matrix_shapes, num_kv_heads
 from rollover.hf.config import num_experts
-from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig
+from rollover.trainer.config import LoraConfig, SFTConfig, TrainerConfig, is_sharded
 
 SHARDED = (
     *("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
@@ -32,10 +32,11 @@ def check_suits(config: TrainerConfig | SFTConfig, model: Mapping[str, Any]) -> 
 
     Example: with 14 heads and 2 key-value heads, each row can be shared by 2 devices.
     """
-    if config.num_devices > 1 and model["model_type"] not in SHARDED:
+    if is_sharded(config) and model["model_type"] not in SHARDED:
+        key = "offload is true" if config.offload else f"num_devices is {config.num_devices}"
         raise ConfigError(
-            f"{config.section}.num_devices is {config.num_devices}, and a model of type {model['model_type']!r} trains"
-            f" on one device; models that several devices share: {', '.join(SHARDED)}"
+            f"{config.section}.{key}, and a model of type {model['model_type']!r} trains on one device, with its"
+            f" weights there; models that several devices share: {', '.join(SHARDED)}"
         )
     if isinstance(config, TrainerConfig) and config.lora is not None and model["model_type"] not in ADAPTED:
         raise ConfigError(

@@ -54,6 +54,10 @@ class StepConfig:
     log-softmax stay float32, so that small updates are not rounded away (16 bytes per parameter)."""
     gradient_checkpointing: Inexact[bool] = False
     """Recompute activations in the backward pass: less memory for about a third more time."""
+    offload: Inexact[bool] = False
+    """Keep weights, gradients and optimizer state in the memory of the machine and bring the weights of one layer after
+    another to the device (FSDP2's CPU offload); the optimizer steps on the CPU. A device then needs memory for
+    activations and a few layers, and the machine 16 bytes per parameter. Not with adapters."""
     device: Inexact[str] = "auto"
     """``auto`` takes the first GPU if there is one, otherwise the CPU. Any PyTorch device works, such as ``cuda:1``."""
 
@@ -70,6 +74,11 @@ class StepConfig:
         for key, choices in (("schedule", Schedule), ("dtype", DType)):
             if (value := getattr(self, key)) not in get_args(choices):
                 raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
+
+
+def is_sharded(config: TrainerConfig | SFTConfig) -> bool:
+    """Return whether FSDP2 holds the weights: there are several devices, or their memory is not where they train."""
+    return config.num_devices > 1 or config.offload
 
 
 def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
@@ -151,6 +160,8 @@ class TrainerConfig(StepConfig):
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
         _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
         _check_context_parallel(self)
+        if self.offload and self.lora is not None:
+            raise ValueError("offload = true is for full training, and [trainer.lora] is set: remove one of them")
         _require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "at least 0")
         _require(self.rank_timeout_s > 0, "rank_timeout_s", self.rank_timeout_s, "above 0")
 

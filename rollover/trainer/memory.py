@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
-from rollover.trainer.config import TrainerConfig
+from rollover.trainer.config import TrainerConfig, is_sharded
 from rollover.trainer.experts import prepare_experts
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
@@ -57,6 +57,8 @@ class TrainingMemory:
     everything the forward pass keeps for the backward pass, plus its peak."""
     gathered: int
     """Weights and gradients that are briefly whole, if each device keeps only its part of them."""
+    offloaded: int = 0
+    """Bytes in the memory of the machine instead: of weights, gradients and optimizer with ``offload``."""
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -106,14 +108,18 @@ def training_memory(
         for depth in _TRACED_LAYERS
     )
     size, whole = config.num_devices, shallow.at(int(model["num_hidden_layers"]), deeper)
+    kept = {
+        "weights": whole.weights // size,
+        "reference": whole.weights // size if needs_ref and config.lora is None else 0,
+        "gradients": _FLOAT32_BYTES * whole.num_trained // size,
+        "optimizer": _MOMENT_BYTES * whole.num_trained // size,
+    }
     return TrainingMemory(
         num_parameters=whole.num_parameters,
-        weights=whole.weights // size,
-        reference=whole.weights // size if needs_ref and config.lora is None else 0,
-        gradients=_FLOAT32_BYTES * whole.num_trained // size,
-        optimizer=_MOMENT_BYTES * whole.num_trained // size,
+        **(dict.fromkeys(kept, 0) if config.offload else kept),
         activations=whole.peak,
-        gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if size > 1 else 0,
+        gathered=_gathered(config, shallow.at(0, deeper), shallow.at(1, deeper)) if is_sharded(config) else 0,
+        offloaded=sum(kept.values()) if config.offload else 0,
     )
 
 
@@ -211,14 +217,15 @@ def _without_values(config: TrainerConfig, model: Mapping[str, Any], base_dtype:
 
 def _gathers_halves(config: TrainerConfig) -> bool:
     """Return whether float32 weights are gathered in bfloat16 for the passes, which then need no autocast."""
-    return config.dtype == "bfloat16" and config.num_devices > 1 and config.lora is None
+    return config.dtype == "bfloat16" and is_sharded(config) and config.lora is None
 
 
 def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:
     """Compute the bytes of whole tensors at the peak of a pass over sharded weights: everything outside the layers,
     with its gradient; the layer that computes and the next one; and a gradient, either as computed or in float32 for
     the sum over devices. On GPUs, where transfers overlap with computation, also the buffer in which the next layer
-    arrives, and a gradient in both forms. Frozen weights have no gradients.
+    arrives, and a gradient in both forms. Frozen weights have no gradients. Offloaded ones arrive in float32, and
+    everything outside the layers is the largest part that does.
 
     Args:
         rest: a model without layers.
@@ -233,7 +240,8 @@ def _gathered(config: TrainerConfig, rest: _Trace, one: _Trace) -> int:
     computed, summed = width * num_trained, _FLOAT32_BYTES * num_trained
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     of_layers = 2 * layer + max(computed, summed) if on_cpu else 3 * layer + computed + summed
-    return weights(rest) + width * rest.num_trained + of_layers
+    arriving = max(rest.num_trained, num_trained) * _FLOAT32_BYTES // config.num_devices if config.offload else 0
+    return weights(rest) + width * rest.num_trained + of_layers + arriving
 
 
 class _Allocations(TorchDispatchMode):

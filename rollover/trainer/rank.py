@@ -148,7 +148,8 @@ def serve(connection: Connection) -> NoReturn:
     _end_with(os.getppid())
     torch.set_num_threads(task.num_threads)
     with _telling(connection):
-        mesh = meet(task) if task.size > 1 else None  # a rank alone trains as the process of a run would
+        # A rank alone trains as the process of a run would, unless its weights are kept elsewhere.
+        mesh = meet(task) if task.size > 1 or task.setup.config.offload else None
         progress = np.memmap(task.folder / PROGRESS, dtype=np.uint64, mode="r+", shape=(task.size,))
         world = World(task.rank, task.size, progress=progress, mesh=mesh, timeout_s=task.timeout_s)
         rank = (_WarmupRank if isinstance(task.setup, SFTSetup) else _Rank)(task, world)

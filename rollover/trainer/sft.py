@@ -20,7 +20,7 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.trainer.balancing import attention_share
 from rollover.trainer.checks import check_suits
-from rollover.trainer.config import SFTConfig
+from rollover.trainer.config import SFTConfig, is_sharded
 from rollover.trainer.context import open_context
 from rollover.trainer.guards import deterministic_kernels, reporting_out_of_memory
 from rollover.trainer.leading import ForRanks, FromRanks, RankLauncher, RankLost, collective_timeout_s
@@ -82,7 +82,7 @@ class SFTTrainer:
         self._companions = read_companions(folder)
         with reporting_out_of_memory(setup.config):
             self._policy: FullPolicy | ShardedPolicy
-            if world.size == 1:
+            if world.mesh is None:
                 self._policy = FullPolicy(setup.config, folder, initial=folder, needs_ref=False, device=self._device)
             else:
                 from rollover.trainer.sharded import ShardedPolicy
@@ -154,7 +154,7 @@ def run_sft(
     """
     folder = resolve_model(model)
     setup = SFTSetup(config=config, deterministic=deterministic)
-    if launcher is None and config.num_devices > 1:
+    if launcher is None and is_sharded(config):
         from rollover.trainer.ranks import LocalLauncher
 
         launcher = LocalLauncher(config, timeout_s=timeout_s, logs=logs)

@@ -10,6 +10,8 @@ after a forward pass without a backward one, and an optimizer that is created th
 scaled sum, so a plain sum has to be requested explicitly.
 * Modules with buffers that no checkpoint has, such as the rotary one, compute them again.
 
+With ``offload`` the rows are in the memory of the machine. Gradients arrive there, and the optimizer steps there.
+
 Master weights are float32. With ``dtype = "bfloat16"`` they are gathered in bfloat16 for the passes, and gradients are
 summed in float32.
 """
@@ -26,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -159,9 +161,9 @@ def load_sharded(
     if config.gradient_checkpointing:
         recompute_layers(hf)
     model = OneForward(hf)
-    _shard(model, precision or MixedPrecisionPolicy(), world.mesh)
+    _shard(model, precision or MixedPrecisionPolicy(), world.mesh, offload=config.offload)
     device = torch.device(world.mesh.device_type)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if config.offload else device)
     if is_tied:  # giving it memory has split the tied matrix in two
         hf.lm_head.weight = hf.model.embed_tokens.weight
     for module in hf.modules():
@@ -178,6 +180,9 @@ def load_sharded(
         take_rows(world, {name: weights[name] for name in adapters}, adapters)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"model folder {str(folder)!r} cannot be loaded: {error}") from error
+    for module in hf.modules():
+        for name, buffer in module.named_buffers(recurse=False):  # FSDP2 moves parameters alone
+            setattr(module, name, buffer.to(device))
     return model
 
 
@@ -241,14 +246,16 @@ def _parts_in_files(folder: Path, hf: Any, infos: Mapping[str, TensorInfo]) -> d
     return parts
 
 
-def _shard(model: OneForward, precision: MixedPrecisionPolicy, mesh: DeviceMesh) -> None:
+def _shard(model: OneForward, precision: MixedPrecisionPolicy, mesh: DeviceMesh, *, offload: bool) -> None:
     """Shard each layer, and the rest with the root; all weights are freed after each pass. Routers are gathered in
     float32."""
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     for router in routers(model.hf):
-        fully_shard(router, mesh=mesh, reshard_after_forward=True)
+        shard(router)
     for layer in model.hf.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        shard(layer, mp_policy=precision)
+    shard(model, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -202,6 +202,10 @@ def test_an_engine_without_a_kind_is_the_embedded_one(tmp_path: Path) -> None:
             "kind = 'vllm'\nurls = ['http://h']\nnum_servers = 2",
             r"run\.toml:13: engine\.num_servers has no effect without launch",
         ),
+        (
+            "kind = 'vllm'\nlaunch = true\n[trainer]\nreplay_routes = true",
+            r"run\.toml:14: trainer\.replay_routes = true, but engine\.kind 'vllm' does not return the experts that it",
+        ),
     ],
 )
 def test_a_mistake_in_an_engine_is_judged_by_its_kind(tmp_path: Path, lines: str, message: str) -> None:

@@ -45,7 +45,9 @@ SHAPES = (
     Shape("verl, reward_spec", {"prompt": [user("1")], "reward_spec": {"ground_truth": "2"}}, "1", "2"),
     Shape("SkyRL", {"prompt": [user("1")], "env_class": "gsm8k", "reward_spec": TRUTH}, "1", "2"),
     Shape("Open-R1", {"problem": "1", "solution": "2", "messages": [user("1")]}, refused="set prompt_column"),
-    Shape("Open-R1, problem chosen", {"problem": "1", "answer": "2", "messages": [user("3")]}, "1", "2", None, "problem"),
+    Shape(
+        "Open-R1, problem chosen", {"problem": "1", "answer": "2", "messages": [user("3")]}, "1", "2", None, "problem"
+    ),
     Shape("TRL, prompts of text", {"prompt": "1 + 1", "ground_truth": "2"}, "1 + 1", "2"),
     Shape("TRL, prompts of messages", {"prompt": [user("1 + 1")], "ground_truth": "2"}, "1 + 1", "2"),
     Shape("slime", {"prompt": [user("1 + 1")], "label": "2", "metadata": {}}, "1 + 1", "2"),
@@ -81,7 +83,12 @@ SHAPES = (
         "1 add 7",
         "2",
     ),
-    Shape("template arguments", {"prompt": "1", "chat_template_kwargs": {"enable_thinking": False}, "answer": "2"}, "1", "2"),
+    Shape(
+        "template arguments",
+        {"prompt": "1", "chat_template_kwargs": {"enable_thinking": False}, "answer": "2"},
+        "1",
+        "2",
+    ),
     Shape("an unknown argument", {"prompt": "1", "chat_template_kwargs": {"think": 1}, "answer": "2"}, refused="think"),
     Shape("an answer that is a number", {"question": "1 + 1", "answer": 2}, "1 + 1", "2"),
     Shape("an answer of null", {"question": "1 + 1", "answer": None}, refused="'answer' is null"),

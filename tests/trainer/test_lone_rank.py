@@ -61,6 +61,32 @@ def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
     assert again.version == 2
 
 
+def test_weights_in_the_machines_memory_are_trained_and_saved_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also continued with the weights on the device, from such a checkpoint."""
+    monkeypatch.setattr(ranks, "_start", forked_ranks.start)
+    folder = make_folder(tmp_path / "policy")
+    here = make_trainer(folder)
+    with fleet(folder, tmp_path, num_devices=1, offload=True, deterministic=False) as trainer:
+        for batch in BATCHES[:2]:
+            found, expected = trainer.step(batch).metrics, here.step(batch).metrics
+            for name in ("loss", "grad_norm"):
+                assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+        compare(published(trainer), published(here))
+        trainer.save(tmp_path / "ours")
+    again = make_trainer(folder, resume_from=tmp_path / "ours")
+    for one in (again, here):
+        one.step(BATCHES[2])
+    compare(published(again), published(here))
+
+
+def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=1e-4)
+
+
 def assert_alike(trainer: Any, here: Any) -> None:
     """The same weights for engines, read and as they would be sent."""
     ours, theirs = published(trainer), published(here)

@@ -98,6 +98,33 @@ def test_weights_are_gathered_in_the_passes_format_and_summed_in_float32(
     assert found.weights + found.gradients + found.optimizer == 16 * count(layers=4) // 2
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_what_is_offloaded_is_counted_where_it_is(num: int) -> None:
+    found = estimate(replace(CONFIG, offload=True, num_devices=num), needs_ref=True)
+    layer, rest = count(layers=2) - count(layers=1), count(layers=0)
+    assert found.offloaded == 20 * count(layers=4) // num
+    assert found.total == found.activations + found.gathered
+    assert found.gathered == 4 * (2 * rest + 2 * layer + layer) + 4 * max(rest, layer) // num
+
+
+def test_full_training_of_seven_billion_parameters_fits_one_gpu() -> None:
+    """The shape of Qwen2.5-7B, which takes 120 GiB with its weights on the GPU."""
+    model = {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    }
+    config = TrainerConfig(device="cuda", dtype="bfloat16", gradient_checkpointing=True, offload=True)
+    found = training_memory(config, model, max_prompt_tokens=1024, max_response_tokens=4096, batch_samples=256)
+    assert found.offloaded == 16 * 7_615_616_512
+    assert found.total / 2**30 == pytest.approx(15.6, abs=0.5)
+
+
 def count(layers: int) -> int:
     """Return the number of parameters of a model of so many layers."""
     return estimate(CONFIG, layers=layers).num_parameters

@@ -58,6 +58,21 @@ def test_own_routes_change_nothing(family: str) -> None:
     prove_routes(config_of(family, **FAMILIES[family]).to_dict())
 
 
+@torch.no_grad()
+def test_samples_on_lines_of_their_own_follow_their_own_routes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routes of another model, which also give the log-probs that they give in shared rows."""
+    packed, other = load_policy(folder), load_policy(folder)
+    for layer in other.model.layers:
+        layer.mlp.gate.weight.neg_()
+    samples = [replace(s, routes=routes_of(packed if i % 2 else other, s)) for i, s in enumerate(make_samples(5))]
+    monkeypatch.setattr("rollover.trainer.models.prove", lambda config: "padded")
+    padded = load_policy(folder)
+    assert padded.is_padded and not packed.is_padded
+    found = logprobs(padded, samples, budget=100)
+    torch.testing.assert_close(found, logprobs(packed, samples, budget=100), atol=1e-5, rtol=1e-5)
+    assert (found - logprobs(padded, [replace(s, routes=()) for s in samples])).abs().max() > 0.1
+
+
 def test_a_model_that_chooses_in_another_way_is_refused() -> None:
     with pytest.raises(ModelError, match="routes cannot be replayed in PhimoeSparseMoeBlock"):
         prove_routes(config_of("phimoe", **FAMILIES["phimoe"]).to_dict())

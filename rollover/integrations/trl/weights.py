@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollover.errors import ModelError, RunError
 from rollover.hf.hub import resolve_model
+from rollover.trainer.models import named_weights
 from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
@@ -31,7 +32,7 @@ def policy_source(model: Any, version: int) -> WeightSource:
         ModelError: the model has adapters of a kind that cannot be merged.
     """
     if not hasattr(model, "peft_config"):
-        return MemoryWeights(version, {name: p.detach() for name, p in model.named_parameters()})
+        return MemoryWeights(version, named_weights(model))
     weights = _merged(model.get_base_model())
     if left := [name for name in weights if any(part in name for part in _OF_ADAPTERS)]:
         raise ModelError(

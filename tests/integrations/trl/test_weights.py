@@ -12,8 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rollover.errors import ModelError, RunError
+from rollover.hf.weights import read_weight_infos
 from rollover.integrations.trl.weights import model_folder, next_logits, policy_source
 from tests.integrations.trl.kit import journaled, logged, trainer
+from tests.trainer.test_experts import make_experts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's and peft's own
 
@@ -56,6 +58,16 @@ def test_weights_without_adapters_are_the_models_own(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     published = dict(policy_source(model, 0).tensors())
     assert all(published[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
+
+
+def test_experts_leave_under_the_names_of_the_hub(tmp_path: Path) -> None:
+    model = make_experts(tmp_path)
+    published = dict(policy_source(model, 0).tensors())
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj
+    half = gate_up.shape[1] // 2
+    assert torch.equal(published["model.layers.1.mlp.experts.3.gate_proj.weight"], gate_up[3, :half])
+    assert torch.equal(published["model.layers.1.mlp.experts.3.up_proj.weight"], gate_up[3, half:])
+    assert published.keys() == read_weight_infos(tmp_path).keys()
 
 
 def test_a_model_of_no_folder_is_written_for_the_engine(tiny_model: Path, tmp_path: Path) -> None:

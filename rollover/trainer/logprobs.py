@@ -181,8 +181,7 @@ def _padded_hidden(model: Any, row: PackedRow) -> Tensor:
     """Return the last hidden states of a model to which each sample is a line of its own, ``L`` positions wide."""
     found = []
     for positions_SL in row.buckets:
-        if row.routes is not None:
-            model.routes.given = row.routes.of_positions(positions_SL.view(-1))
+        model.routes.given = None if row.routes is None else row.routes.of_positions(positions_SL.view(-1))
         block_SLD = model.base_model(input_ids=row.input_ids_N[positions_SL], use_cache=False).last_hidden_state
         found.append(block_SLD.flatten(0, 1))
     hidden_TD: Tensor = torch.cat(found).index_select(0, row.unpad_N[row.predict_T])

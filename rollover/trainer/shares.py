@@ -41,7 +41,10 @@ def owners_of(tensors: Mapping[str, Tensor], world: World) -> dict[str, int]:
 
 
 def part_name(stem: str, rank: int, num_ranks: int) -> str:
-    """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` for rank 0 of 2."""
+    """Return the name of a rank's file: ``model-00001-of-00002.safetensors`` for rank 0 of 2, ``model.safetensors`` for
+    a rank alone."""
+    if num_ranks == 1:
+        return f"{stem}.safetensors"
     return f"{stem}-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 

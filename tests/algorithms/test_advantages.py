@@ -344,6 +344,10 @@ def test_a_turn_is_credited_with_what_follows_it() -> None:
     # Squares: (1 + 4 + 1) / 9 + (1 + 1 + 4) / 9 = 4 / 3 over 4 places.
     punished = by_turn((1, 2), (0, 1), (2,), shaping_B=f64(-1, 0, 0))
     assert punished == pytest.approx([3**0.5 * x / 3 for x in (1, 1, -2, 1, 1)], abs=1e-5)
+    # Of the third: rewards to go (3, 2), (1, 1), (1) and still 0 after its end. Means 5/3 and 1.
+    # Squares: (16 + 4 + 4) / 9 + 1 + 0 + 1 = 42 / 9 over 4 places.
+    ended = by_turn((1, 2), (0, 1), (2,), shaping_B=f64(0, 0, -1))
+    assert ended == pytest.approx([x / (7 / 6) ** 0.5 for x in (4 / 3, 1, -2 / 3, 0, -2 / 3)], abs=1e-5)
 
 
 def test_credit_of_single_turns_is_that_of_whole_responses() -> None:

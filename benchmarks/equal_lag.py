@@ -4,7 +4,8 @@
 
 Both train whole groups, keep caches across weight updates and have one engine: N = 32, G = 8, B0 = 256. `april` starts
 rounds with 1.5, 2 and 3 batches; `rollover` is told the batch lag that `april` had with the same seed: the mean over
-batches, each of which is one update, of the mean lag of their tokens.
+batches, each of which is one update, of the mean lag of their tokens. ``--gains`` tells what it gains over `sync` at
+some lags instead, with whole groups and with single samples.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import PRESETS
 
 RATIOS = (1.5, 2.0, 3.0)
+TARGETS = (0.25, 0.5, 1.0, 2.0)
 STEPS, WARMUP = 120, 24
 SCENARIO = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=256.0, prefill_tokens_per_s=1600.0),), kv_on_update="keep")
 
@@ -75,21 +77,39 @@ def compare(preset: str, ratio: float, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def gains(preset: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return what ``rollover`` trains for each token of ``sync``, by unit and batch lag."""
+    syncs = [run("sync", preset, seed) for seed in seeds]
+    found: dict[str, Any] = {}
+    for unit in ("group", "sample"):
+        for target in TARGETS:
+            ours = [run("rollover", preset, seed, unit=unit, lag_target=target) for seed in seeds]
+            ratios = [o.tokens_per_s / s.tokens_per_s for o, s in zip(ours, syncs, strict=True)]
+            found[f"{unit} at {target:g}"] = row = asdict(MeanOverSeeds.of(ratios))
+            row["lag"] = statistics.fmean(o.batch_lag for o in ours)
+            print(f"{preset}, {unit}s: {row['mean']:.2f} times sync at {row['lag']:.2f}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="r1-16k,qwen3-16k,heavy-32k,light-8k")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--gains", action="store_true", help="over sync, at some lags")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     found: dict[str, Any] = {}
     for preset in options.presets.split(","):
-        found[preset] = {}
-        for ratio in RATIOS:
+        found[preset] = gains(preset, range(options.seeds)) if options.gains else {}
+        for ratio in () if options.gains else RATIOS:
             found[preset][f"{ratio:g}"] = row = compare(preset, ratio, range(options.seeds))
             lags = "lag {april:.2f} and {rollover:.2f}".format(**row["lag"])
             print(f"{preset} r = {ratio:g}: {row['ratio']['mean']:.3f}, {lags}", flush=True)
     settings = {"N": 32, "G": 8, "B0": 256, "steps": STEPS, "warmup": WARMUP}
-    record = {"command": f"benchmarks/equal_lag.py --seeds {options.seeds}", "settings": settings, "presets": found}
+    command = (
+        f"benchmarks/equal_lag.py --presets {options.presets} --seeds {options.seeds}" + " --gains" * options.gains
+    )
+    record = {"command": command, "settings": settings, "presets": found}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -145,6 +145,14 @@ def test_no_more_batches_are_collected_than_shorten_the_step() -> None:
     assert best(groups, target=5.4)[1].iterations_per_batch == pytest.approx(10 / 12)
 
 
+def test_a_batch_takes_the_longest_and_the_shortest_of_strata_in_turn() -> None:
+    groups = [
+        SimpleNamespace(group_id=i, samples=[SimpleNamespace(num_tokens=n)]) for i, n in enumerate((1, 9, 4, 8, 2, 5))
+    ]
+    chosen = stratified(groups, 3)  # type: ignore[arg-type]
+    assert [g.samples[0].num_tokens for g in chosen] == [9, 4, 2]
+
+
 @given(st.lists(st.integers(1, 500), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6]))
 def test_the_batches_of_a_round_have_the_same_mix_of_lengths(lengths: list[int], num_batches: int) -> None:
     """Each takes one group of each stratum of those that are left, so that sums differ by little beside the range."""

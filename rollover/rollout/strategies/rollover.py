@@ -66,8 +66,7 @@ class Rollover(Strategy):
         ready = view.ledger.ready
         if not _is_collected(view, self.batch_size) and len(ready) < self.batch_size * self.round(view).num_batches:
             return None
-        whole = sorted(ready)[: len(ready) // self.batch_size * self.batch_size]
-        chosen = {g.group_id for g in stratified([ready[i] for i in whole], self.batch_size)} if whole else set()
+        chosen = {group.group_id for group in stratified(list(ready.values()), self.batch_size)}
         return staleness.choose_batch(
             view.ledger,
             batch_size=self.batch_size,

@@ -1,4 +1,5 @@
 # make train    learn something in minutes: the quickstart experiment (ARGS is passed on)
+# make compare  how fast and how well three schedules learn: ten minutes on a quiet machine, drawn in build/compare.svg
 # make test     the tests to run before every commit, in $(JOBS) processes (ARGS is passed on to pytest)
 # make test-deep   the tests that start processes or need seconds: ranks, servers, workers, clusters, kills; they wait
 #                  a third of their time, so there are $(DEEP_JOBS) processes for two cores
@@ -24,7 +25,7 @@ ARGS ?=
 JOBS ?= 2
 DEEP_JOBS ?= 2
 
-.PHONY: help train test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
+.PHONY: help train compare test test-deep test-vllm test-sglang test-verl test-slime test-wheel test-resolver check format docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; /^$$/q; p' Makefile
@@ -45,6 +46,9 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 
 train: $(VENV)/installed
 	$(BIN)/rollover train $(if $(ARGS),$(ARGS),quickstart)
+
+compare: $(VENV)/installed-dev
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/compare.py $(ARGS)
 
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,16 @@ from rollover.frontier.sweep import MeanOverSeeds
 
 
 def figures(metrics: Path) -> dict[str, Any]:
-    """Return the accuracy by step and the time of one run."""
+    """Return, by step of an evaluation, the accuracy, and the tokens decoded and the seconds of steps until then."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     evals = [row for row in rows if row["kind"] == "eval"]
+    steps = {row["step"]: row for row in rows if row["kind"] == "step"}
+    seconds = dict(zip(steps, accumulate(row["time/step_s"] for row in steps.values()), strict=True))
     return {
         "accuracy": {str(row["step"]): row["accuracy"] for row in evals},
         "standard_error": {str(row["step"]): row["accuracy_se"] for row in evals},
+        "decoded_tokens": {str(s): steps[s - 1]["rollout/decoded_tokens"] for row in evals if (s := row["step"])},
+        "step_seconds": {str(s): seconds[s - 1] for row in evals if (s := row["step"])},
         "seconds": max(row["time_s"] for row in rows),
     }
 

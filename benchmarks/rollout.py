@@ -374,7 +374,7 @@ def run_all(args: argparse.Namespace, trace: Trace) -> Result:
     }
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--lengths", type=Path, default=HERE / "lengths.json", help="JSON: a list of lengths per prompt"
@@ -393,11 +393,19 @@ def main() -> None:
     parser.add_argument(
         "--again", type=Path, help="measure nothing: foretell this record again, with the simulator as it is"
     )
-    args = parser.parse_args()
+    return parser
+
+
+def measured_and_foretold(args: argparse.Namespace) -> Result:
     if args.small:
         vars(args).update(scale=40.0, batch=2, group=2, batch_sizes="1,32", warmup_steps=1, steps=3, repeats=1)
     trace = read_lengths(args.lengths, args.group, args.scale, PROMPT_TOKENS)
-    record = foretell_all(json.loads(args.again.read_text()) if args.again else run_all(args, trace), trace)
+    return foretell_all(json.loads(args.again.read_text()) if args.again else run_all(args, trace), trace)
+
+
+def main() -> None:
+    args = options().parse_args()
+    record = measured_and_foretold(args)
     samples = record["batch"] * args.group
     b0 = record["engine"]["told"]["line"]["b0"]
     print(f"N = {record['batch']} prompts of G = {args.group}, N G / B0 = {samples / b0:.2f}")

@@ -16,6 +16,7 @@ ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
 EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-28.json"
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
+APRIL = "benchmarks/results/april-2026-11-28.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -98,14 +99,45 @@ def sampling() -> str:
     return "\n".join([head, "|---|---|---|---|", *rows])
 
 
+def april() -> str:
+    """Return APRIL's table of gains, published and simulated."""
+    found = record(APRIL)
+    published = [gain - 1 for rows in found["published"].values() for gains in rows.values() for gain in gains]
+    half = len(published) // 2
+    grpo, dapo = (f"+{min(part):.0%} to +{max(part):.0%}" for part in (published[:half], published[half:]))
+
+    def gain(row: dict[str, Any], key: str) -> str:
+        mean, margin = row[key]
+        return f"{mean - 1:+.0%} ± {margin:.0%}"
+
+    rows = [
+        f"| `{row['law']}` | {row['algorithm'].upper()}{row['prompts'] and ', ' + row['prompts']}"
+        f" | {row['filtered']:.0%}"
+        f" | {grpo if row['algorithm'] == 'grpo' else dapo} | {gain(row, 'decoded')} | {gain(row, 'trained')}"
+        f" | {gain(row, 'ours over released')} |"
+        for row in found["rows"]
+    ]
+    head = "| lengths | algorithm and prompts | filtered | published | decoded | trained | ours, trained |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "equal_lag": equal_lag,
     "rounds": rounds,
     "learning": learning,
     "sampling": sampling,
+    "april": april,
 }
-PAGES = ("README.md", "docs/engines.md", "docs/index.md", "docs/quickstart.md", "docs/strategies.md", "docs/theory.md")
+PAGES = (
+    "README.md",
+    "docs/engines.md",
+    "docs/index.md",
+    "docs/quickstart.md",
+    "docs/simulator.md",
+    "docs/strategies.md",
+    "docs/theory.md",
+)
 
 
 def render(page: str) -> str:

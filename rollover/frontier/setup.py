@@ -25,7 +25,8 @@ _MOST = {
     "replicas": 10_000,
     "fast_lane_replicas": 10_000,
 }
-_OF_SCENARIO = ("trainer", "reward", "turns", "kv_on_update", "colocated", "accuracy", "filter_zero_signal")
+_ACCURACY = ("accuracy", "accuracy_icc", "accuracy_length_correlation")
+_OF_SCENARIO = ("trainer", "reward", "turns", "kv_on_update", "colocated", "filter_zero_signal", *_ACCURACY)
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")
 
 
@@ -86,7 +87,11 @@ class ScenarioFile:
     """If true, replicas and trainer take turns on the same devices, which loses caches at each step;
     ``engine.swap_pause_s`` is then the time that a turn costs."""
     accuracy: float | None = None
-    """Probability of reward 1 instead of 0."""
+    """Probability of reward 1 instead of 0, mean over prompts."""
+    accuracy_icc: float | None = None
+    """Difference between prompts: at 0 all are equally hard, at 1 each is always or never solved."""
+    accuracy_length_correlation: float | None = None
+    """Correlation between how easy a prompt is and how long its responses are, from -1 to 1."""
     filter_zero_signal: bool | None = None
     """If true, groups of equal rewards are dropped (dynamic sampling)."""
 

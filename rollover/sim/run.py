@@ -26,6 +26,7 @@ from rollover.rollout.strategy import OnFull, Strategy
 from rollover.sim.dispatch import ReplicaPool
 from rollover.sim.replica import Call, Replica
 from rollover.sim.result import Meter, Simulation, StepRecord, step_record
+from rollover.sim.rewards import Accuracies
 from rollover.sim.scenario import Latency, Scenario
 from rollover.sim.strategies.fast_lane import FastLane
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
@@ -109,20 +110,20 @@ def simulate(
         emit=observer or (lambda event: None),
     )
     with rare_collections(NEW_OBJECTS):
-        return _Run(scheduler, state.view, workload, scenario, random.Random(seed)).train(steps)
+        return _Run(scheduler, state.view, workload, scenario, seed).train(steps)
 
 
 class _Run:
-    def __init__(
-        self, scheduler: Scheduler, view: View, workload: Workload, scenario: Scenario, rng: random.Random
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, view: View, workload: Workload, scenario: Scenario, seed: int) -> None:
         self._scheduler = scheduler
         self._strategy = scheduler.strategy
         self._view = view
         self._ledger = view.ledger
         self._workload = workload
         self._scenario = scenario
-        self._rng = rng
+        self._rng = random.Random(seed)
+        siblings = self._strategy.group_size * self._strategy.num_siblings
+        self._accuracies = Accuracies(scenario, workload, siblings, seed)
         self._pool = ReplicaPool([Replica(model, i) for i, model in enumerate(scenario.replicas)])
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, int, Any]] = []
@@ -215,7 +216,8 @@ class _Run:
     def _score(self, sample_id: SampleId) -> None:
         if sample_id not in self._ledger.unscored:  # its group was dropped
             return
-        reward = float(self._rng.random() < self._scenario.accuracy)
+        index = self._ledger.groups[sample_id.group].prompt.columns["index"]
+        reward = float(self._rng.random() < self._accuracies.of_prompt(index))
         self._scheduler.scored(sample_id, reward, self._now_s)
         self._decide()
 

@@ -141,7 +141,13 @@ class Scenario:
     """If true, replicas and trainer take turns on the same devices, and no cache survives a step. ``swap_pause_s`` then
     includes the time of releasing memory and acquiring it again."""
     accuracy: float = 0.5
-    """Probability of reward 1 instead of 0, the same for all samples."""
+    """Probability of reward 1 instead of 0, mean over prompts."""
+    accuracy_icc: float = 0.0
+    """Intraclass correlation of what decides a response (``rollover.sim.rewards``): at 0 all prompts are equally hard,
+    at 1 each is always or never solved."""
+    accuracy_length_correlation: float = 0.0
+    """Correlation between how easy a prompt is and how long its responses are; below 0, long responses are wrong more
+    often."""
     filter_zero_signal: bool = False
     """If true, groups of equal rewards are dropped (dynamic sampling)."""
 
@@ -152,7 +158,8 @@ class Scenario:
             raise ValueError("at least one replica must be outside the fast lane")
         if self.colocated:
             check_colocated(self.kv_on_update)
-        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy")
+        _require(self, "lie in [0, 1]", lambda x: 0 <= x <= 1, "accuracy", "accuracy_icc")
+        _require(self, "lie in [-1, 1]", lambda x: -1 <= x <= 1, "accuracy_length_correlation")
 
     @property
     def max_running(self) -> int:

@@ -1,0 +1,89 @@
+"""Three schedules side by side, in ten minutes on two cores: how fast they roll out, and how well they learn.
+
+    OMP_NUM_THREADS=2 python benchmarks/compare.py            # `make compare`; on a quiet machine
+    OMP_NUM_THREADS=2 python benchmarks/compare.py --small    # to see that it works
+
+The quickstart's model is so small that ten samples take ten times as long as one, so that schedules tie. Speed is
+therefore measured with a model of 28 M parameters, which replays recorded response lengths (`benchmarks/rollout.py`,
+settings as packaged). Accuracy is that of `rollover train compare`: the quickstart's task from one warm-up, per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from learning import trained
+from rollout import measured_and_foretold
+from rollout import options as rollout_options
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+BUILD = Path("build")
+PACKAGED = {"sync": "sync", "april": "april, as packaged", "rollover": "rollover, as packaged"}
+COLOURS = {"sync": "#778", "april": "#c33", "rollover": "#27a"}
+
+
+def measure(small: bool, seed: int) -> dict[str, Any]:
+    settings = ["--only", "; ".join(PACKAGED.values()), *(["--small"] if small else [])]
+    return {
+        "date": str(date.today()),
+        "rollout": measured_and_foretold(rollout_options().parse_args(settings)),
+        "learning": trained("compare", seed, ["--steps", "4"] if small else [], threads=2),
+    }
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Draw speed and accuracy. The same record gives the same file."""
+    matplotlib.rcParams |= {"svg.hashsalt": "compare", "font.size": 9}
+    matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+    figure, (speeds, curves) = plt.subplots(1, 2, figsize=(9.5, 3.4))
+    summary = record["rollout"]["summary"]
+    for place, (strategy, name) in enumerate(PACKAGED.items()):
+        found, run = summary[name], record["learning"][strategy]
+        rate, gain, lag = found["mean"]["tokens_per_s"], found["gain"], found["mean"]["lag"]
+        speeds.bar(place, rate, color=COLOURS[strategy], width=0.6)
+        speeds.annotate(f"{gain:.2f}×\nlag {lag:.2f}", (place, rate), ha="center", va="bottom")
+        steps = [int(step) for step in run["accuracy"]]
+        accuracies = list(run["accuracy"].values())
+        errors = list(run["standard_error"].values())
+        shown = {"color": COLOURS[strategy], "label": strategy, "lw": 1.5, "marker": "o", "ms": 4}
+        curves.errorbar(steps, accuracies, yerr=errors, capsize=2, elinewidth=0.8, **shown)
+    speeds.set(xticks=range(len(PACKAGED)), xticklabels=PACKAGED, ylabel="trained tokens/s of rollout")
+    speeds.margins(y=0.25)
+    curves.set(xlabel="training steps", ylabel="accuracy on held-out problems")
+    curves.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tiny loads: whether it works")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=BUILD / "compare.json")
+    parser.add_argument("--image", type=Path, default=BUILD / "compare.svg")
+    args = parser.parse_args()
+    record = measure(args.small, args.seed)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, args.image)
+    for strategy, name in PACKAGED.items():
+        found, accuracy = record["rollout"]["summary"][name], record["learning"][strategy]["accuracy"]
+        first, *_, last = accuracy.values()
+        print(
+            f"{strategy:9s} {found['mean']['tokens_per_s']:6,.0f} trained tokens/s, {found['gain']:.2f} times sync"
+            f" ({found['foretold']['table']:.2f} predicted), lag {found['mean']['lag']:.2f};"
+            f" accuracy {first:.3f} -> {last:.3f}"
+        )
+    print(f"recorded in {args.out}, drawn in {args.image}")
+
+
+if __name__ == "__main__":
+    main()

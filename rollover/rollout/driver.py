@@ -120,7 +120,9 @@ class RolloutDriver:
             source=source,
             state=state,
             max_running=engine.capabilities.max_running,
-            placement=None if placement is None else EnginePlaces(placement, sampling, strategy.max_staleness),
+            placement=None
+            if placement is None
+            else EnginePlaces(placement, state.ledger, sampling, strategy.max_staleness),
             limits=limits,
             keep_group=keep_group,
             shaping=shaping,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollover.engine.base import CallPlacement
-from rollover.rollout.generation import sample_key
+from rollover.rollout.generation import is_begun_by_environment, sample_key
+from rollover.rollout.ledger import Ledger
 from rollover.types import SampleId, SamplingParams
 
 
@@ -11,14 +12,15 @@ class EnginePlaces:
     """Implements the scheduler's ``SamplePlacement`` for an engine that decides where calls run.
 
     Args:
+        ledger: of the samples.
         max_staleness: the strategy's bound, from which the engine knows when a training step waits for a sample.
 
-    Example: ``EnginePlaces(engine, sampling, 4).reserve(SampleId(7, 0), 3, num_waiting=12)`` returns 5: the sample
-    starts under version 5, and the step that begins with version 9 waits for it.
+    Example: ``EnginePlaces(engine, ledger, sampling, 4).reserve(SampleId(7, 0), 3, num_waiting=12)`` returns 5: the
+    sample starts under version 5, and the step that begins with version 9 waits for it.
     """
 
-    def __init__(self, placement: CallPlacement, sampling: SamplingParams, max_staleness: int) -> None:
-        self._placement = placement
+    def __init__(self, placement: CallPlacement, ledger: Ledger, sampling: SamplingParams, max_staleness: int) -> None:
+        self._placement, self._ledger = placement, ledger
         self._max_new_tokens, self._max_staleness = sampling.max_new_tokens, max_staleness
 
     def room(self) -> int:
@@ -30,8 +32,10 @@ class EnginePlaces:
         )
 
     def reserve(self, sample_id: SampleId, least_version: int, num_waiting: int) -> int | None:
+        trajectory = self._ledger.sample(sample_id).trajectory
+        turn = len(trajectory.observations) + is_begun_by_environment(trajectory)  # whose call is the next one
         return self._placement.reserve(
-            sample_key(sample_id),
+            sample_key(sample_id, turn),
             least_version,
             self._max_new_tokens,
             num_waiting=num_waiting,

@@ -169,5 +169,6 @@ def open_environments(config: TasksConfig, tokenizer: Any, *, limit: Callable[[s
                     encoder = PromptEncoder(tokenizer, bare, source.chat_template_kwargs)
                 writer = AnswerWriter(encoder, source)
                 name = f"{prefix}{source.name}"
-                found[name] = SourceEnvironment(source.environment, writer, limit(name))
+                must_post = any(reward.kind == "environment" for reward in source.all_rewards)
+                found[name] = SourceEnvironment(source.environment, writer, limit(name), must_post)
     return EpisodeActor(found, tokenizer, seed=seed)

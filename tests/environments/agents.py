@@ -48,6 +48,10 @@ def leaves(row: Row) -> None:
     """Ends at once."""
 
 
+def asks_once(row: Row) -> None:
+    ask([{"role": "user", "content": "a"}])
+
+
 def fails(row: Row) -> None:
     counts(row | {"turns": 1})
     sys.exit(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,24 @@ async def wait(seconds: float) -> str:
     """
     time.sleep(seconds)
     return "waited"
+
+
+def noted(path: str, seconds: float) -> str:
+    """Write a line, and wait.
+
+    Args:
+        path: of the file
+        seconds: how long
+    """
+    with open(path, "a") as file:
+        file.write(f"{seconds}\n")
+    time.sleep(seconds)
+    return "noted"
+
+
+def hog() -> None:
+    """Hold the interpreter for hours."""
+    re.match("(a+)+$", "a" * 60 + "b")
 
 
 def fail() -> float:

@@ -128,6 +128,16 @@ async def test_requests_beyond_a_budget_are_refused_and_the_reward_still_counts(
             await actor.act(episode(), 0.0)
 
 
+async def test_a_program_that_has_to_post_a_reward_fails_its_sample_otherwise() -> None:
+    plain: Any = Plain()
+    source = SourceEnvironment(AgentConfig(function=f"{HERE}:asks_once"), plain, 500, must_post_reward=True)
+    actor = EpisodeActor({"s": source}, plain, seed=1)
+    first = await actor.act(episode(), 0.0)
+    with pytest.raises(RewardError, match=r"turn 1: the program ended without a reward \(POST /v1/reward\)"):
+        await actor.act(episode("a", answers=[first]), 0.0)
+    await actor.close()
+
+
 async def test_the_end_of_an_episode_ends_all_that_its_program_started() -> None:
     async with acting("forks") as actor:
         process = int(content(await actor.act(episode(), 0.0)))

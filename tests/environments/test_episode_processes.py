@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollover.environments.episodes import ClassConfig, ToolsConfig
+from rollover.environments.episodes import ClassConfig, ToolsConfig, host
 from rollover.environments.episodes.actor import EpisodeActor, SourceEnvironment
 from rollover.errors import DataError, RewardError
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
@@ -55,16 +56,32 @@ FAST = replace(TOOLS, workers=1, turn_timeout_s=2.0)
     ("bad", "reason"),
     [
         (call("wait", seconds=3600), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
+        (call("hog"), r"it took more than 2 s \(environment\.turn_timeout_s\)"),
         (call("leave", code=7), r"the environment's process died \(exit code 7\)"),
     ],
 )
-async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(bad: str, reason: str) -> None:
+async def test_a_tool_that_hangs_or_dies_fails_its_own_sample_alone(
+    bad: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_RESPONSE_S", 0.5)
     texts = [bad, *(call("add", a=i, b=i) for i in range(1, 6))]
     failed, *good = await acted(FAST, *(episode(text, index=i) for i, text in enumerate(texts)))
     assert isinstance(failed, RewardError)
     with pytest.raises(RewardError, match=rf"environment of source 's', turn 1: {reason} \(prompt s/0@0\)"):
         raise failed
     assert [one.text for one in good] == ["2", "4", "6", "8", "10"]
+
+
+@pytest.mark.real_time
+async def test_tools_that_hang_together_cost_one_time_out(tmp_path: Path) -> None:
+    """No turn is answered a second time, neither one that is late nor one beside it."""
+    waits = [3600, 0, 3600, 0, 3600]
+    config = replace(FAST, functions=(f"{HERE}:noted",))
+    texts = [call("noted", path=str(tmp_path / "log"), seconds=seconds) for seconds in waits]
+    found = await acted(config, *(episode(text, index=i) for i, text in enumerate(texts)))
+    for seconds, answer in zip(waits, found, strict=True):
+        assert "took more than 2 s" in str(answer) if seconds else answer.text == "noted"
+    assert sorted((tmp_path / "log").read_text().split()) == sorted(map(str, waits))
 
 
 @pytest.mark.real_time

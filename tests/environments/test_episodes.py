@@ -16,7 +16,7 @@ from rollover.errors import DataError
 from tests.environments.games import Session
 
 HERE = "tests.environments.games"
-TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "leave", "stop_here")))
+TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "leave", "stop_here", "hog")))
 
 
 def call(name: str, **arguments: Any) -> str:

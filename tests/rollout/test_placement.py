@@ -17,8 +17,10 @@ from rollover.rollout.events import Event, SampleStarted
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
-from tests.rollout.kit import Prompts, make_rig, strategy_of
+from tests.rollout.kit import Prompts, make_rig, strategy_of, with_stop
+from tests.rollout.test_episodes import Game
 from tests.rollout.test_ledger import ABORT, STOP, ended
+from tests.rollout.test_written_prompts import Author, Unwritten
 
 
 class Places:
@@ -174,6 +176,31 @@ async def test_an_engine_is_told_at_which_version_a_step_waits_for_each_sample()
     due = {request.sample_key: request.due_version for request in rig.engine.requests}
     assert due == {f"{i}.": starts[i.group] + 3 for i in map(_sample_id, due)}
     assert len(set(due.values())) > 2 and asked.max_staleness == {3}
+
+
+class Promises(Asked):
+    """Keeps each place until the call for which it was promised takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.promised: list[str] = []
+
+    def reserve(self, sample_key: str, least_version: int, max_new_tokens: int, **more: Any) -> int | None:
+        self.promised.append(sample_key)
+        return super().reserve(sample_key, least_version, max_new_tokens, **more)
+
+
+@pytest.mark.parametrize(("game", "source"), [(Game(), Prompts()), (Author(), Unwritten())])
+async def test_each_promise_is_for_the_next_call_of_its_sample(game: Game, source: Prompts) -> None:
+    """An empty turn, whose answer is the prompt, has no call."""
+    places = Promises()
+    rig = make_rig("bounded_async", placement=places, environment=game, source=source, num_running=8, max_staleness=3)
+    await with_stop(rig, rig.train(6))
+    calls: dict[tuple[str, ...], str] = {}
+    for request in rig.engine.requests:
+        calls.setdefault(tuple(request.sample_key.split(".")[:2]), request.sample_key)
+    taken = [(key, calls[sample]) for key in places.promised if (sample := tuple(key.split(".")[:2])) in calls]
+    assert len(taken) > 6 and all(promised == called for promised, called in taken)
 
 
 def _sample_id(key: str) -> SampleId:

@@ -48,7 +48,7 @@ def calls(text):
 SESSIONS = """
 import json, os, uuid
 
-class Snapshot(Digits):
+class Snapshots(Digits):
     def reset(self, row, seed):
         super().reset(row, seed)
         self.name = uuid.uuid4().hex
@@ -64,7 +64,13 @@ class Snapshot(Digits):
         with open(f"{type(self).__name__.lower()}.txt", "a") as file:
             file.write(f"{self.name} {what} {os.getpid()}\\n")
 
-class Live(Snapshot):
+class Nones(Snapshots):
+    "Needs no earlier turn."
+    def step(self, action):
+        self.turns = action.turn
+        return super().step(action)
+
+class Lives(Snapshots):
     "Its files outlive this process, as a server would."
     def step(self, action):
         path = f"sessions/{self.name}.json"
@@ -178,28 +184,34 @@ def test_a_killed_run_repeats_lost_episodes_and_loses_no_turn(
     assert "first prompt, 6 tokens" in capsys.readouterr().out
 
 
-def test_episodes_go_on_from_snapshots_and_live_sessions_after_a_kill(processes: Processes) -> None:
+def test_episodes_go_on_after_a_kill_as_their_recovery_says(processes: Processes) -> None:
+    """Sources of three kinds in one run: from snapshots, in live sessions, and begun again."""
     Path("sessions").mkdir()
     with Path("game.py").open("a") as file:
         file.write(SESSIONS)
-    for recovery in ("snapshot", "live"):
-        factory = ("--tasks.train.0.environment.factory", f"game:{recovery.title()}")
-        how = ("--tasks.train.0.environment.recovery", recovery)
-        argv = ["train", "run.toml", "--run-dir", recovery, "--steps", "3", *factory, *how, *SIZES]
-        assert processes.run(*argv, kill_at=Cue(Observed, 25)).code == -9
-        before = Counter(Path(f"{recovery}.txt").read_text().split("\n")[:-1])
-        succeeded(processes.run("train", "--resume", recovery))
-        steps = [line.split() for line in Path(f"{recovery}.txt").read_text().split("\n")[:-1]]
+    head, source, rest = re.split(r"(?<=model.path = .model.\n)|(?=\[\[tasks.eval)", TOML)
+    kinds = ("snapshot", "live", "none")
+    for kind in kinds:
+        factory = f'"game:{kind.title()}s", recovery = "{kind}"'
+        head += source.replace('"letters"', f'"{kind}"', 1).replace('"game:Digits"', factory)
+    Path("run.toml").write_text(head + rest)
+    argv = ["train", "run.toml", "--run-dir", "out", "--steps", "3", *SIZES, "--engine.max_running", "30"]
+    assert processes.run(*argv, kill_at=Cue(Observed, 36)).code == -9
+    before = {kind: Path(f"{kind}s.txt").read_text() for kind in kinds}
+    succeeded(processes.run("train", "--resume", "out"))
+    for kind in kinds:
+        steps = [line.split() for line in Path(f"{kind}s.txt").read_text().split("\n")[:-1]]
         took_up = {name for name, turn, _ in steps if turn == "restored"}
-        assert took_up and all(f"{name} 0" in " ".join(before) for name in took_up), "old sessions go on"
+        assert bool(took_up) is (kind != "none") and all(f"{name} 0" in before[kind] for name in took_up)
         played = Counter((name, turn) for name, turn, _ in steps if turn != "restored")
         repeated = [key for key, times in played.items() if times > 1]
-        if recovery == "live":
-            assert not repeated, "the server applies a turn once"
+        assert kind == "snapshot" or not repeated, "a server applies a turn once, and a new object plays no old turn"
         assert all(played[name, turn] == 2 for name, turn in repeated), "an open turn is repeated, and no other"
         assert len(repeated) <= len({name for name, _ in repeated}), "one open turn for each episode"
-        turns = {t.num_turns for batch in runs.batches(Path(recovery)) for t in batch.trajectories}
-        assert 3 in turns and runs.ledger(Path(recovery)).num_failed == 0
+        afresh = {name for name, _ in played} - {name for name, turn in played if turn == "0"}
+        assert bool(afresh) is (kind == "none"), "an object that begins in the middle"
+    turns = {t.num_turns for batch in runs.batches(Path("out")) for t in batch.trajectories}
+    assert 3 in turns and runs.ledger(Path("out")).num_failed == 0
 
 
 def test_tools_train_evaluate_and_are_shown(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ class SourceEnvironment(NamedTuple):
     writer: ConversationWriter
     max_new_tokens: int
     """Tokens of an episode, sampled and observed."""
+    must_post_reward: bool = False
+    """True if an agent's program has to post its reward."""
 
 
 class EpisodeActor:
@@ -49,9 +51,9 @@ class EpisodeActor:
         self._hosts: dict[str, list[EpisodeProcess]] = {}
         self._of_source: dict[str, list[EpisodeProcess]] = {}
         agents = {}
-        for source, (config, writer, limit) in environments.items():
+        for source, (config, writer, limit, must_post_reward) in environments.items():
             if isinstance(config, AgentConfig):
-                agents[source] = AgentSource(config, writer, limit)
+                agents[source] = AgentSource(config, writer, limit, must_post_reward)
                 continue
             settings = asdict(config)
             hosts = self._hosts.setdefault(
@@ -71,7 +73,7 @@ class EpisodeActor:
         return found.config.max_turn_tokens or found.max_new_tokens
 
     async def act(self, trajectory: Trajectory, now_s: float) -> Observation:
-        config, writer, max_new_tokens = self._environments[trajectory.prompt.source]
+        config, writer, max_new_tokens, _ = self._environments[trajectory.prompt.source]
         is_opening = config.writes_prompts and not trajectory.observations
         num_turns = trajectory.num_turns - config.writes_prompts
         try:

@@ -57,6 +57,8 @@ class AgentSource(NamedTuple):
     writer: ConversationWriter
     max_new_tokens: int
     """Tokens of an episode, sampled and observed."""
+    must_post_reward: bool = False
+    """True if what the program posts is its reward."""
 
 
 @dataclass(slots=True)
@@ -143,6 +145,8 @@ class AgentActor:
         if asked is None:
             if trajectory.num_turns == 1:
                 raise RewardError("the program ended without a request")
+            if source.must_post_reward and observation.reward is None:
+                raise RewardError("the program ended without a reward (POST /v1/reward)")
             return observation
         tools = () if trajectory.observations else asked.request.tools
         text = record_of(asked.new, tools)

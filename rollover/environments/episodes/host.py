@@ -1,16 +1,18 @@
 """Processes that hold environments, seen from the run: which process answers a turn, and what happens when one dies.
 
-An episode has its process, which answers its turns in order and may answer those of other episodes meanwhile. If a turn
-is late or the process dies while several turns are being answered, nobody knows whose fault it is: each of them is then
-tried once more, alone. A turn that fails alone fails its sample. No other sample ever fails with it, since a lost
-episode is repeated from its record.
+An episode has its process, which answers its turns in order and may answer those of other episodes meanwhile. A turn
+that is late fails its sample; the other turns are answered to their end while a new process takes new turns. If the
+process dies while several turns are being answered, or one of them lets it do nothing else, nobody knows whose fault it
+is: each of them is then tried once more, alone. A turn that fails alone fails its sample. No other sample ever fails
+with it, since a lost episode is repeated from its record.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -19,6 +21,17 @@ from rollover.environments.scoring import ScoringResult
 from rollover.errors import RewardError
 
 _NAME = "environment's process"
+_RESPONSE_S = 2.0
+"""Seconds within which a process says what it does, unless a turn lets it do nothing else."""
+
+
+@dataclass(slots=True, eq=False)
+class _WorkerLife:
+    """One life of the process."""
+
+    child: Child
+    asked: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+    listening: asyncio.Task[None] = field(init=False)
 
 
 class EpisodeProcess:
@@ -35,9 +48,9 @@ class EpisodeProcess:
         self._room = asyncio.Semaphore(concurrency)
         self._alone = asyncio.Lock()
         self._starting = asyncio.Lock()
-        self._child: Child | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._life: _WorkerLife | None = None
+        """The one that takes new turns."""
+        self._lives: set[_WorkerLife] = set()
         self._numbers = count()
         self._closed = False
 
@@ -61,74 +74,93 @@ class EpisodeProcess:
 
     async def forget(self, key: str) -> None:
         """Close an episode."""
-        if self._child is not None:
-            await self._child.send({"forget": key})
+        if self._life is not None:
+            await self._life.child.send({"forget": key})
 
     async def close(self) -> None:
         self._closed = True
-        await self._end()
+        await asyncio.gather(*(self._end(life) for life in self._lives))
 
     async def _answer(self, turn: dict[str, Any], past: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        child = await self._started()
+        life = await self._started()
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._ask(child, turn)
+                answer = await self._ask(life, turn)
                 if answer.pop("missing", False):
-                    answer = await self._ask(child, turn | past)
-        except TimeoutError:
-            await asyncio.shield(self._end())
+                    answer = await self._ask(life, turn | past)
+        except TimeoutError as error:
+            if self._concurrency > 1 and turn["key"] in await self._at_work(life):
+                self._retire(life)
+                raise _final(error, timeout_s) from None
+            await asyncio.shield(self._end(life))
             raise
         except asyncio.CancelledError:
             if self._concurrency == 1:  # otherwise the next turn would wait for this one
-                await asyncio.shield(self._end())
+                await asyncio.shield(self._end(life))
             raise
         if "failure" in answer:
             ScoringResult(**answer).rewards()
         return answer
 
-    async def _ask(self, child: Child, turn: dict[str, Any]) -> dict[str, Any]:
+    async def _at_work(self, life: _WorkerLife) -> Collection[str]:
+        """Return the episodes whose turns are being answered; none if a turn lets the process do nothing else."""
+        with suppress(TimeoutError, _Died):
+            async with asyncio.timeout(_RESPONSE_S):
+                found: list[str] = (await self._ask(life, {}))["at_work"]
+                return found
+        return ()
+
+    async def _ask(self, life: _WorkerLife, message: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = life.asked[number] = asyncio.get_running_loop().create_future()
         try:
-            await child.send({"id": number, **turn})
+            await life.child.send({"id": number, **message})
             return await answer
         finally:
-            self._asked.pop(number, None)
+            del life.asked[number]
+            if life is not self._life:
+                self._retire(life)
 
-    async def _started(self) -> Child:
+    def _retire(self, life: _WorkerLife) -> None:
+        """Give a process no new turns, and end it once the others are answered."""
+        if self._life is life:
+            self._life = None
+        if not life.asked:
+            life.child.end()
+
+    async def _started(self) -> _WorkerLife:
         async with self._starting:
             if self._closed:
                 raise RewardError("the run has ended")
-            if self._child is None:
-                child = await Child.start(
-                    "rollover.environments.episodes.worker", {"environment": self._environment}, _NAME
-                )
-                self._child, self._listening = child, asyncio.create_task(self._listen(child))
-            return self._child
+            if self._life is None:
+                module = "rollover.environments.episodes.worker"
+                self._life = _WorkerLife(await Child.start(module, {"environment": self._environment}, _NAME))
+                self._life.listening = asyncio.create_task(self._listen(self._life))
+                self._lives.add(self._life)
+            return self._life
 
-    async def _listen(self, child: Child) -> None:
+    async def _listen(self, life: _WorkerLife) -> None:
         """Hand out answers until the process has ended."""
         try:
             while True:
-                message = await child.receive()
-                answer = self._asked.get(message.pop("id", -1))
+                message = await life.child.receive()
+                answer = life.asked.get(message.pop("id", -1))
                 if answer is not None and not answer.done():
                     answer.set_result(message)
         except RewardError as error:
-            if self._child is child:
-                self._child = None
-            asked, self._asked = self._asked, {}
-            for answer in asked.values():
+            if self._life is life:
+                self._life = None
+            for answer in life.asked.values():
                 if not answer.done():
                     answer.set_exception(_Died(str(error)))
-            await child.end()
+            await life.child.end()
+            self._lives.discard(life)
 
-    async def _end(self) -> None:
-        if (child := self._child) is not None:
-            self._child = None
-            await child.end()
-            if self._listening is not None:
-                await asyncio.wait([self._listening])
+    async def _end(self, life: _WorkerLife) -> None:
+        if self._life is life:
+            self._life = None
+        await life.child.end()
+        await asyncio.wait([life.listening])
 
     @asynccontextmanager
     async def _all_room(self) -> AsyncIterator[None]:

@@ -2,9 +2,9 @@
 DESCRIPTOR``, started by ``host.py``.
 
 The first line in has the settings of the environment. Then each line in is a turn to answer, or an episode to forget,
-and each line out the answer to a turn with the same ``id``. A turn names how many turns came before it. If this process
-does not have the episode at that point, it asks for what is recorded (``{"missing": true}``), and brings the episode
-back as its settings say.
+and each line out the answer to a turn with the same ``id``. A line of an ``id`` alone asks which episodes' turns are
+being answered. A turn names how many turns came before it. If this process does not have the episode at that point, it
+asks for what is recorded (``{"missing": true}``), and brings the episode back as its settings say.
 """
 
 from __future__ import annotations
@@ -163,18 +163,25 @@ def main() -> None:
         return
     channel.send({"ready": True})
     sending = threading.Lock()
+    at_work = set[str]()
 
     def serve(request: Mapping[str, Any]) -> None:
-        answer = holder.answer(request)
+        at_work.add(request["key"])
+        send(request["id"], holder.answer(request))
+        at_work.discard(request["key"])
+
+    def send(number: int, answer: Mapping[str, Any]) -> None:
         channel.leave_in_a_child()
         with sending:
-            channel.send({"id": request["id"], **answer})
+            channel.send({"id": number, **answer})
 
     with ThreadPoolExecutor(config.concurrency) as threads:
         while True:
             request = channel.receive()
             if "forget" in request:
                 holder.forget(request["forget"])
+            elif "key" not in request:
+                send(request["id"], {"at_work": list(at_work)})
             elif config.concurrency == 1:
                 serve(request)  # in the main thread, where the user's code may do anything
             else:

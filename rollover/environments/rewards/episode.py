@@ -13,7 +13,7 @@ class EnvironmentRewardConfig(RewardSettings):
     """Adds up what the environment has given for the turns of an episode.
 
     Example: after answers with rewards of ``-0.1``, ``None`` and ``1.0`` an episode scores 0.9, and 0 if no turn has a
-    reward.
+    reward. An agent's program that ends without posting a reward fails its sample; a truncated episode scores 0 then.
     """
 
     kind: Literal["environment"] = "environment"

@@ -83,7 +83,7 @@ def test_an_answer_in_a_thought_counts_only_if_it_is_closed_and_asked_for(
         (r"\boxed 42 is even", r"\boxed{42}"),
         (r"\boxed{\{1, 2\}}", r"\boxed{\{1, 2\}}"),
         (r"\boxed{x} or \boxed{", None),
-        (r"x is 5 or 6.", "x is $5$, $6$."),
+        (r"x is 5 or 6.", "x is $5$, $6$"),
         ("It is 42", "It is 42"),
     ],
 )

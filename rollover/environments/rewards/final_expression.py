@@ -8,25 +8,34 @@ _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
 _CUT = re.compile(r"\\(?:f?b(?:o(?:x(?:ed?)?)?)?|f)?\s*$")
 """Matches the beginning of a box at the end of a text."""
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|\\[a-zA-Z]+|[^\s{}]")
-_ALTERNATIVE = (
-    r"(?:\\text\s*\{\s*(?:and|or|and/or|,)\s*\}|\b(?:and|or|else|also|maybe|perhaps|possibly|versus|vs)\b\.?"
-    r"|as well as|\|\|?|[&∨]|\\(?:lor|vee|mid)\b)"
+_DISJUNCTION = r"\b(?:or|oder|ou|of|o|u|или|或|或者|または|또는|to|through|till|until|bis|à|a|do|до|至|到|から)\b"
+_CONJUNCTION = r"\b(?:and|und|et|en|y|e|и|和|と|및|nor)\b"
+_HEDGE = (
+    r"\b(?:else|also|even|rather|maybe|perhaps|possibly|probably|alternatively|otherwise|about|if not|versus|vs)\b\.?"
+    r"|as well as|\|\|?|[&∨∪–—…~→]|->|\.{3}|\\/|\\(?:lor|vee|mid|cup|sim|to|l?dots)\b|\\\\"
 )
-_JOINS = re.compile(rf"(?:\s|[$,;/]|\\q?quad|{_ALTERNATIVE}|(?:\b[a-zA-Z]\w?\s*=))*")
+_ALTERNATIVE = rf"(?:\\text\s*\{{\s*(?:and|or|and/or|,)\s*\}}|{_DISJUNCTION}|{_CONJUNCTION}|{_HEDGE})"
+"""Matches what joins the values of one answer: conjunctions of some languages, ranges, hedges and signs. All of these can
+be listed, unlike the verbs between a value and its result: ``2 leaves 6``."""
+_UNIT = rf"(?:\s[^\W\d_]{{2,}}(?=,?\s{_DISJUNCTION}))"
+_JOINS = re.compile(rf"(?:{_UNIT}|\b[a-zA-Z]\w?\s*=|\s|[$,;/.]|\\q?quad|{_ALTERNATIVE})*+")
 """Text between boxes that are one answer together: ``\boxed{1} and \boxed{2}``, not ``..., no: ...``."""
 
 _NUMBER = r"-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?"
+_QUOTIENT = re.compile(r"(?<=\d) / (?=\d)")
 _ATOM = rf"(?:-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|{_NUMBER}(?:\\?%)?)"
 _ALL = r"\s+(?:(?:all|both)\s+)?(?:work|satisfy|are\s+(?:all\s+|both\s+)?(?:the|possible|candid|root|solution|answer))"
-_OR = rf"\s*[,;(]?\s*(?:{_ALTERNATIVE}[\s,/]*)+(?:[a-zA-Z]\s*=\s*)?"
-_ITEM = rf"(?:{_ATOM}(?![\w$/^]))"
-_RUN = re.compile(rf"(?<![\w$\\.{{}}]){_ITEM}(?:(?:({_OR})|[,;]\s+){_ITEM})++(\.?\s*\Z|{_ALL})?")
-"""Numbers with nothing but commas and words such as ``or`` between them, which is its first group. They are one answer
-together if there is such a word, or if the text ends there or says ``are the roots``, which is its second group."""
-_PAIR = re.compile(rf"(?<![\w$\\])([(\[{{]{_ATOM}(?:,\s*{_ATOM})+[)\]}}])(?=\.?\s*\Z)")
-_FORMULAS = re.compile(rf"(?:(?<=\$)|(?<=\\\)))(?:{_OR})(?=\$\S|\\\()")
+_OR = rf"{_UNIT}?\s*[,;(]?\s*(?:{_ALTERNATIVE}[\s,/]*)+(?:[a-zA-Z]\s*=\s*)?"
+_ITEM = rf"(?:(?:\\?\$)?{_ATOM}(?![\w$/^]))"
+_RUN = re.compile(rf"(?<![\w$\\.{{}}]){_ITEM}(?:(?:{_OR}|[,;]\s+|[ \t]+(?!\d{{3}}\b)){_ITEM})++(\Z|{_ALL})?")
+"""Numbers with nothing but commas and words such as ``or`` between them. They are one answer together if there is such
+a word, or if the text ends there or says ``are the roots``, which is its group."""
+_SAME = re.compile(rf"\b([a-zA-Z])_?\d?\s*=\s*({_ATOM})[,;]\s*\1_?\d?\s*=\s*({_ATOM})\Z")
+"""Two values of one variable: ``x = 5, x = 6``."""
+_PAIR = re.compile(rf"(?<![\w$\\])([(\[{{]{_ATOM}(?:,\s*{_ATOM})+[)\]}}])\Z")
+_FORMULAS = re.compile(rf"(?:(?<=\$)|(?<=\\\)))(?:{_OR}|;\s*)(?=\$\S|\\\()")
 """Text that joins two formulas."""
-_BOXED_LIST = re.compile(rf"\s*{_ATOM}(?:{_OR}{_ATOM})++\s*")
+_BOXED_LIST = re.compile(rf"\s*(?:[a-zA-Z]\s*=\s*)?{_ATOM}(?:{_OR}{_ATOM})++\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _QUANTITY = re.compile(rf"\s*(\\?\$?{_NUMBER})\s+([a-zA-Z]{{2,}}(?:[.\s]+[a-zA-Z]{{2,}})*\.?(?:\^?\{{?[23]\}}?)?)\s*")
 _NO_UNITS = re.compile(
@@ -45,8 +54,9 @@ def final_expression(text: str) -> str | None:
         return None
     boxes = list(_boxes(text))
     if not boxes:
+        text = _QUOTIENT.sub("/", text.rstrip(" \n.?!"))
         text = _PAIR.sub(lambda found: f"${re.sub('[{}]', _escaped, found[1])}$", text)
-        text = _RUN.sub(_as_list, text)
+        text = _RUN.sub(_as_list, _SAME.sub(r"\2, \3", text))
         return _FORMULAS.sub(" or ", text)
     last_start, last_end, content = boxes.pop()
     if last_end is None:
@@ -60,9 +70,9 @@ def final_expression(text: str) -> str | None:
 
 
 def _as_list(found: re.Match[str]) -> str:
-    if found[1] is found[2] is None:
+    if found[1] is None and not re.search(_ALTERNATIVE, found[0]):
         return found[0]
-    return ", ".join(f"${number}$" for number in re.findall(_ATOM, found[0])) + (found[2] or "")
+    return ", ".join(f"${number}$" for number in re.findall(_ATOM, found[0])) + (found[1] or "")
 
 
 def _escaped(brace: re.Match[str]) -> str:

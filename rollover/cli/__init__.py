@@ -6,6 +6,7 @@ need torch are imported inside the command that runs them, so that ``--help`` an
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ from rollover.errors import RolloverError, missing_extra, refusal
 from rollover.privacy import Redactor
 from rollover.run.signals import Stopped, handled, stop
 from rollover.version import __version__
+
+_ENDLESS = re.compile(r"(\S{100})\S{300,}(\S{20})")
+"""A word, such as a number of thousands of digits, of which a message shows the ends."""
 
 
 @click.group(
@@ -112,6 +116,7 @@ def _check_text(argument: str) -> None:
 def _fail(redactor: Redactor, message: str, error: BaseException | None = None) -> int:
     """Show the message without secrets, followed by the notes on the error."""
     text = redactor.text("\n".join([message, *getattr(error, "__notes__", ())]))
+    text = _ENDLESS.sub(r"\1...\2", text)
     first, *more = text.encode(errors="backslashreplace").decode().splitlines() or [""]
     click.echo(f"{click.style('error:', fg='red', bold=True)} {first}", err=True)
     for line in more:

@@ -84,6 +84,7 @@ WRONG: list[tuple[list[str], str]] = [
     ([*PLAN, "--group-size", BIG], "is not in the range"),
     ([*PLAN, "--cap", BIG], "is not in the range"),
     ([*PLAN, "--max-staleness", BIG], "is not in the range"),
+    (["workload", "fit", "9" * 5000], "9...9"),
     ([*PLAN, "--html", LONG], "cannot be written: File name too long"),
 ]  # fmt: skip
 
@@ -94,6 +95,7 @@ def test_a_value_that_cannot_be_is_one_line_and_leaves_nothing(refused: Say, arg
     said = refused(*argv)
     assert message in said
     assert len(said.splitlines()) <= 2, "the second line says where help is"
+    assert len(said) < 1500, "a word of thousands of characters is not repeated"
     assert set(Path().iterdir()) <= before | {Path("__pycache__")}
 
 

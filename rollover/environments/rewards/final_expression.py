@@ -15,8 +15,8 @@ _HEDGE = (
     r"|as well as|\|\|?|[&∨∪–—…~→]|->|\.{3}|\\/|\\(?:lor|vee|mid|cup|sim|to|l?dots)\b|\\\\"
 )
 _ALTERNATIVE = rf"(?:\\text\s*\{{\s*(?:and|or|and/or|,)\s*\}}|{_DISJUNCTION}|{_CONJUNCTION}|{_HEDGE})"
-"""Matches what joins the values of one answer: conjunctions of some languages, ranges, hedges and signs. All of these can
-be listed, unlike the verbs between a value and its result: ``2 leaves 6``."""
+"""Matches what joins the values of one answer: conjunctions of some languages, ranges, hedges and signs. All of these
+can be listed, unlike the verbs between a value and its result: ``2 leaves 6``."""
 _UNIT = rf"(?:\s[^\W\d_]{{2,}}(?=,?\s{_DISJUNCTION}))"
 _JOINS = re.compile(rf"(?:{_UNIT}|\b[a-zA-Z]\w?\s*=|\s|[$,;/.]|\\q?quad|{_ALTERNATIVE})*+")
 """Text between boxes that are one answer together: ``\boxed{1} and \boxed{2}``, not ``..., no: ...``."""

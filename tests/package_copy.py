@@ -37,9 +37,12 @@ class PackageCopy:
         lines.insert(first_import, f"from {module} import {name}\n")
         table.write_text("".join(lines))
 
-    def run(self, code: str) -> str:
+    def run(self, code: str, *, writes_page: bool = True) -> str:
         """What ``code`` prints, in an interpreter that finds the copy in place of the package."""
         path = os.pathsep.join([str(self.folder), str(ROOT)])
+        if writes_page:
+            page = str(self.folder / "docs" / "generate_configuration.py")
+            code += f"\nimport runpy\nrunpy.run_path({page!r}, run_name='__main__')\n"
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | {"PYTHONPATH": path},
@@ -52,6 +55,5 @@ class PackageCopy:
         return done.stdout
 
     def configuration_page(self) -> str:
-        """The page that the generator writes from the copy."""
-        self.run("import runpy; runpy.run_path('docs/generate_configuration.py', run_name='__main__')")
+        """The page that the generator wrote behind the code that ran."""
         return (self.folder / "docs" / "configuration.md").read_text()

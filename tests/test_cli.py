@@ -337,12 +337,6 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(work: Jobs) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_interrupted_run_says_how_to_go_on(work: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
-    work.failure = KeyboardInterrupt()
-    assert cli.main(["train", "run.toml", "--run-dir", "out"]) == 130
-    assert "stopped; resume with: rollover train --resume out\n" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["train", "--help"], ["report", "-h"]])
 def test_help_is_printed_on_request_and_in_want_of_a_command(
     argv: list[str], capsys: pytest.CaptureFixture[str]
@@ -378,13 +372,6 @@ def test_what_is_no_training_says_so_when_it_is_to_be_resumed(
     assert cli.main([command, "run.toml", "--run-dir", "out"]) == 0
     capsys.readouterr()
     assert f"error: out is the directory of a rollover {command}" in failed(capsys, "train", "--resume", "out")
-
-
-@pytest.mark.parametrize("argv", [["train", "x" * 300], ["train", "--resume", "x" * 300], ["eval", "x" * 300]])
-def test_a_name_that_is_too_long_for_the_file_system_is_refused(
-    work: Jobs, capsys: pytest.CaptureFixture[str], argv: list[str]
-) -> None:
-    assert "file name too long" in failed(capsys, *argv).lower()
 
 
 @pytest.mark.parametrize(

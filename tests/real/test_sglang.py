@@ -32,18 +32,23 @@ from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import held_tensors
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
+from rollover.environments.rewards import JudgeConfig
+from rollover.environments.rewards.base import RewardSpec
+from rollover.environments.scorer import RewardScorer
 from rollover.errors import EngineError
 from rollover.kept_codec import mean_kept
 from rollover.trainer.logprobs import all_logprobs
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
-from rollover.types import FinishReason
+from rollover.types import FinishReason, Score
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
 from tests.engine.contract import request as call
 from tests.engine.servers.vllm.kit import model_folder
+from tests.environments.test_scorer import prompt, trajectory
+from tests.environments.words import char_tokenizer
 from tests.kills import AGENTS, EPISODES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
@@ -61,7 +66,9 @@ PROMPT = (5, 6, 7)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two models of one shape."""
     root = tmp_path_factory.mktemp("models")
-    return real_model(root / "v0", seed=0), real_model(root / "v1", seed=1)
+    made = real_model(root / "v0", seed=0), real_model(root / "v1", seed=1)
+    (made[0] / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -516,25 +523,24 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
 # -- a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "strategy", [("april", *EPISODES), ("april", *AGENTS), ("bounded_async", "--rollout.max_staleness", "1")]
-)
-def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path, strategy: tuple[str, ...]) -> None:
-    """With ``bounded_async``, weights come under running samples; with ``april``, responses are episodes."""
-    model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
+@pytest.mark.parametrize("episodes", [(), EPISODES, AGENTS], ids=["no episodes", "class", "agent"])
+def test_log_probs_of_a_run_are_of_their_version(
+    url: str, folders: tuple[Path, Path], tmp_path: Path, episodes: tuple[str, ...]
+) -> None:
+    """The run starts its server if there are no episodes; then weights come under running samples."""
+    given: dict[str, Any] = {"urls": [url], "stream_interval_tokens": 4}
+    strategy = ("april", *episodes)
+    model = folders[0]
+    if not episodes:
+        given = {"launch": True, "launch_command": COMMAND, "launch_args": ARGUMENTS}
+        strategy = ("bounded_async", "--rollout.max_staleness", "1")
+        model = runs.save_model(tmp_path / "source", max_position_embeddings=128)
+    engine = {"kind": "sglang", "max_running": SLOTS, "control_timeout_s": 300.0, "abort_timeout_s": 60.0, **given}
     with runs.working_in(tmp_path, model):
         before, _, after = Path("run.toml").read_text().partition("[engine]")
-        engine = {
-            "kind": "sglang",
-            "launch": True,
-            "launch_command": COMMAND,
-            "launch_args": ARGUMENTS,
-            "max_running": SLOTS,
-            "control_timeout_s": 300.0,
-            "abort_timeout_s": 60.0,
-        }
         lines = [f"{key} = {json.dumps(value)}" for key, value in engine.items()]
-        lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
+        if not episodes:
+            lines += ["[engine.launch_env]", *(f"{key} = {json.dumps(value)}" for key, value in ENV.items())]
         write_game(Path())
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.
@@ -547,4 +553,31 @@ def test_a_run_starts_a_server_and_log_probs_are_of_their_version(tmp_path: Path
         assert max(v for t in trajectories for v in t.policy_versions) >= 2
         assert largest_logprob_error(run, model, trajectories) < TOLERANCE
         assert any(t.num_resumes or len(t.segments) > 1 for t in trajectories)
-        assert (max(t.num_turns for t in trajectories) > 1) is (strategy[0] == "april")
+        assert (max(t.num_turns for t in trajectories) > 1) is bool(episodes)
+
+
+def test_a_judge_is_asked_at_temperature_0_and_repeats_itself(url: str, folders: tuple[Path, Path]) -> None:
+    config = JudgeConfig(
+        url=f"{url}/v1",
+        model="judge",
+        template="the quick {response}",
+        parser="tests.environments.functions:counted",
+        range=(0, 1000),
+        max_tokens=200,
+        params={"stop": [*"aeiou "]},
+        retries=0,
+    )
+
+    async def use() -> tuple[list[Score], dict[str, float]]:
+        scorer = RewardScorer([RewardSpec(source="s", config=config)], char_tokenizer())
+        try:
+            texts = ("fox", "dog", "lazy", "over")
+            scores = await asyncio.gather(*(scorer.score(trajectory(prompt(), text)) for text in texts))
+            return scores, scorer.judge_metrics
+        finally:
+            await scorer.close()
+
+    (scores, used), (again, _) = asyncio.run(use()), asyncio.run(use())
+    assert scores == again and all(score.solved is not None for score in scores)
+    assert used["judge/requests"] == 4 and used["judge/recalled"] == 0
+    assert used["judge/prompt_tokens"] > 4 and used["judge/reply_tokens"] > 0

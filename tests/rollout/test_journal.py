@@ -43,7 +43,7 @@ from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, Prompt, SampleId, Segment
 from tests.engine.fake import FakeEngine
 from tests.rollout.kit import (
-    NAMES,
+    ON_FULL,
     LockstepEngine,
     ParityScorer,
     Rig,
@@ -373,7 +373,7 @@ def assert_conserved(journal: Journal, batches: dict[int, Batch], rig: Rig) -> N
     assert ledger.tokens.trained == sum(forgetful.view.batch(s).num_tokens for s in final) - expected.total()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*ON_FULL, "rollover"))
 def test_a_run_goes_on_wherever_its_journal_was_cut(name: str) -> None:
     written, _ = whole_run(name)
     stride = 1 if name == "april" else 3

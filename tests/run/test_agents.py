@@ -91,7 +91,7 @@ def assert_as_asked(trajectory: Trajectory) -> None:
 
 
 def test_what_a_program_asks_is_trained_token_for_token(agent: Path) -> None:
-    many = ("--steps", "6", "--rollout.strategy.over_sampling_batch_size", "8", "--deterministic", "true")
+    many = ("--steps", "3", "--rollout.strategy.over_sampling_batch_size", "8", "--deterministic", "true")
     assert cli.main(["train", "run.toml", "--run-dir", "out", *many]) == 0
     trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
     for trajectory in trained:

@@ -274,8 +274,9 @@ def test_a_directory_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
 
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(RunError, match="neither empty nor a run directory"):
-        directory.create(CONFIG, tmp_path)
+    for _ in range(2):  # the first refusal leaves no lock
+        with pytest.raises(RunError, match="neither empty nor a run directory"):
+            directory.create(CONFIG, tmp_path)
     with pytest.raises(RunError, match="cannot become a run directory"):
         directory.create(CONFIG, tmp_path / "thesis.tex")
 
@@ -302,13 +303,6 @@ def test_a_directory_whose_run_was_killed_at_its_start_can_be_reused(
 
 class Killed(BaseException):
     """Stands for the death of the process: nothing tidies up behind it."""
-
-
-def test_a_refused_directory_is_not_left_locked(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    for _ in range(2):
-        with pytest.raises(RunError, match="neither empty"):
-            directory.create(CONFIG, tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "3", '{"seed": 1}'])
@@ -338,17 +332,6 @@ def test_a_note_is_added_to_what_is_known_of_the_run(tmp_path: Path) -> None:
         meta = json.loads(run.config_file.read_text())["meta"]
         assert (meta["device"], meta["seed"]) == ("cpu", 5)
         assert directory.saved_config(tmp_path) == CONFIG
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--logging.api_key", "s3cret"], ["--engine.auth_token=s3cret"], ["--url", "http://me:s3cret@host/"]],
-)
-def test_secrets_of_the_command_line_are_not_kept(tmp_path: Path, argv: list[str]) -> None:
-    with directory.create(CONFIG, tmp_path, ["rollover", "train", *argv, "--rollout.max_new_tokens", "9"]) as run:
-        text = run.config_file.read_text()
-    assert "s3cret" not in text
-    assert "--rollout.max_new_tokens 9" in text
 
 
 def test_default_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

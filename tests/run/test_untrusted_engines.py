@@ -31,8 +31,8 @@ SAMPLES = 32
 class Liar(ModelServer):
     """``how`` it computes, for the tokens whose place in its output ``lies_at`` names; honestly elsewhere.
 
-    ``reloaded`` is under weights that somebody else has loaded, ``bfloat16`` and ``int8`` are coarser formats, ``raw``
-    reports log-probs from before the temperature, ``greedy`` reports true ones of the most probable tokens.
+    ``reloaded`` is under weights that somebody else has loaded, ``bfloat16`` and ``int8`` are coarser formats,
+    ``greedy`` reports true log-probs of the most probable tokens.
     """
 
     def __init__(self, folder: Path, how: str, *, first: bool, every: int = 1) -> None:
@@ -47,7 +47,7 @@ class Liar(ModelServer):
 
     def logits(self, ids: list[int], decoded: int) -> torch.Tensor:
         honest = self._model
-        if self.lies_at(decoded) and self.how not in ("raw", "greedy"):
+        if self.lies_at(decoded) and self.how != "greedy":
             if self.weights not in self._wrong:
                 self._wrong = {self.weights: self._coarse()}
             self._model = self._wrong[self.weights]
@@ -76,13 +76,6 @@ class Liar(ModelServer):
             logprob = float(torch.log_softmax(logits / temperature, -1)[token])
         return token, logprob
 
-    def _decode(self, name: str, running: Any) -> None:
-        temperature = running.body["temperature"]
-        if self.how == "raw":
-            running.body["temperature"] = 1.0
-        super()._decode(name, running)
-        running.body["temperature"] = temperature
-
 
 @contextmanager
 def serving_all(*servers: ModelServer) -> Iterator[list[str]]:
@@ -110,7 +103,6 @@ def engines_of(batch: Any) -> set[str]:
     ("how", "remedy"),
     [
         ("bfloat16", "--dtype float32, without quantisation"),
-        ("raw", "--logprobs-mode processed_logprobs"),
         ("greedy", "this looks like greedy decoding"),
     ],
 )
@@ -173,29 +165,23 @@ def test_an_embedded_engine_that_computes_otherwise_ends_the_run_at_once(
     assert not runs.batches(Path("out"))
 
 
-@pytest.mark.parametrize("deterministic", ["true", "false"])
-def test_a_folder_whose_config_ties_two_matrices_is_trained_as_one_policy(
-    deterministic: str, experiment: Path, tmp_path: Path
-) -> None:
+def test_a_folder_whose_config_ties_two_matrices_is_trained_as_one_policy(experiment: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(experiment / "model", tmp_path / "two")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    args = ["--model.path", str(folder), "--deterministic", deterministic, "--steps", "2"]
+    args = ["--model.path", str(folder), "--deterministic", "true", "--steps", "2"]
     assert cli.main(["train", "run.toml", "--run-dir", "out", *args]) == 0
     assert max(row["drift"] for row in runs.rows(Path("out")) if "drift" in row) < 1e-4
     written = load_file(Path("out/checkpoints/step_2/model.safetensors"))
     assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "torch"])
-def test_a_proof_leaves_no_trace_in_a_deterministic_run(
-    kernels: str, experiment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_leaves_no_trace_in_a_deterministic_run(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def skipped(*args: Any, **kwargs: Any) -> None:
         return None
 
-    args = ["--deterministic", "true", "--steps", "2", "--engine.cpu_kernels", kernels]
+    args = ["--deterministic", "true", "--steps", "2"]
     assert cli.main(["train", "run.toml", "--run-dir", "proved", *args]) == 0
     monkeypatch.setattr("rollover.run.engine_trust.check_logprobs", skipped)
     monkeypatch.setattr("rollover.run.engine_trust.check_sampling", skipped)

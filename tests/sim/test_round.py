@@ -52,9 +52,9 @@ def run(preset: str, target: float, unit: str, observer: Any = None, **config: A
     return simulation.after(60)
 
 
-@pytest.mark.parametrize("unit", ["sample", "group"])
 @pytest.mark.parametrize(
-    ("preset", "target"), [("light-8k", 0.5), ("light-8k", 2.0), ("r1-16k", 1.0), ("heavy-32k", 2.0)]
+    ("preset", "target", "unit"),
+    [("light-8k", 0.5, "sample"), ("light-8k", 2.0, "group"), ("r1-16k", 1.0, "sample"), ("heavy-32k", 2.0, "group")],
 )
 def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: float, unit: str) -> None:
     window = run(preset, target, unit)
@@ -62,11 +62,9 @@ def test_the_lag_target_is_met_and_lengths_keep_their_mean(preset: str, target: 
     assert window.mean_length == pytest.approx(PRESETS[preset].mean_tokens, rel=0.04)
 
 
-@pytest.mark.parametrize(("preset", "target"), [("r1-16k", 1.5), ("light-8k", 1.0)])
-def test_trained_lengths_are_spread_as_admitted_ones(preset: str, target: float) -> None:
+def test_trained_lengths_are_spread_as_admitted_ones() -> None:
     """Kolmogorov-Smirnov over whole rounds, prompts apart: siblings are alike, so only the first of each counts."""
-    law = PRESETS[preset]
-    workload = law.workload(5)
+    workload = PRESETS["light-8k"].workload(5)
     trained: dict[int, int] = {}
 
     def watch(event: Event) -> None:
@@ -76,7 +74,7 @@ def test_trained_lengths_are_spread_as_admitted_ones(preset: str, target: float)
     def first(prompt: int) -> int:
         return workload.group_lengths(prompt, G)[0]
 
-    run(preset, target, "sample", watch)
+    run("light-8k", 1.0, "sample", watch)
     admitted = [first(10_000 + i) for i in range(4 * len(trained))]
     assert ks_2samp(list(trained.values()), admitted).pvalue > 0.05
 
@@ -112,7 +110,7 @@ def test_the_batches_of_a_round_are_alike_and_nothing_starts_in_between() -> Non
     assert all(abs(tokens[step] / tokens[step - 1] - 1) < 0.25 for step in within)
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3, 6])
+@pytest.mark.parametrize("max_staleness", [1, 6])
 def test_the_bound_is_kept_and_limits_the_round(max_staleness: int) -> None:
     window = run("light-8k", 3.0, "sample", max_staleness=max_staleness)
     assert window.lag.max == max_staleness
@@ -134,7 +132,7 @@ def test_a_round_weighs_what_it_carries_over_against_its_prefill() -> None:
     assert weighed > 1.6 * speed("sync")
 
 
-@pytest.mark.parametrize("steps", range(24, 40))
+@pytest.mark.parametrize("steps", range(24, 40, 3))
 def test_a_short_run_is_measured_over_a_whole_round(steps: int) -> None:
     """Batches that were collected before the window would be free in it: faster than any engine."""
     law = PRESETS["qwen3-16k"]

@@ -29,9 +29,9 @@ def test_push_pull_survives_kills_pauses_and_a_bad_network(experiment_folder: Pa
 
 
 def test_pull_mode_samples_token_for_token_what_an_undisturbed_run_does(experiment_folder: Path) -> None:
-    case = Case(strategy="sync", mode="pull", steps=6, num_kills=5, blows=Blows(gap_s=0.8), relay=NGINX is not None)
+    case = Case(strategy="sync", mode="pull", steps=5, num_kills=4, blows=Blows(gap_s=0.8), relay=NGINX is not None)
     alone = runs.Processes(experiment_folder).run(
-        *("train", "run.toml", "--run-dir", "alone", "--rollout.strategy", "sync", "--steps", "6", "--seed", "0")
+        *("train", "run.toml", "--run-dir", "alone", "--rollout.strategy", "sync", "--steps", "5", "--seed", "0")
     )
     assert alone.code == 0, alone.err
     survivor = asyncio.run(survive(case, experiment_folder))

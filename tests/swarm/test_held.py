@@ -287,13 +287,6 @@ def test_a_call_that_is_held_is_not_assigned_or_adopted_again(message: str) -> N
     assert held.get("a") is stream and stream.num_held == 2
 
 
-def test_a_coordinator_cannot_acknowledge_what_was_never_decoded() -> None:
-    held = HeldCalls(100)
-    held.open(assign("a"))
-    with pytest.raises(ProtocolError, match="3 tokens of a are acknowledged, but 0 are decoded"):
-        held.acked("a", 3)
-
-
 def test_an_offer_that_nobody_takes_up_is_forgotten_after_its_time() -> None:
     held = HeldCalls(100, offer_s=900.0)
     for name in "ab":
@@ -309,17 +302,6 @@ def test_a_hello_names_no_more_calls_than_a_coordinator_reads() -> None:
     for number in range(MAX_HELD_CALLS + 1):
         held.open(assign(f"{number}"))
     assert [call.call_id for call in held.listed()] == [f"{number}" for number in range(MAX_HELD_CALLS)]
-
-
-def test_only_the_last_message_of_an_ended_call_has_its_ending() -> None:
-    held = HeldCalls(100)
-    stream = held.open(assign("a"))
-    for version in (1, 2):
-        held.decoded(stream, chunk((1, 2), version))
-    held.ended(stream, StreamEnding(reason=FinishReason.STOP))
-    sent = [held.next_message(), held.next_message(), held.next_message()]
-    assert [message.finish_reason for message in sent if isinstance(message, Decoded)] == [None, "stop"]
-    assert sent[2] is None
 
 
 def test_what_is_acknowledged_is_not_sent_any_more() -> None:

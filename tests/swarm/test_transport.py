@@ -160,15 +160,6 @@ class TestTransport:
     def token(self, name: str = "laptop") -> WorkerToken:
         return self.credentials.add(name, KEY)
 
-    def test_a_worker_is_known_by_its_token(self) -> None:
-        async def law(place: Place, sessions: RecordedSessions) -> None:
-            async with place.dial(self.token("attic")) as connection:
-                answer = await greeted(connection)
-                assert (answer.member, answer.lease) == ("attic", 1)
-                assert sessions.names == ["attic"] and sessions.messages[1] == [HELLO]
-
-        self.run(law)
-
     def test_who_has_no_valid_token_is_refused_for_good(self) -> None:
         async def law(place: Place, sessions: RecordedSessions) -> None:
             revoked = self.token("laptop")

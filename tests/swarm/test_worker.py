@@ -29,15 +29,6 @@ async def test_a_worker_joins_fetches_the_head_and_serves_it(bench: Bench) -> No
 
 
 @with_worker()
-async def test_an_assignment_that_comes_twice_ends_the_connection(bench: Bench) -> None:
-    link = await bench.member(head(0))
-    for _ in range(2):
-        await link.send(assign("a"))
-    back = await bench.again()
-    assert [call.call_id for call in back.hello.held] == ["a"]
-
-
-@with_worker()
 async def test_a_call_goes_on_behind_the_response_that_it_is_given(bench: Bench) -> None:
     link = await bench.decoding(3, assign("a", done=tokens(7, 0, 30), limit=33))
     assert await link.ended("a") == "length"

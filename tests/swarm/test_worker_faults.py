@@ -349,16 +349,6 @@ async def test_a_goodbye_that_is_not_final_is_followed_by_another_hello(bench: B
     assert any("fenced: not heard from for 15 s; trying again" in line for line in bench.lines)
 
 
-async def test_a_run_that_has_ended_lets_its_worker_go(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    async with bench.joined():
-        link = await bench.member(head(0))
-        await link.send(Goodbye(reason="the run has ended", is_final=True, has_ended=True))
-        assert bench.running is not None
-        await bench.running
-    assert bench.lines[-1] == "left the swarm: the run has ended"
-
-
 def test_the_reason_of_an_end_is_read_even_if_sending_saw_it_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,11 +158,10 @@ NAMES = ["model.safetensors", "trainer/optimizer.safetensors", "config.json", "t
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
-def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Path, name: str, place: float) -> None:
+def test_a_flipped_bit_in_any_file_is_noticed_and_named(folder: Path, saved: Path, name: str) -> None:
     shutil.copytree(saved, checkpoint_path(saved.parent, 0))
     content = bytearray((saved / name).read_bytes())
-    content[int(place * len(content))] ^= 1
+    content[len(content) // 2] ^= 1
     (saved / name).write_bytes(content)
     with pytest.raises(ModelError) as raised:
         make_trainer(folder, resume_from=saved)

@@ -129,12 +129,6 @@ def in_chunks(world: World | None, **arguments: Any) -> Trained:
         logprobs.LOGITS_PER_CHUNK = before
 
 
-def test_the_output_matrix_runs_in_pieces_on_each_rank(two: RankPool, folders: dict[bool, Path]) -> None:
-    expected = alone(folders[True], "grpo", 1)
-    arguments = {"folder": folders[True], "given": batches(), **SETTINGS}
-    assert_alike(two.call(in_chunks, **arguments, **ON_TWO)[0], expected)
-
-
 @pytest.mark.parametrize("devices", [{"num_devices": 2}, ON_TWO], ids=["rows of their own", "shared rows"])
 def test_ranks_normalise_each_token_over_its_own_kept_set(
     two: RankPool, folders: dict[bool, Path], devices: dict[str, int]

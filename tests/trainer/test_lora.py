@@ -97,8 +97,7 @@ def test_the_base_stays_and_every_adapted_matrix_moves(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by peft, of transformers
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", True)])
 def test_a_checkpoint_is_loaded_by_peft_and_merged_as_it_merges(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_folder(tmp_path / "model", family, tie_word_embeddings=tied)
     trainer = trained(folder)
@@ -158,9 +157,8 @@ def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
     assert len(expected) == sum(len(s.response_ids) for s in samples)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "gspo"])
-def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, algorithm: str) -> None:
-    settings = {"algorithm": algorithm, "mini_batches": 2, "deterministic": True, "schedule": "cosine"}
+def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    settings = {"algorithm": "dapo", "mini_batches": 2, "deterministic": True, "schedule": "cosine"}
     straight = trained(folder, steps=2, **settings)
     straight.save(tmp_path / "step_2")
     resumed = lora_trainer(folder, **settings, resume_from=tmp_path / "step_2")

@@ -44,13 +44,10 @@ def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> Training
 def test_a_step_takes_within_15_percent_of_the_estimated_memory(tmp_path: Path) -> None:
     """Beyond weights and optimizer."""
     script, out = Path(__file__).parents[2] / "benchmarks" / "memory.py", tmp_path / "found.json"
-    ways = ["shared rows, recomputed", "two devices, adapters, bfloat16"]
-    chosen = ["--shapes", "small", "--ways", *ways]
+    chosen = ["--shapes", "small", "--ways", "two devices, adapters, bfloat16"]
     subprocess.run([sys.executable, script, *chosen, "--out", out], check=True, timeout=within(900))
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["way"] for row in rows] == ways
-    for row in rows:
-        assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15), row
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["measured_mib"] == pytest.approx(row["estimated_mib"], rel=0.15)
 
 
 def test_state_is_16_bytes_per_parameter_and_a_copy_for_a_reference() -> None:

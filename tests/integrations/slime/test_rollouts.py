@@ -228,14 +228,6 @@ def test_a_rollout_begun_before_a_training_step_is_one_version_behind(tmp_path: 
     assert [step.metrics["rollover/staleness/weights"] for step in trained] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_a_rollout_out_of_order_is_refused(tmp_path: Path, servers: Farm) -> None:
-    loop = run_of(tmp_path, servers)
-    loop.step(0)
-    servers.update_weights()
-    with pytest.raises(RunError, match="rollout 2 is asked for, but rollout 1 is next"):
-        loop.manager.generate(2)
-
-
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
@@ -326,17 +318,6 @@ def test_prompts_go_on_where_they_were(tmp_path: Path, servers: Farm) -> None:
     assert [event.prompt.columns["indices"] for event in opened] == [[s.index for s in group] for group in untouched]
 
 
-def test_a_run_killed_before_its_first_checkpoint_repeats_its_batches(tmp_path: Path, servers: Farm) -> None:
-    args = arguments(tmp_path, servers.port)
-    loop = Loop(servers, args)
-    first = loop.steps(range(2))
-    decoded = servers.decoded_tokens
-    loop.kill()
-    again = Loop(servers, args).steps(range(2))
-    assert [known(s) for step in again for s in step.samples] == [known(s) for step in first for s in step.samples]
-    assert servers.decoded_tokens == decoded
-
-
 def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path, servers: Farm) -> None:
     changes = {"custom_rm_path": f"{KIT}.vowels_and_length", "reward_key": "vowels"}
     args = arguments(tmp_path, servers.port, **changes)
@@ -345,24 +326,6 @@ def test_a_table_of_rewards_is_asked_for_again_after_a_restart(tmp_path: Path, s
     loop.kill()
     again = Loop(servers, args).step(0)
     assert [s.reward for s in again.samples] == [s.reward for s in first.samples]
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_the_last(tmp_path: Path, servers: Farm) -> None:
-    args = arguments(tmp_path, servers.port)
-    loop = Loop(servers, args)
-    first = loop.steps(range(4), saves=True)
-    loop.kill()
-    again = Loop(servers, args, start=3).step(3)
-    assert [known(s) for s in again.samples] == [known(s) for s in first[3].samples]
-
-
-def test_a_checkpoint_older_than_those_that_are_kept_is_refused(tmp_path: Path, servers: Farm) -> None:
-    args = arguments(tmp_path, servers.port)
-    loop = Loop(servers, args)
-    loop.steps(range(4), saves=True)
-    loop.kill()
-    with pytest.raises(RunError, match="does not fit a checkpoint at step 1"):
-        Loop(servers, args, start=1).step(1)
 
 
 def test_a_checkpoint_without_the_place_in_the_prompts_is_refused(tmp_path: Path, servers: Farm) -> None:

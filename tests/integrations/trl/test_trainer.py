@@ -381,12 +381,3 @@ def test_a_server_samples_what_the_trainer_trains(
         assert versions == {0, 1, 2} and not old
     else:  # a fast server may finish all that was asked of one version before the next one is there
         assert {0} < versions <= {0, 1, 2}
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_a_server_that_does_not_take_the_weights_stops_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    server = ModelServer(tiny_model, context=80, stale_head=True)
-    asked = {**SYNC, "engine": {"max_running": 24, "kind": "vllm"}}
-    with serving(server) as url, pytest.raises(EngineMismatch, match="does not sample from the trainer's"):
-        asked["engine"]["urls"] = [url]
-        trainer(tiny_model, tmp_path, asked=asked, max_steps=6, max_completion_length=24, learning_rate=0.3).train()

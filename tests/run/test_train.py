@@ -135,14 +135,6 @@ def test_a_finished_run_trains_the_tokens_that_its_journal_says(finished: Path) 
     assert steps[-1]["rollout/trained_tokens"] == runs.ledger(finished).tokens.trained
 
 
-def test_a_finished_run_knows_version_and_logprob_of_every_token(finished: Path) -> None:
-    for batch in runs.batches(finished):
-        assert len(batch.groups) == 4
-        for t in batch.trajectories:
-            assert len(t.token_ids) == len(t.policy_versions) == len(t.rollout_logprobs) > 0
-            assert all(-30 < p <= 0 for p in t.rollout_logprobs)
-
-
 def test_a_finished_run_recorded_the_logprobs_of_each_version(finished: Path) -> None:
     assert largest_logprob_error(finished, finished.parent / "model", trained(finished)) < LOGPROB_TOLERANCE
 

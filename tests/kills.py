@@ -81,7 +81,7 @@ def plays(row):
         timeout=600,
     )
     messages = [{"role": "user", "content": row["prompt"]}]
-    for turn in range(4):
+    for turn in range(3):
         response = client.post("/chat/completions", json={"messages": messages})
         if response.status_code == 400:
             break

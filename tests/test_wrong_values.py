@@ -62,7 +62,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["train", "a\udcffb.toml"], r"'a\udcffb.toml' is not text in UTF-8"),
     (["report", "a\udcff"], r"'a\udcff' is not text in UTF-8"),
     (["train", "run.toml", "--run-dir", LONG], "cannot become a run directory: File name too long"),
-    *(([*command, LONG], "File name too long") for command in (["train"], ["train", "--resume"], ["eval"])),
+    *(([*command, LONG], "ile name too long") for command in (["train"], ["train", "--resume"], ["eval"])),
     ([*TRAIN, "--model.path", LONG], "cannot be accessed: [Errno 36] File name too long"),
     ([*TRAIN, "--model.path", "~nobody-of-this-name/x"], "cannot be accessed: Could not determine home directory"),
     ([*TRAIN, "--tasks.train.²", "x"], "tasks.train is a list of 1; write an index from 0 to 1"),

@@ -20,7 +20,7 @@ def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
         (Case(strategy="april", deterministic=True, adapters=True), 3),
         (Case(strategy="bounded_async", episodes="agent"), 2),
     ],
-    ids=str,
+    ids=lambda given: given.name if isinstance(given, Case) else str(given),
 )
 def test_a_run_that_is_killed_at_random_moments_ends_as_the_laws_say(
     case: Case, num_kills: int, tiny_model: Path, tmp_path: Path

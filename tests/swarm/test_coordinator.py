@@ -106,17 +106,6 @@ def decoded(worker: ModelWorker, call_id: str, num_tokens: int) -> list[Decoded]
     return worker.send(call_id)
 
 
-def test_a_call_goes_to_a_member_and_its_tokens_come_back() -> None:
-    hub, worker = with_a_member()
-    (assign,) = sent(hub.opened(request("g0.0")), Assign)
-    worker.got(assign)
-    (piece,) = decoded(worker, "g0.0#0.", LENGTH)
-    (out,) = hub.received(worker.lease, piece, 1.0)
-    assert isinstance(out, Deliver) and out.chunk.engine == "a"
-    assert out.chunk.token_ids == response("g0.0.") and out.chunk.finish_reason is FinishReason.LENGTH
-    assert hub.num_running == 0
-
-
 def test_a_call_waits_for_a_member_whose_version_it_accepts() -> None:
     hub, worker = with_a_member()
     hub.published(head(1), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -35,6 +36,7 @@ RESPONSE = 256
 CONFIG = TrainerConfig(micro_batch_tokens=6 * RESPONSE, device="cpu", learning_rate=1e-4)
 
 
+@functools.cache
 def estimate(config: TrainerConfig, layers: int = 4, **changes: Any) -> TrainingMemory:
     given = {"max_prompt_tokens": 1, "max_response_tokens": RESPONSE, "batch_samples": 99, "base_dtype": torch.float32}
     return training_memory(config, {**WIDE, "num_hidden_layers": layers}, **{**given, **changes})
@@ -132,7 +134,7 @@ def test_two_and_three_layers_say_what_seven_take(changes: dict[str, Any], monke
     config = replace(CONFIG, **changes)
     carried_on = estimate(config, layers=7)
     monkeypatch.setattr(memory, "_TRACED_LAYERS", (7, 8))
-    assert estimate(config, layers=7) == carried_on
+    assert estimate.__wrapped__(config, layers=7) == carried_on
 
 
 @pytest.mark.parametrize("layers", [2, 5])
@@ -141,7 +143,7 @@ def test_a_config_with_a_kind_for_each_layer_is_traced_at_any_depth(
 ) -> None:
     plain = estimate(TrainerConfig(), layers)
     monkeypatch.setitem(WIDE, "layer_types", ["full_attention"] * layers)
-    assert estimate(TrainerConfig(), layers) == plain
+    assert estimate.__wrapped__(TrainerConfig(), layers) == plain
 
 
 def test_recomputing_keeps_one_vector_per_token_and_layer() -> None:

@@ -30,21 +30,23 @@ ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")],
-    ),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+ON_CPU = ("qwen3", "qwen3_moe, a dense layer, a window", "olmo2", "smollm3 with a window", "granite", "glm4 with yarn")
+"""Families that differ in what a batch of a fixed size computes; ``test_model.py`` has all."""
 
 
 def graph_core(folder: Path, **settings: Any) -> EngineCore:
     return EngineCore(folder, replace(harness.CONFIG, **settings), make_model_runner=GraphModelRunner)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", *FAMILIES])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in ON_CPU),
+        *(pytest.param(name, "cuda", marks=GPU) for name in ("llama", "qwen2", "qwen3", *FAMILIES)),
+    ],
+)
 def test_greedy_tokens_and_their_logprobs_equal_transformers(name: str, device: str, tmp_path: Path) -> None:
     kind, config = FAMILIES.get(name, (name, {}))
     model = tiny_model(kind, **config)

@@ -1,12 +1,12 @@
-"""What it takes to resume a long run and to report on it: peak memory and time over a journal of many tokens.
+"""What it takes to resume a long run, to report on it and to show its samples: peak memory and time.
 
     python benchmarks/journal.py --out benchmarks/results/journal-DATE.json  # 100 M tokens, some minutes, 1 GB of disk
     python benchmarks/journal.py --tokens 1000000                              # to see that it works
 
 The journal is that of a run under ``april``: 16 groups of 8 responses of 4,096 tokens a step, half of the next
-step's groups parked halfway, progress saved every 256 tokens, a checkpoint every ten steps, two of them kept. Resume
-and report each run in a process of their own; printed is the height of its resident memory beyond that before it
-began. Live tokens are those of parked samples and of batches that are handed out again: 20 steps at most.
+step's groups parked halfway, progress saved every 256 tokens, a checkpoint every ten steps, two of them kept. Each job
+runs in a process of its own; printed is the height of its resident memory beyond that before it began. Live tokens are
+those of parked samples and of batches that are handed out again: 20 steps at most.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from rollover.report.metrics import MetricsWriter
 from rollover.report.record import JOURNAL, read_run
 from rollover.report.run_report import render_report
+from rollover.report.samples import read_batch
 from rollover.rollout.events import (
     BatchConsumed,
     BatchTrained,
@@ -105,6 +106,10 @@ def report(folder: Path, num_steps: int) -> dict[str, int]:
     return {"page_bytes": len(render_report(read_run(folder)))}
 
 
+def samples(folder: Path, num_steps: int) -> dict[str, int]:
+    return {"samples": len(read_batch(folder).samples)}
+
+
 def measured(job: str, folder: Path, num_steps: int) -> dict[str, Any]:
     """Run a job in a process of its own."""
     command = [sys.executable, __file__, "--job", job, "--run", str(folder), "--steps", str(num_steps)]
@@ -115,7 +120,7 @@ def measured(job: str, folder: Path, num_steps: int) -> dict[str, Any]:
 
 def work(job: str, folder: Path, num_steps: int) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.perf_counter()
-    found = {"resume": resume, "report": report}[job](folder, num_steps)
+    found = {"resume": resume, "report": report, "samples": samples}[job](folder, num_steps)
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     print(json.dumps({**found, "peak_mb": peak, "before_mb": before, "seconds": seconds}))
@@ -125,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--job", choices=("resume", "report"))
+    parser.add_argument("--job", choices=("resume", "report", "samples"))
     parser.add_argument("--run", type=Path)
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
@@ -143,6 +148,7 @@ def main() -> None:
             "num_steps": num_steps,
             "journal_bytes": (folder / JOURNAL).stat().st_size,
             "report": measured("report", folder, num_steps),
+            "samples": measured("samples", folder, num_steps),
             "resume": measured("resume", folder, num_steps),
         }
     if args.out:

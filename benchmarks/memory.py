@@ -1,6 +1,9 @@
 """Compares what training takes of memory with what ``rollover train --dry-run`` says before.
 
     python benchmarks/memory.py --out benchmarks/results/memory-DATE.json     # six minutes on two cores with AVX-512
+    python benchmarks/memory.py --large --out benchmarks/results/memory-large-DATE.json             # half a minute
+
+``--large`` measures nothing: it writes the estimates for large models on one GPU, in passes of 8,192 tokens.
 
 For each shape and each way to train, a process of its own takes a step of GRPO over two full rows: with the second
 one, gradients are there already. Its resident memory at its height, less what it was before (weights, gradients and
@@ -63,6 +66,51 @@ WAYS = {
 }
 BASES = {"two devices, adapters, bfloat16 base": torch.bfloat16}
 """Number formats of models that are not in float32."""
+
+QWEN_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+QWEN_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+GPU = TrainerConfig(device="cuda", dtype="bfloat16", gradient_checkpointing=True)
+ATTENTION = LoraConfig(targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+LARGE = [
+    ("Qwen2.5-7B", "all weights", QWEN_7B, GPU),
+    ("Qwen2.5-7B", 'all weights, `optimizer = "adamw_8bit"`', QWEN_7B, replace(GPU, optimizer="adamw_8bit")),
+    ("Qwen2.5-7B", "all weights, `offload = true`", QWEN_7B, replace(GPU, offload=True)),
+    ("Qwen2.5-7B", "adapters of rank 16", QWEN_7B, replace(GPU, lora=LoraConfig())),
+    ("Qwen3-30B-A3B", "adapters of rank 16 beside the attention", QWEN_30B_A3B, replace(GPU, lora=ATTENTION)),
+]
+
+
+def large() -> list[dict[str, Any]]:
+    """Estimate what large models take on a GPU and in the machine, in GiB."""
+    rows = []
+    for name, way, model, config in LARGE:
+        found = training_memory(config, model, max_prompt_tokens=1024, max_response_tokens=3072, batch_samples=256)
+        sizes = {"gpu_gib": found.total / 2**30, "machine_gib": found.offloaded / 2**30}
+        rows.append({"model": name, "way": way, "parameters": found.num_parameters, **sizes})
+    return rows
 
 
 def model_of(shape: str) -> dict[str, Any]:
@@ -155,13 +203,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--large", action="store_true", help="estimate large models instead of measuring small ones")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(measure(args.measure, args.way))
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if args.large:
+        rows, args.shapes = large(), []
+        print(*rows, sep="\n")
     for shape in args.shapes:
         for way in args.ways:
             row = compare(shape, way)

@@ -17,7 +17,10 @@ EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-28.json"
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
+LARGE = "benchmarks/results/memory-large-2026-11-28.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
+GPU_GIB = 79.6
+"""Memory of an H100 of 80 GB, as PyTorch reports it, less what its context takes."""
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -121,6 +124,19 @@ def april() -> str:
     return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
 
 
+def large() -> str:
+    """Return the table of what training large models takes."""
+    rows = []
+    for row in record(LARGE)["rows"]:
+        machine = f"{row['machine_gib']:.0f} GiB" if row["machine_gib"] else "—"
+        rows.append(
+            f"| {row['model']} | {row['way']} | {row['gpu_gib']:.1f} GiB | {machine} |"
+            f" {'yes' if row['gpu_gib'] < GPU_GIB else 'no'} |"
+        )
+    head = "| model | trained | on the GPU | in the machine | fits a GPU of 80 GB |"
+    return "\n".join([head, "|---|---|---|---|---|", *rows])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "equal_lag": equal_lag,
@@ -128,10 +144,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "sampling": sampling,
     "april": april,
+    "large": large,
 }
 PAGES = (
     "README.md",
     "docs/engines.md",
+    "docs/how-to/many-gpus.md",
     "docs/index.md",
     "docs/quickstart.md",
     "docs/simulator.md",

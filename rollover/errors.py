@@ -114,6 +114,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "plan": ("scipy", "huggingface_hub"),
     "swarm": ("msgspec", "zstandard", "cryptography", "prometheus_client", "starlette", "uvicorn", "websockets"),
     "lora": ("peft",),
+    "bitsandbytes": ("bitsandbytes",),
     "ray": ("ray",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

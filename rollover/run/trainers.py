@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollover.cluster.config import ClusterConfig
+from rollover.errors import require
 from rollover.hf.config import MODEL_CLASSES, read_model_config
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import number_format
@@ -88,6 +89,8 @@ def check_devices(config: RunConfig) -> list[str]:
     sections = [section for section in (config.sft, config.trainer) if section is not None]
     for section in sections:
         check_suits(section, model)
+        if section.optimizer == "adamw_8bit":
+            require("bitsandbytes", purpose=f"{section.section}.optimizer = 'adamw_8bit'")
     lines = [] if model["model_type"] in MODEL_CLASSES else [*_proved(config, model)]
     if config.cluster is not None:
         lines += _check_cluster(config.cluster, sections)

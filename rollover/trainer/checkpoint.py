@@ -28,6 +28,7 @@ from torch.optim import AdamW
 
 from rollover import locks
 from rollover.errors import ModelError, parse_json
+from rollover.trainer.eight_bits import SCALES, AdamW8bit, scales_shape
 
 FORMAT_VERSION = 1
 MANIFEST = "trainer.json"
@@ -216,9 +217,11 @@ def read_state(folder: Path, model: Any, optimizer: AdamW) -> None:
     generators = {n: tensors.pop(n) for n in list(tensors) if is_generator(n)}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if tensors:
-        check_moments(path, {name: tuple(t.shape) for name, t in tensors.items()}, parameters)
+        in_8_bits = optimizer.in_8_bits if isinstance(optimizer, AdamW8bit) else set()
+        check_moments(path, {name: tuple(t.shape) for name, t in tensors.items()}, parameters, in_8_bits)
         for name, parameter in parameters.items():
-            optimizer.state[parameter] = {m: _place(m, tensors[f"{m}/{name}"], parameter) for m in MOMENTS}
+            moments = (*MOMENTS, *SCALES) if parameter in in_8_bits else MOMENTS
+            optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(parameter.device) for m in moments}
     for name, state in generators.items():
         device, index = name.split("_generator/")
         if device == "cpu":
@@ -240,10 +243,19 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> None:
+def check_moments(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Tensor],
+    in_8_bits: Collection[Tensor] = (),
+) -> None:
     """Raise ``ModelError`` unless the moments in a checkpoint, which have these shapes, are those of the model's
     parameters."""
-    expected = {f"{m}/{n}": () if m == "step" else tuple(p.shape) for n, p in parameters.items() for m in MOMENTS}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, parameter in parameters.items():
+        expected |= {f"{m}/{name}": () if m == "step" else tuple(parameter.shape) for m in MOMENTS}
+        if parameter in in_8_bits:
+            expected |= {f"{scale}/{name}": scales_shape(parameter) for scale in SCALES}
     for name in sorted(expected.keys() | shapes.keys()):
         if name not in shapes:
             found = f"it lacks {name}"
@@ -256,10 +268,6 @@ def check_moments(path: Path, shapes: Mapping[str, tuple[int, ...]], parameters:
         raise ModelError(
             f"{path} does not match the model: {found}; resume with the model and the [trainer] settings that wrote it"
         )
-
-
-def _place(moment: str, value: Tensor, parameter: Tensor) -> Tensor:
-    return value.to(parameter.device) if moment == "step" else value.to(parameter)
 
 
 def sum_of_file(path: Path) -> str:

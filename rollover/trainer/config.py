@@ -10,6 +10,7 @@ from rollover.settings.changes import Changeable, Inexact, said_by
 
 DType = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 
 def _require(ok: bool, key: str, value: object, allowed: str) -> None:
@@ -44,6 +45,10 @@ class StepConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases are never decayed. Off by default: policy updates are small,
     and decay would pull a pretrained model away for a reason other than reward."""
+    optimizer: Optimizer = "adamw"
+    """``adamw_8bit`` keeps the moments of matrices in 8 bits with a scale for every 256 values (bitsandbytes), which is
+    2 bytes per parameter instead of 8; the embedding, norms and biases keep moments of 32 bits. It trains on one device
+    and not with ``offload``; needs ``pip install 'rollover[bitsandbytes]'``."""
     max_grad_norm: float = 1.0
     """Upper bound to which the global gradient norm is clipped; 0 disables clipping."""
     micro_batch_tokens: Inexact[int] = 8192
@@ -71,7 +76,7 @@ class StepConfig:
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "at least 0 (0 is off)")
         _require(self.micro_batch_tokens >= 1, "micro_batch_tokens", self.micro_batch_tokens, "at least 1")
-        for key, choices in (("schedule", Schedule), ("dtype", DType)):
+        for key, choices in (("schedule", Schedule), ("optimizer", Optimizer), ("dtype", DType)):
             if (value := getattr(self, key)) not in get_args(choices):
                 raise ValueError(f"{key} {value!r} is unknown{nearest(value, get_args(choices))}")
 
@@ -79,6 +84,15 @@ class StepConfig:
 def is_sharded(config: TrainerConfig | SFTConfig) -> bool:
     """Return whether FSDP2 holds the weights: there are several devices, or their memory is not where they train."""
     return config.num_devices > 1 or config.offload
+
+
+def _check_optimizer(config: TrainerConfig | SFTConfig) -> None:
+    """Refuse blocks of 8-bit moments that several devices would cut differently."""
+    if config.optimizer == "adamw_8bit" and is_sharded(config):
+        setting = "offload = true" if config.offload else f"num_devices = {config.num_devices}"
+        raise ValueError(
+            f"optimizer = 'adamw_8bit' trains on one device, with the weights there, and {setting}: remove one of them"
+        )
 
 
 def _check_context_parallel(config: TrainerConfig | SFTConfig) -> None:
@@ -160,6 +174,7 @@ class TrainerConfig(StepConfig):
         _require(self.mini_batches >= 1, "mini_batches", self.mini_batches, "at least 1")
         _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
         _check_context_parallel(self)
+        _check_optimizer(self)
         if self.offload and self.lora is not None:
             raise ValueError("offload = true is for full training, and [trainer.lora] is set: remove one of them")
         _require(self.max_restarts >= 0, "max_restarts", self.max_restarts, "at least 0")
@@ -202,6 +217,7 @@ class SFTConfig(StepConfig):
         StepConfig.__post_init__(self)
         _require(self.num_devices >= 1, "num_devices", self.num_devices, "at least 1")
         _check_context_parallel(self)
+        _check_optimizer(self)
         _require(self.num_steps >= 1, "num_steps", self.num_steps, "at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
 

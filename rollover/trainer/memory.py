@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
 from rollover.trainer.config import TrainerConfig, is_sharded
+from rollover.trainer.eight_bits import moment_bytes, quantised
 from rollover.trainer.experts import prepare_experts
 from rollover.trainer.logprobs import response_logprobs
 from rollover.trainer.lora import adapter_settings, with_adapters
@@ -31,8 +32,6 @@ from rollover.trainer.proof import attention_of, prove
 
 _TRACED_LAYERS = (2, 3)
 _FLOAT32_BYTES = 4
-_MOMENT_BYTES = 8
-"""Both moments of AdamW, in float32."""
 _ALIKE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
 """Settings that let all layers of a mixture of experts have experts, which dense ones then count as."""
 
@@ -112,7 +111,7 @@ def training_memory(
         "weights": whole.weights // size,
         "reference": whole.weights // size if needs_ref and config.lora is None else 0,
         "gradients": _FLOAT32_BYTES * whole.num_trained // size,
-        "optimizer": _MOMENT_BYTES * whole.num_trained // size,
+        "optimizer": whole.moments // size,
     }
     return TrainingMemory(
         num_parameters=whole.num_parameters,
@@ -142,6 +141,7 @@ class _Trace:
     num_parameters: int
     weights: int
     num_trained: int
+    moments: int
     peak: int
 
     def at(self, num_layers: int, deeper: _Trace) -> _Trace:
@@ -176,6 +176,7 @@ def _trace(
             num_parameters=sum(p.numel() for p in (parameters if config.lora is None else frozen)),
             weights=_FLOAT32_BYTES * num_trained + sum(p.numel() * p.element_size() for p in frozen),
             num_trained=num_trained,
+            moments=moment_bytes(trained, quantised(network, trained) if config.optimizer == "adamw_8bit" else ()),
             peak=allocations.peak,
         )
 

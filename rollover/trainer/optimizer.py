@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import AdamW
 
 from rollover.errors import RolloverError
 from rollover.trainer.config import StepConfig
+from rollover.trainer.eight_bits import AdamW8bit, quantised
 
 
 def learning_rate(config: StepConfig, step: int, num_steps: int) -> float:
@@ -32,7 +34,8 @@ def build_optimizer(model: Any, config: StepConfig) -> AdamW:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW(
+    make = AdamW if config.optimizer == "adamw" else partial(AdamW8bit, quantised(model, parameters))
+    return make(
         [g for g in groups if g["params"]],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),

@@ -78,7 +78,7 @@ def edited(file: str, old: str, new: str) -> Callable[[Path], object]:
 MODELS: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "model 'wrong' is not a folder here and could not be fetched from the hub"),
     (lambda folder: (folder / "config.json").unlink(), "model folder 'wrong' has no config.json"),
-    (edited("config.json", '"qwen3"', '"gpt2"'), "model_type 'gpt2' cannot be trained"),
+    (edited("config.json", '"qwen3"', '"bert"'), "model_type 'bert' cannot be trained"),
     (edited("config.json", "{", "("), "wrong/config.json is not a model config"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "wrong: no tokenizer (tokenizer.json, "),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "wrong: the tokenizer cannot be loaded ("),

@@ -81,9 +81,11 @@ def _text(content: Any, where: str) -> str:
         raise DataError(f"{where}: content is text or a list of parts, got {json.dumps(content, default=str)[:60]}")
     texts = []
     for part in content:
-        kinds = {key for key, value in part.items() if value} if isinstance(part, Mapping) else {type(part).__name__}
-        if not kinds <= {"type", "text"} or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: only parts of text can be trained, and a part has {', '.join(sorted(kinds))}")
+        keys = {key for key, value in part.items() if value} if isinstance(part, Mapping) else {""}
+        if not keys <= {"type", "text"} or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            found = json.dumps(part, default=str)
+            found = found if len(found) <= 60 else f"{found[:60]}..."
+            raise DataError(f"{where}: only text can be trained, and a part is {found}; leave such rows out")
         texts.append(part["text"])
     return "".join(texts)
 

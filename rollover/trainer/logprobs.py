@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,14 +83,26 @@ class OutputHead:
         return logits_TV
 
 
+@dataclass
+class _GivenOutput(MoeModelOutputWithPast):
+    """Has all that the heads of any family ask of a decoder's output."""
+
+    cross_attentions: None = None
+
+
 class _Given(nn.Module):
     """Stands in for the decoder, whose last hidden states are known."""
 
     def __init__(self, hidden_TD: Tensor) -> None:
         super().__init__()
-        self._output = MoeModelOutputWithPast(last_hidden_state=hidden_TD[None])
+        self._output = _GivenOutput(last_hidden_state=hidden_TD[None])
 
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+    @property
+    def decoder(self) -> _Given:
+        """Return what some families call inside their model."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _GivenOutput:
         return self._output
 
 

@@ -69,7 +69,11 @@ SHAPES = (
     Shape("images", {"prompt": "1", "answer": "2", "images": ["a.png"]}, refused="only text is trained"),
     Shape("videos", {"prompt": "1", "answer": "2", "videos": ["x.mp4"]}, refused="column 'videos' is not empty"),
     Shape("audio", {"prompt": "1", "answer": "2", "audio": "x.wav"}, refused="column 'audio' is not empty"),
-    Shape("a part with an image", {"prompt": [user([{"type": "image"}])], "answer": "2"}, refused="only parts of text"),
+    Shape(
+        "a part with an image",
+        {"prompt": [user([{"type": "image"}])], "answer": "2"},
+        refused='a part is {"type": "image"}; leave',
+    ),
     Shape("ShareGPT", {"messages": [{"from": "human", "value": "1"}], "answer": "2"}, refused="'role' and 'content'"),
     Shape("conversations", {"conversations": [user("1")], "answer": "2"}, refused="set prompt_column"),
     Shape("conversations, chosen", {"conversations": [user("1")], "answer": "2"}, "1", "2", prompt="conversations"),

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 UPDATE_TIMEOUT_S = 600.0
 """Longest that new weights may take to be loaded by an engine without deadlines of its own."""
@@ -118,15 +118,18 @@ class EngineConfig(ABC):
         """Return the device of each engine that these settings start on this machine, or all devices of each server."""
         return ()
 
-    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
+    def memory(
+        self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None
+    ) -> Mapping[str, int] | None:
         """Return the bytes, by purpose, that one engine takes of a device; ``None`` if the settings do not determine
         them.
 
         Args:
             num_parameters: of the model.
+            model: the content of its ``config.json``.
             capacity: the bytes of a GPU; ``None`` if they are not known, and on a CPU.
         """
-        del num_parameters, on_gpu, capacity
+        del num_parameters, model, on_gpu, capacity
         return None
 
     def weights_root(self, default: Path, name: str) -> Path | None:

@@ -16,6 +16,7 @@ from rollover.engine.devices import UNSEEN, numbered
 from rollover.run.config import RunConfig
 from rollover.run.trainers import model_shape
 from rollover.trainer.checks import SHARDED
+from rollover.trainer.config import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -130,9 +131,10 @@ def _engines(config: RunConfig, num_parameters: int) -> dict[str, dict[str, int]
     Example: ``{"cuda:0": {"engines' weights": 2 * 2**30, "engines' cache": 2**34}}``
     """
     found: dict[str, Counter[str]] = {}
+    model = model_shape(config)
     for device in _engine_devices(config):
         capacity = None if device == "cpu" else _capacity(device)
-        parts = config.engine.memory(num_parameters, on_gpu=device != "cpu", capacity=capacity)
+        parts = config.engine.memory(num_parameters, model, on_gpu=device != "cpu", capacity=capacity)
         if parts is not None:
             found.setdefault(device, Counter()).update({f"engines' {name}": size for name, size in parts.items()})
     return {device: dict(parts) for device, parts in found.items()}
@@ -175,6 +177,9 @@ def _advice(config: RunConfig, memory: DeviceMemory) -> str:
         adapters = "train adapters, [trainer.lora]"
         can_offload = not trainer.offload and memory.device != "cpu" and model_shape(config)["model_type"] in SHARDED
         offload = f"set trainer.offload = true, or {adapters}" if can_offload else adapters
+        over = memory.total - (memory.capacity or memory.total)
+        if trainer.optimizer == "adamw" and not is_sharded(trainer) and memory.parts.get("optimizer", 0) * 0.7 > over:
+            offload = f"set trainer.optimizer = 'adamw_8bit', or {offload}"
         remedies |= {"optimizer": offload, "gradients": offload, _OFFLOADED: adapters}
     if (argument := config.engine.memory_share_argument) is not None:
         remedies["engines' share"] = f"lower {argument} in engine.launch_args"

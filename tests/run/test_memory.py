@@ -103,7 +103,7 @@ def test_it_advises_what_makes_the_largest_part_smaller(monkeypatch: pytest.Monk
     assert advice(memory_lines(recomputed)).startswith("lower trainer.micro_batch_tokens, down to 416 (")
     deep = configured("--model.scratch.num_layers", "40", "--trainer.gradient_checkpointing", "true")
     with_capacity(monkeypatch, device_memory(deep)[0].total - 1)
-    assert advice(memory_lines(deep)) == "train adapters, [trainer.lora]"
+    assert advice(memory_lines(deep)) == "set trainer.optimizer = 'adamw_8bit', or train adapters, [trainer.lora]"
     with_capacity(monkeypatch, 2**20)
     assert advice(memory_lines(deep)) == "take a smaller model, or a device with more memory"
 
@@ -191,6 +191,22 @@ def test_the_embedded_engine_shares_the_first_gpu_with_the_first_rank(monkeypatc
     first, second = device_memory(load("quickstart", [*WIDE[:-4], *GPU_TRAINER, "2"]))
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert "engines' cache" in first.parts and "engines' cache" not in second.parts
+
+
+def test_offloaded_weights_are_counted_in_the_machine_where_offload_is_the_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpus(monkeypatch, 2, 80 * 2**30)
+    options = [*WIDE[:-4], *GPU_TRAINER, "2", "--trainer.gradient_checkpointing", "true"]
+    options += ["--model.scratch.num_layers", "40", "--trainer.micro_batch_tokens", "416", "--engine.device", "cpu"]
+    on_gpu = device_memory(load("quickstart", options))[0]
+    *gpus, machine = device_memory(load("quickstart", [*options, "--trainer.offload", "true"]))
+    assert [one.device for one in (*gpus, machine)] == ["cuda:0", "cuda:1", "cpu"]
+    kept = ("weights", "gradients", "optimizer")
+    assert not any(one.parts[name] for one in gpus for name in kept)
+    assert machine.parts[memory._OFFLOADED] == 2 * sum(on_gpu.parts[name] for name in kept)
+    on_gpus(monkeypatch, 2, on_gpu.total - 1)
+    assert advice(memory_lines(load("quickstart", options))).startswith("set trainer.offload = true, or train adapters")
 
 
 @pytest.mark.parametrize(

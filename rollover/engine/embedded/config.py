@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands, check_colocated
 from rollover.engine.devices import device_of, numbered
+from rollover.hf.architecture import Architecture
+from rollover.hf.config import num_experts
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -80,10 +82,29 @@ class EmbeddedConfig(EngineConfig):
     def devices(self) -> Sequence[str]:
         return (numbered(device_of(self.device)),)
 
-    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int]:
+    def memory(
+        self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None
+    ) -> Mapping[str, int]:
         del capacity
         is_half = self.dtype == "bfloat16" or (self.dtype == "auto" and on_gpu)
-        return {"weights": num_parameters * (2 if is_half else 4), "cache": self.kv_cache_bytes}
+        parts = {"weights": num_parameters * (2 if is_half else 4), "cache": self.kv_cache_bytes}
+        if num_experts(model):
+            parts["rows of experts"] = self._rows_of_experts(model, not on_gpu and self.cpu_kernels != "torch")
+        return parts
+
+    def _rows_of_experts(self, model: Mapping[str, Any], is_compiled: bool) -> int:
+        """Return the bytes of the rows that are copied for their experts in an iteration: a row per token and expert.
+
+        Compiled kernels keep room for inputs, later outputs, and inner numbers in float32. PyTorch's operations take 12
+        bytes for each number of the outputs in any format: inputs and outputs, and the products with their weights in
+        float32. Scores and their order take 16 bytes for each expert of a token.
+        """
+        experts, hidden = Architecture.from_config(model).experts, int(model["hidden_size"])
+        assert experts is not None
+        tokens = max(self.max_running, self.prefill_chunk_tokens)
+        if is_compiled:
+            return 4 * tokens * (experts.per_token * (hidden + experts.intermediate_size) + experts.num)
+        return tokens * (12 * experts.per_token * hidden + 16 * experts.num)
 
     def mismatch_remedy(self, number_format: str) -> str:
         finer = "" if number_format == "float32" else "set engine.dtype = 'float32', or "

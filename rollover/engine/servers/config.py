@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands
@@ -160,8 +160,10 @@ class ServerConfig(EngineConfig):
     def devices(self) -> list[str]:
         return [device for n in range(self.num_servers) for device in self.devices_of(n)] if self.launch else []
 
-    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
-        del num_parameters
+    def memory(
+        self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None
+    ) -> Mapping[str, int] | None:
+        del num_parameters, model
         share = argument(self.launch_args, self.memory_share_argument or "")
         if not (self.launch and on_gpu and capacity and share):
             return None

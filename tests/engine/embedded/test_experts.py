@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.core import EngineCore
+from rollover.engine.embedded.experts import Experts, apply_by_expert, choose
 from rollover.engine.embedded.graphs import GraphModelRunner
+from rollover.engine.embedded.model import Weights
+from rollover.engine.embedded.native import _Routing
+from rollover.engine.embedded.ops import TorchLayout
 from rollover.errors import EngineError
+from rollover.hf.architecture import Architecture
 from rollover.routes import check_routes
+from rollover.trainer.memory import _Allocations
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request, tokens
 from tests.engine.embedded import harness
@@ -49,6 +56,31 @@ def core_by(way: str, folder: Path, **settings: Any) -> EngineCore:
     if way == "recorded":
         return EngineCore(folder, replace(harness.CONFIG, **settings), make_model_runner=GraphModelRunner)
     return core_of(folder, cpu_kernels=way, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_is_what_an_iteration_takes_for_its_experts(dtype: Any) -> None:
+    sizes = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    shape = experts_model(**sizes).config.to_dict()
+    arch, cpu = Architecture.from_config(shape), torch.device("cpu")
+    config = EmbeddedConfig(device="cpu", cpu_kernels="torch", dtype=dtype, prefill_chunk_tokens=512, max_running=8)
+
+    def estimate(config: EmbeddedConfig) -> int:
+        return config.memory(1, shape, on_gpu=False, capacity=None)["rows of experts"]
+
+    layout = TorchLayout(getattr(torch, dtype), cpu)
+    experts = Weights(arch, cpu, layout).layers[0].mlp
+    assert isinstance(experts, Experts)
+    for matrices in (experts.gate_up, experts.down):
+        assert matrices.stack_EIO is not None
+        matrices.stack_EIO.normal_(0, 0.1)
+    experts.router.fill(0, torch.randn(16, 256))
+    x_TH = torch.randn(512, 256).to(layout.dtype)
+    with _Allocations(known=[x_TH]) as allocations:
+        apply_by_expert(experts, x_TH, *choose(experts, x_TH))
+    assert allocations.peak == pytest.approx(estimate(config), rel=0.1)
+    compiled = sum(array.nbytes for array in _Routing(arch, 512, apart=0)._arrays)
+    assert compiled == pytest.approx(estimate(replace(config, cpu_kernels="compiled")), rel=0.05)
 
 
 def routes_of(chunks: list[Chunk]) -> tuple[bytes, ...]:

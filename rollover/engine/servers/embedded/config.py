@@ -76,8 +76,10 @@ class EmbeddedServerConfig(ServerConfig):
     def launch_device(self) -> str:
         return self.started().device
 
-    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> Mapping[str, int] | None:
-        return self.started().memory(num_parameters, on_gpu=on_gpu, capacity=capacity) if self.launch else None
+    def memory(
+        self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None
+    ) -> Mapping[str, int] | None:
+        return self.started().memory(num_parameters, model, on_gpu=on_gpu, capacity=capacity) if self.launch else None
 
     @property
     def declared(self) -> DeclaredCapabilities:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollover.errors import ModelError, RunError
 from rollover.hf.hub import resolve_model
+from rollover.trainer.hub_names import hub_weights, named_tensors
 from rollover.trainer.models import named_weights
 from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
 from rollover.weights.base import WeightSource
@@ -33,25 +34,20 @@ def policy_source(model: Any, version: int) -> WeightSource:
     """
     if not hasattr(model, "peft_config"):
         return MemoryWeights(version, named_weights(model))
-    weights = _merged(model.get_base_model())
-    if left := [name for name in weights if any(part in name for part in _OF_ADAPTERS)]:
+    base = model.get_base_model()
+    layers = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
+    adapters = {f"{name}.weight": _low_rank(name, module) for name, module in layers.items()}
+    frozen = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in named_tensors(base).items()
+        if "lora_A." not in name and "lora_B." not in name
+    }
+    if left := [name for name in frozen if any(part in name for part in _OF_ADAPTERS)]:
         raise ModelError(
             f"the model has adapters that cannot be merged into its weights, first {left[0]!r}: use LoRA on linear"
             " layers, without DoRA and modules_to_save"
         )
-    return AdapterWeights(version, weights)
-
-
-def _merged(base: Any) -> MergedWeights:
-    frozen: dict[str, Tensor] = {}
-    for name, parameter in base.named_parameters():
-        if "lora_A." not in name and "lora_B." not in name:
-            frozen[name.replace(".base_layer.", ".")] = parameter.detach()
-    adapters = {}
-    for name, module in base.named_modules():
-        if hasattr(module, "base_layer"):
-            adapters[f"{name}.weight"] = _low_rank(name, module)
-    return MergedWeights(frozen, adapters)
+    return AdapterWeights(version, MergedWeights(hub_weights(base, frozen), adapters))
 
 
 def _low_rank(name: str, module: Any) -> LowRank:

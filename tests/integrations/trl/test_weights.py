@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollover.errors import ModelError, RunError
@@ -44,6 +45,16 @@ def test_adapters_are_merged_and_the_model_stays_as_it_is(tiny_model: Path) -> N
     plain = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
     differing = {name for name, tensor in published.items() if not torch.equal(tensor, plain[name])}
     assert {name.rsplit(".", 2)[1] for name in differing} == {"q_proj", "down_proj"}
+
+
+def test_adapters_beside_experts_leave_them_under_the_names_of_the_hub(tmp_path: Path) -> None:
+    make_experts(tmp_path)
+    model = adapted(tmp_path, target_modules=["q_proj"])
+    published, plain = dict(policy_source(model, 0).tensors()), load_file(tmp_path / "model.safetensors")
+    merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+    assert published.keys() == plain.keys()
+    for name, tensor in published.items():
+        torch.testing.assert_close(tensor, merged[name].detach() if "q_proj" in name else plain[name])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from rollover.errors import ConfigError
 from rollover.settings import schema
 from rollover.settings.toml import Document
-from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, TrainerConfig
+from rollover.trainer.config import CheckpointConfig, LoraConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from rollover.trainer.config import CheckpointConfig, ScratchConfig, SFTConfig, 
         (TrainerConfig, {"dtype": "bfloat"}, "dtype 'bfloat' is unknown; did you mean 'bfloat16'"),
         (TrainerConfig, {"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
         (TrainerConfig, {"adam_beta2": 1.0}, r"adam_beta2 must be in \[0, 1\), got 1.0"),
+        (TrainerConfig, {"offload": True, "lora": LoraConfig()}, r"for full training, and \[trainer.lora\] is set"),
         (SFTConfig, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
         (CheckpointConfig, {"keep_last": 0}, "keep_last must be at least 1, got 0"),
         (ScratchConfig, {"num_kv_heads": 3}, r"num_kv_heads must be a divisor of num_heads \(4\), got 3"),

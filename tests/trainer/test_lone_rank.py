@@ -61,14 +61,15 @@ def test_a_rank_alone_equals_the_trainer_in_process_also_after_a_kill(
     assert again.version == 2
 
 
+@pytest.mark.parametrize("num", [1, 2])
 def test_weights_in_the_machines_memory_are_trained_and_saved_as_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num: int
 ) -> None:
     """Also continued with the weights on the device, from such a checkpoint."""
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     folder = make_folder(tmp_path / "policy")
     here = make_trainer(folder)
-    with fleet(folder, tmp_path, num_devices=1, offload=True, deterministic=False) as trainer:
+    with fleet(folder, tmp_path, num_devices=num, offload=True, deterministic=False) as trainer:
         for batch in BATCHES[:2]:
             found, expected = trainer.step(batch).metrics, here.step(batch).metrics
             for name in ("loss", "grad_norm"):

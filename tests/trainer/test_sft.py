@@ -127,18 +127,19 @@ def test_several_devices_write_the_model_that_one_does(
 ) -> None:
     monkeypatch.setattr(ranks, "_start", forked_ranks.start)
     steps: list[SFTProgress] = []
-    for num in (1, 2):
-        settings = config(num_steps=3, batch_size=4, learning_rate=1e-3, num_devices=num)
-        output = tmp_path / f"on-{num}"
+    for num, offload in ((1, False), (2, False), (1, True)):
+        settings = config(num_steps=3, batch_size=4, learning_rate=1e-3, num_devices=num, offload=offload)
+        output = tmp_path / ("offloaded" if offload else f"on-{num}")
         run_sft(
             folder, itertools.cycle(EXAMPLES), settings, output=output, logs=tmp_path / "logs", on_progress=steps.append
         )
-    assert [s.loss for s in steps[3:]] == pytest.approx([s.loss for s in steps[:3]], rel=1e-5)
-    one, two = load_policy(tmp_path / "on-1"), load_policy(tmp_path / "on-2")
-    for (name, ours), theirs in zip(one.named_parameters(), two.parameters(), strict=True):
-        assert (ours - theirs).abs().max() < 1e-6, name
+    assert [s.loss for s in steps[3:]] == pytest.approx(2 * [s.loss for s in steps[:3]], rel=1e-5)
+    one, *others = (load_policy(tmp_path / name) for name in ("on-1", "on-2", "offloaded"))
+    for other in others:
+        for (name, ours), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert (ours - theirs).abs().max() < 1e-6, name
     assert len(list((tmp_path / "on-2").glob("model-*-of-00002.safetensors"))) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "on-1", "on-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "offloaded", "on-1", "on-2"]
 
 
 @pytest.fixture

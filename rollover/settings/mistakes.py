@@ -60,6 +60,8 @@ class Mistakes:
             case kind if kind.endswith("_type") or kind == "int_from_float":
                 expected = dict.fromkeys(map(_name, types_at(self.schema, path, self.data)))
                 message = f"expected {' or '.join(expected)}, got {_show(seen)}"
+            case "too_long":
+                message = f"expected at most {context['max_length']} values, got {_show(seen)}"
             case _:
                 message = f"{error['msg']}, got {_show(seen)}"
         return self._at(path, f"{dotted(path)}: {message}")

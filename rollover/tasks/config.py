@@ -100,8 +100,9 @@ class TasksConfig:
                     f"tasks.eval: source {source.name!r} must have one reward, which does not compare siblings: "
                     "accuracy is the share of responses that it passes"
                 )
-        if self.chat_template == "off" and self.system_prompt is not None:
-            raise ValueError("tasks.system_prompt has no effect with chat_template = 'off': remove one of them")
+        for key in ("system_prompt", "chat_template_file"):
+            if self.chat_template == "off" and getattr(self, key) is not None:
+                raise ValueError(f"tasks.{key} has no effect with chat_template = 'off': remove one of them")
         if self.chat_template_date is not None:
             try:
                 datetime.date.fromisoformat(self.chat_template_date)

@@ -231,6 +231,8 @@ class PromptEncoder:
         for name, value in arguments.items():
             if self._template is None:
                 raise DataError(f"{key}.{name} needs a chat template; omit it")
+            if name in ("messages", "tools", "add_generation_prompt"):
+                raise DataError(f"{key}.{name} is given to every chat template by Rollover; omit it")
             if not self._template.names(name):
                 raise DataError(f"{key}.{name}: the chat template reads no argument of this name; omit it")
             if isinstance(value, str) and value.lower() in ("true", "false"):

@@ -92,6 +92,7 @@ def test_a_document_becomes_the_dataclasses_it_describes() -> None:
         ("rollout = 2", "run.toml:1: rollout: expected a table, got the whole number 2"),
         ("sources = 2", "run.toml:1: sources: expected a list, got the whole number 2"),
         ("[rollout]\nstrategy = 'aprl'", "run.toml:2: rollout.strategy: 'aprl' is not allowed; choose 'sync' or 'april'"),
+        ("[rollout]\nbounds = [1.0, 2.0, 3.0]", "run.toml:2: rollout.bounds: expected at most 2 values, got the list [1.0, 2.0, 3.0]"),
         ("[[sources]]\nweight = 1", "run.toml:1: sources.0.name: this key is required"),
         ("[warmup]\nsize = 1", "run.toml:2: warmup.size: unknown key; known: bounds, group_size, name, stops, strategy, temperature"),
         ("[rollout]\ngroup_size = 0", "run.toml:2: rollout.group_size must be at least 1, got 0"),

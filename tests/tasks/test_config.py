@@ -49,7 +49,8 @@ def loaded(text: str) -> TasksConfig:
             {**FILE, "reward": VerifierConfig(), "rewards": (ExactConfig(), VerifierConfig())},
             "'verifier' belongs to reasoning_gym",
         ),
-        ({**FILE, "reward": VerifierConfig()}, "'verifier' belongs to reasoning_gym; set reward.kind to 'exact'"),
+        ({**FILE, "reward": VerifierConfig()}, "no reward is set; set reward.kind to 'exact'"),
+        ({**FILE, "reward": ExactConfig(), "prompt_column": ()}, "prompt_column is empty; name a column"),
     ],
 )
 def test_a_source_setting_that_cannot_work_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -72,7 +73,7 @@ EXACT = "reward = { kind = 'exact' }"
         (f"kind = 'jsonl'\nname = 'a'\n{EXACT}", ":1: train.0.path: this key is required"),
         (f"name = 'a'\npath = 'x'\n{EXACT}", ":1: train.0.kind: this key is required"),
         ("kind = 'json'\nname = 'a'", ":2: train.0.kind: 'json' is not allowed; did you mean 'jsonl'?"),
-        ("kind = 'jsonl'\nname = 'a'\npath = 'x'", ":2: train.0: source 'a': reward kind 'verifier' belongs to reasoning_gym"),
+        ("kind = 'jsonl'\nname = 'a'\npath = 'x'", ":1: train.0: source 'a': no reward is set; set reward.kind to"),
         ("kind = 'jsonl'\nname = 'a'\npath = 7", ":4: train.0.path: expected a string, got the whole number 7"),
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { reference_extract = 'hashes' }", ":4: train.0.reward.reference_extract: unknown key of kind 'verifier'; it belongs to kind 'exact' or 'math_verify'"),
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'math_verify', extract = 'tag' }", ":4: train.0.reward.extract: unknown key of kind 'math_verify'; it belongs to kind 'verifier' or 'exact'"),
@@ -104,6 +105,7 @@ def test_generated_items_are_scored_by_their_verifier() -> None:
     [
         ({"train": (source(**GYM), source(**GYM))}, "two sources are called 'chain_sum'"),
         ({"chat_template": "off", "system_prompt": "x"}, "system_prompt has no effect"),
+        ({"chat_template": "off", "chat_template_file": "x"}, "chat_template_file has no effect"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ({"eval_seed": -1}, "eval_seed"),
     ],

@@ -135,11 +135,14 @@ class DatasetSettings(SourceSettings):
         SourceSettings.__post_init__(self)
         if not self.path:
             raise ValueError(f"source {self.name!r}: path is empty, and kind {self.kind!r} needs one")
-        if misplaced := [reward.kind for reward in self.all_rewards if reward.needs_verifier]:
+        if any(reward.needs_verifier for reward in self.all_rewards):
+            is_unset = self.all_rewards == (VerifierConfig(),)
+            found = "no reward is set" if is_unset else "reward kind 'verifier' belongs to reasoning_gym"
             raise ValueError(
-                f"source {self.name!r}: reward kind {misplaced[0]!r} belongs to reasoning_gym; "
-                "set reward.kind to 'exact', 'math_verify' or 'function'"
+                f"source {self.name!r}: {found}; set reward.kind to 'exact', 'math_verify', 'judge' or 'function'"
             )
+        if self.prompt_column in ((), ""):
+            raise ValueError(f"source {self.name!r}: prompt_column is empty; name a column, or leave it out")
 
     def column_settings(self) -> ColumnSettings:
         return ColumnSettings(

@@ -41,8 +41,8 @@ class Evaluation:
     """One per source, and ``all`` last when there are several."""
     lengths: tuple[int, ...]
     """Response lengths in tokens, over all samples."""
-    num_failed: int
-    """Samples whose scoring failed; they count as reward 0."""
+    failures: tuple[str, ...]
+    """Reasons of samples that could not be scored; they count as reward 0."""
     versions: tuple[int, int]
     """The oldest and the newest weights that sampled the responses; two if training went on meanwhile."""
 
@@ -54,7 +54,7 @@ class Evaluation:
             "eval/mean_tokens": math.fsum(self.lengths) / len(self.lengths),
             "eval/reward": self.rows[-1].reward.mean,
             "eval/samples": len(self.lengths),
-            "eval/scored": len(self.lengths) - self.num_failed,
+            "eval/scored": len(self.lengths) - len(self.failures),
             "eval/oldest_version": self.versions[0],
             "eval/newest_version": self.versions[1],
         }
@@ -203,6 +203,7 @@ class Evaluator:
             for p, prompt in enumerate(self._prompts)
         ]
         num_samples, done = sum(map(len, ids)), 0
+        failures: list[str] = []
 
         async def one(sample_id: SampleId) -> tuple[Trajectory, float | None]:
             nonlocal done
@@ -218,8 +219,8 @@ class Evaluator:
                         answer = await self._environment.act(trajectory, self._clock.now_s())
                         trajectory = replace(trajectory, observations=(*trajectory.observations, answer))
                 reward = await self._scorer.score(trajectory)
-            except RewardError:
-                pass
+            except RewardError as error:
+                failures.append(str(error))
             finally:
                 self._environment.leave(trajectory.sample_id)
             done += 1
@@ -251,7 +252,7 @@ class Evaluator:
                 {name: sorted({1, *each.k}) for name, each in self._sets.items()},
             ),
             lengths=tuple(trajectory.num_tokens for trajectory, _ in flat),
-            num_failed=sum(reward is None for _, reward in flat),
+            failures=tuple(failures),
             versions=(min(versions, default=0), max(versions, default=0)),
         )
 

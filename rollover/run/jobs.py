@@ -98,7 +98,9 @@ def evaluate(config: RunConfig, run: RunDir) -> None:
             samples = str(row.num_samples) if rest else f"{row.num_prompts} x {each}"
             table.add_row(row.source.removeprefix("eval/"), samples, *cells)
         progress.console.print(table)
-        progress.result(f"{len(result.lengths) - result.num_failed} of {len(result.lengths)} samples were scored")
+        reason = f"; the first failure: {result.failures[0]}" if result.failures else ""
+        num = len(result.lengths)
+        progress.result(f"{num - len(result.failures)} of {num} samples were scored{reason}")
 
 
 def _estimate(estimate: MeanEstimate) -> str:

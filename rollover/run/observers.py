@@ -142,10 +142,10 @@ class ProgressObserver:
         self.progress.evaluation(version, evaluation.metrics())
         if version == 0:
             self.progress.message(f"response lengths before training: {describe_lengths(evaluation.lengths)}")
-        if evaluation.num_failed:
-            self.progress.message(f"{evaluation.num_failed} evaluation samples could not be scored and count as 0")
+        if found := evaluation.failures:
+            self.progress.message(f"{len(found)} evaluation samples could not be scored and count as 0: {found[0]}")
         oldest, newest = evaluation.versions
-        if oldest != newest:
+        if (oldest, newest) != (version, version):
             self.progress.message(f"its samples are of the weights after steps {oldest} to {newest}")
 
 

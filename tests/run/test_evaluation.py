@@ -93,7 +93,7 @@ def test_responses_go_on_after_failures() -> None:
 def test_a_sample_that_cannot_be_scored_counts_as_0_and_is_told() -> None:
     async def main() -> None:
         result = await evaluator(Failing(after=10**6, failures=0), Refusing(RewardError("late"))).run()
-        assert (result.num_failed, result.rows[-1].reward.mean) == (2, 0.8)
+        assert (result.failures, result.rows[-1].reward.mean) == (("late", "late"), 0.8)
         assert (result.metrics()["eval/scored"], result.metrics()["eval/samples"]) == (8, 10)
 
     run(main())

@@ -61,8 +61,8 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
     for sample in (ordered[::-1] if reverse else ordered)[:show]:
         click.echo("\n" + redact(_described(sample)))
         if sample.prompt.columns:
-            columns = json.dumps(dict(sample.prompt.columns), ensure_ascii=False)
-            click.echo(printable(redact(columns))[:_MOST_COLUMNS])
+            columns = printable(redact(json.dumps(dict(sample.prompt.columns), ensure_ascii=False)))
+            click.echo(columns if len(columns) <= _MOST_COLUMNS else f"{columns[:_MOST_COLUMNS]}...")
         click.echo(printable(redact(sample.prompt.text)))
         click.echo(click.style("── response ──", bold=True))
         click.echo(_coloured(sample, tokenizer, redact))

@@ -46,12 +46,13 @@ _MIN_KNOWN_CHARACTERS = 8
 
 _ALWAYS = re.compile(
     r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwds?|auth|oauth|authentication|authorization"
-    r"|(?:pw|jwt|sas|otp|totp|dsn|webhook|cred|psk|hmac|mnemonic)s?|connstr(?:ing)?s?|(?:pass|app|shared)keys?"
-    r"|bearer|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
+    r"|(?:pw|jwt|sas|otp|totp|mfa|dsn|webhook|cred|psk|hmac|pem|csrf|xsrf|mnemonic)s?"
+    r"|connstr(?:ing)?s?|(?:pass|app|shared)keys?|bearer"
+    r"|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
 )
 """Words that make a name a secret's wherever they stand in it."""
 _LAST = re.compile(
-    r"keys?|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass|(?:sig(?:nature)?|session|sid|pat|pin)s?"
+    r"keys?|pass|\w*token|(?:db|pg|my|user|smtp|mysql|proxy)pass|(?:sig(?:nature)?|session(?:id)?|sid|pat|pin)s?"
 )
 """Words that do at the end of a name, unless one of ``_OF_LANGUAGE`` is before them."""
 _OF_LANGUAGE = re.compile(
@@ -60,7 +61,7 @@ _OF_LANGUAGE = re.compile(
 )
 _TOGETHER = re.compile(
     r"\b(?:conn(?:ection)? str(?:ing)?|(?:seed|recovery|backup|secret) ?(?:phrase|word|code|seed)|pin ?(?:code|number)"
-    r"|(?:wallet|master|mnemonic) ?seed)s?\b"
+    r"|(?:wallet|master|mnemonic) ?seed|session id|id (?:rsa|ed25519))s?\b"
 )
 """Words that do if they follow each other."""
 _OWNERS = re.compile(

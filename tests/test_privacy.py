@@ -23,6 +23,7 @@ SECRETS = (
     "session_id_token", "dsn", "SENTRY_DSN", "connection_string", "conn_str", "webhook", "slack_webhook_url", "github_pat",
     "creds", "db_cred", "psk", "hmac", "passkey", "app_key", "shared_key", "mnemonic", "seed_phrase", "seedPhrase", "recovery_code", "recovery_codes",
     "backup-codes", "recovery_phrase", "passphrase", "pin", "user_pin", "pin_code", "PINCODE", "PIN_NUMBER", "wallet_seed",
+    "sessionid", "session_id", "csrf", "xsrf_cookie", "private_pem", "id_rsa", "mfa",
 )  # fmt: skip
 HARMLESS = (
     "max_new_tokens", "tokenizer", "stop_token_ids", "kv_cache_bytes", "monkey", "eos_token", "token_budget",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,32 +73,57 @@ def changed(fleet: Fleet, **factors: float) -> Fleet:
     return replace(fleet, nodes=tuple(map(better, fleet.nodes)))
 
 
-def of_two_types(network: float, link: float) -> Fleet:
-    """Two nodes of two devices, with ``link`` bytes/s between them although both have a ``network``."""
-    a = device("a", node_size=2, flops=4e12, hbm_bytes=1e15, network=Link(bytes_per_s=network, latency_s=0.0))
-    nodes = tuple(Node(name=d.name, device=d, num_devices=2) for d in (a, replace(a, name="b", flops=2e12)))
-    links = (("a", "b", Link(bytes_per_s=link, latency_s=0.25)),)
-    return Fleet(name="f", nodes=nodes, links=links, currency="USD", budget_per_hour=None)
+ONE_LENGTH = LengthBucket(
+    share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
+)
+STEP_FLOPS = 4 * 64 * 300 * (2 * 9e8 + 4 * 4 * 1024 * 150)
+"""A forward pass, a backward pass of twice its size and one for proximal log-probs, over 64 samples of 300 tokens."""
+LATENCY_S = 0.05
+Trainers = dict[str, tuple[int, float]]
+"""Number of devices and FLOP/s by the name of a node."""
+Links = dict[tuple[str, str], float]
 
 
-def test_two_types_sum_gradients_over_the_link_between_their_nodes() -> None:
-    """By hand: passes over 64 sequences of 300 tokens on 2 x 4 + 2 TFLOP/s, then 2 GB of gradients at 10 GB/s."""
-    one = LengthBucket(
-        share=1.0, tokens=200, max_tokens=400, group_share=1.0, group_tokens=300, batch_share=1.0, batch_tokens=380
-    )
-    spec = PlanSpec(model=MODEL, workload=workload(buckets=(one,)), max_staleness=4)
-    passes_s = 4 * 64 * 300 * (2 * 9e8 + 4 * 4 * 1024 * 150) / 10e12
-    optimizer_s = 2 * 16 * 1e9 / 2e12
-    wide = make_plan(of_two_types(network=1e7, link=1e10), spec).solution.plan
-    assert [(part.device, part.num_devices) for part in wide.parts] == [("a", 2), ("b", 1)]
-    assert passes_s + 0.45 < wide.step_s < passes_s + 0.45 + optimizer_s
-    narrow = make_plan(of_two_types(network=1e10, link=1e7), spec).solution.plan
-    assert [part.device for part in narrow.parts] == ["a"]  # 2 GB would take 200 s
+def fleet_of(trainers: Trainers, links: Links) -> Fleet:
+    """Return nodes that lack nothing but FLOP/s and wide links, and a node ``r`` that can only decode."""
+    wide = Link(bytes_per_s=1e16, latency_s=0.0)
+    base = device(hbm_bytes_per_s=1e16, hbm_bytes=1e15, link=wide, network=wide)
+    made = {name: replace(base, name=name, node_size=n, flops=flops) for name, (n, flops) in trainers.items()}
+    made["r"] = replace(base, name="r", node_size=1, flops=1e18, hbm_bytes=8e9)
+    nodes = tuple(Node(name=name, device=one, num_devices=one.node_size) for name, one in made.items())
+    linked = tuple((*ends, Link(bytes_per_s=width, latency_s=LATENCY_S)) for ends, width in links.items())
+    return Fleet(name="f", nodes=nodes, links=linked, currency="USD", budget_per_hour=None)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "links"),
+    [
+        ({"a": (2, 2e12), "b": (2, 1e12)}, {("a", "b"): 1e10}),
+        ({"a": (2, 2e12), "b": (2, 1e12)}, {("a", "b"): 1.25e6}),
+        ({"a": (2, 1e12), "b": (1, 2e12)}, {("a", "b"): 6e7}),
+        ({"a": (1, 2e12), "b": (1, 2e12), "c": (1, 3e12)}, {("a", "b"): 1e10, ("b", "c"): 1e8, ("a", "c"): 1e10}),
+        ({"a": (2, 1e12), "b": (1, 2e12), "c": (4, 0.5e12)}, {("a", "b"): 1e9, ("b", "c"): 1e9, ("a", "c"): 5e8}),
+    ],
+)
+def test_types_that_train_sum_gradients_over_the_links_between_them(trainers: Trainers, links: Links) -> None:
+    """Enumerated by hand: of all sets of nodes the one whose passes, and 2 GB of gradients twice around a ring over the
+    narrowest of its links, take the least."""
+
+    def step_s(nodes: Sequence[str]) -> float:
+        narrowest = min([width for ends, width in links.items() if {*ends} <= {*nodes}], default=0.0)
+        ring_s = 2 * (1 - 1 / len(nodes)) * 2e9 / narrowest + LATENCY_S if narrowest else 0.0
+        return STEP_FLOPS / sum(math.prod(trainers[name]) for name in nodes) + ring_s
+
+    sets = [nodes for n in range(len(trainers)) for nodes in itertools.combinations(trainers, n + 1)]
+    spec = PlanSpec(model=MODEL, workload=workload(buckets=(ONE_LENGTH,)), max_staleness=4)
+    plan = make_plan(fleet_of(trainers, links), spec).solution.plan
+    assert tuple(part.device for part in plan.parts) == min(sets, key=step_s)
+    assert plan.step_s == pytest.approx(min(map(step_s, sets)), rel=1e-3)
 
 
 def test_a_target_counts_on_the_links_of_the_placement() -> None:
     """Phase 1 expects wide networks, but the link is narrow: what only phase 1 promises is refused."""
-    narrow = of_two_types(network=1e10, link=1e7)
+    narrow = fleet_of({"a": (2, 4e12), "b": (2, 2e12)}, {("a", "b"): 1e7})
     spec = PlanSpec(model=MODEL, workload=workload(), max_staleness=4)
     fastest = make_plan(narrow, spec).solution.steps_per_s
     assert make_plan(narrow, replace(spec, target_steps_per_s=0.995 * fastest)).solution.steps_per_s > 0.99 * fastest

@@ -87,7 +87,8 @@ def dropouts(model: Any) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if (isinstance(module, torch.nn.Dropout) and module.p > 0) or vars(module).get("attention_dropout")
+        if (isinstance(module, torch.nn.Dropout) and module.p > 0)
+        or any("drop" in key and isinstance(value, float) and value > 0 for key, value in vars(module).items())
     ]
 
 

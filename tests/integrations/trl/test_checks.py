@@ -7,11 +7,13 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from peft import LoraConfig
 
 from rollover.errors import ConfigError, DataError
 from rollover.integrations.trl.checks import check_version, refuse, settings_in_the_way
 from rollover.integrations.trl.prompts import DatasetPrompts, EncodedPrompt, fingerprint
+from rollover.integrations.trl.weights import dropouts
 from tests.integrations.trl.kit import arguments, letters, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -138,6 +140,9 @@ def test_dropout_is_refused_until_it_is_off(tiny_model: Path, tmp_path: Path) ->
     trainer(tiny_model, tmp_path, peft_config=lora, disable_dropout=True)
     with pytest.raises(ConfigError, match=r"in 2 places .*self_attn.* attention_dropout in the model's config to 0"):
         trainer(tiny_model, tmp_path, model_init_kwargs={"attention_dropout": 0.1})
+    layer = torch.nn.Linear(2, 2)
+    layer.activation_dropout = 0.1  # OPT's
+    assert dropouts(torch.nn.Sequential(layer, torch.nn.Dropout(0.0))) == ["0"]
 
 
 def test_a_mode_that_drops_stale_responses_is_warned_about(

@@ -12,7 +12,6 @@ from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.vllm.config import VLLMConfig
-from rollover.run.kinds import ENGINES
 from rollover.swarm.config import SwarmConfig
 
 NOTHING = EngineDemands(
@@ -23,10 +22,6 @@ NOTHING = EngineDemands(
     adapters=False,
     on_cluster=False,
 )
-
-
-def test_the_table_names_every_kind() -> None:
-    assert [*ENGINES] == ["embedded", "vllm", "sglang", "embedded_server", "swarm"]
 
 
 def test_a_publication_has_the_servers_deadline_or_ten_minutes() -> None:

@@ -50,7 +50,7 @@ def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == ()
 
 
-@pytest.mark.parametrize("cut", range(1, 40, 3))
+@pytest.mark.parametrize("cut", range(1, 40, 19))
 def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path, cut: int) -> None:
     _write(tmp_path, {0: 0.1, 1: 0.2})
     path = tmp_path / "metrics.jsonl"
@@ -74,12 +74,6 @@ def test_a_resumed_history_replaces_the_old_one_from_its_first_step(tmp_path: Pa
     rows = read_metrics(tmp_path)
     assert _steps(rows) == [(0, 0.0), (1, 1.1), (2, 1.2)]
     assert _steps(rows, "eval") == [(0, 7.0)]
-
-
-def test_a_step_written_twice_counts_once_with_its_later_values(tmp_path: Path) -> None:
-    _write(tmp_path, {0: 0.0, 1: 0.1})
-    _write(tmp_path, {1: 0.2})
-    assert _steps(read_metrics(tmp_path)) == [(0, 0.0), (1, 0.2)]
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_read_as_nan(tmp_path: Path) -> None:

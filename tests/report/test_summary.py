@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from rollover.privacy import HIDDEN
 from rollover.report.comparison import compare_table
 from rollover.report.metrics import MetricRow
 from rollover.report.record import RunRecord, read_run
-from rollover.report.summary import Accuracy, number, summarize, summary_rows, summary_table
+from rollover.report.summary import Accuracy, summarize, summary_rows, summary_table
 from rollover.report.throughput import of_step
 from rollover.report.timeline import Timeline
 from rollover.rollout.events import BatchTrained
@@ -83,10 +82,6 @@ def test_a_run_that_measured_nothing_shows_dashes() -> None:
     texts = dict(summary_rows(s))
     assert texts["accuracy before"] == texts["lag"] == texts["time"] == texts["peak memory"] == "–"
     assert texts["wasted by the rollout"] == texts["without a gradient"] == "0 of 0 tokens (0.0%)"
-
-
-def test_a_number_that_is_none_is_a_dash() -> None:
-    assert number(math.nan, ".2f", " versions") == number(None, ".2f") == "–"
 
 
 def test_one_evaluation_is_before_and_not_after() -> None:

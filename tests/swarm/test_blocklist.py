@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -93,24 +92,6 @@ def test_a_liar_stays_refused_when_the_trainer_restarts(
 
     asyncio.run(main())
     assert "liar may join again" in capsys.readouterr().out
-
-
-def test_a_disk_that_is_full_keeps_nobody_in(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def full(self: Blocklist, name: str, reason: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    async def main() -> None:
-        async with asyncio.timeout(within(60)), swarm(tmp_path / "swarm", model) as engine:
-            liar = token_of(tmp_path, "liar")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Blocklist, "add", full)
-                await until_sent_away(engine, liar)
-            with pytest.raises(Refused, match="'liar' is no longer trusted"):
-                async with joined(engine, liar):
-                    pass
-
-    asyncio.run(main())
-    assert "liar may join again when the run is restarted" in caplog.text
 
 
 def test_several_processes_can_change_the_file_at_once(tmp_path: Path) -> None:

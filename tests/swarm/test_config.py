@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import ConfigError
 from rollover.run.engine import check_engine
 from rollover.run.loading import load
 from rollover.swarm.config import SwarmConfig
@@ -45,20 +44,8 @@ def test_the_page_is_switched_off_by_none() -> None:
     assert isinstance(config.engine, SwarmConfig) and config.engine.admin_address is None
 
 
-def test_pull_mode_wants_a_strategy_without_staleness() -> None:
-    swarm = ["--engine.kind", "swarm", "--engine.mode", "pull"]
-    with pytest.raises(ConfigError, match=r"engine\.mode 'pull' samples every token from the newest weights"):
-        load("quickstart", swarm)
-    assert load("quickstart", [*swarm, "--rollout.strategy", "sync"]).rollout.staleness_bound == 0
-
-
 def test_a_cut_distribution_is_warned_of_since_it_hides_lies() -> None:
     swarm = ["--engine.kind", "swarm", "--engine.listen", "127.0.0.1:0"]
     for cut in ([], ["--rollout.top_p", "0.9"], ["--rollout.top_k", "20"]):
         warned = [line for line in check_engine(load("quickstart", [*swarm, *cut])) if "nothing verifies" in line]
         assert len(warned) == bool(cut)
-
-
-def test_determinism_is_not_promised() -> None:
-    with pytest.raises(ConfigError, match=r"deterministic = true needs engine\.kind 'embedded'"):
-        load("quickstart", ["--engine.kind", "swarm", "--deterministic", "true"])

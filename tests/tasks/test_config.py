@@ -66,23 +66,14 @@ EXACT = "reward = { kind = 'exact' }"
     ("text", "message"),
     [
         ("kind = 'reasoning_gym'\nname = 'a'\npath = 'x'", ":4: train.0.path: unknown key of kind 'reasoning_gym'; it belongs to kind 'jsonl' or 'parquet' or 'hf'"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nprompt_column = 'x'", ":4: train.0.prompt_column: unknown key of kind 'reasoning_gym'; it belongs to"),
         (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nconfig = {{ a = 1 }}", ":6: train.0.config: unknown key of kind 'jsonl'; it belongs to kind 'reasoning_gym'"),
-        (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nsplit = 'train'", ":6: train.0.split: unknown key of kind 'jsonl'; it belongs to kind 'hf'"),
-        (f"kind = 'jsonl'\nname = 'a'\npath = 'x'\n{EXACT}\nlimits = 3", ":6: train.0.limits: unknown key; did you mean 'limit'?"),
         (f"kind = 'jsonl'\nname = 'a'\n{EXACT}", ":1: train.0.path: this key is required"),
         (f"name = 'a'\npath = 'x'\n{EXACT}", ":1: train.0.kind: this key is required"),
         ("kind = 'json'\nname = 'a'", ":2: train.0.kind: 'json' is not allowed; did you mean 'jsonl'?"),
         ("kind = 'jsonl'\nname = 'a'\npath = 'x'", ":1: train.0: source 'a': no reward is set; set reward.kind to"),
-        ("kind = 'jsonl'\nname = 'a'\npath = 7", ":4: train.0.path: expected a string, got the whole number 7"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { reference_extract = 'hashes' }", ":4: train.0.reward.reference_extract: unknown key of kind 'verifier'; it belongs to kind 'exact' or 'math_verify'"),
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'math_verify', extract = 'tag' }", ":4: train.0.reward.extract: unknown key of kind 'math_verify'; it belongs to kind 'verifier' or 'exact'"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { function = 'm:f' }", ":4: train.0.reward.function: unknown key of kind 'verifier'; it belongs to kind 'function'"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { params = { a = 1 } }", ":4: train.0.reward.params: unknown key of kind 'verifier'; it belongs to kind 'function'"),
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function' }", ":4: train.0.reward.function: this key is required"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function', function = 'm:f', timeout_s = 'x' }", ":4: train.0.reward.timeout_s: expected a number, got the string \"x\""),
         ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'function', function = 'm:f', retries = -1 }", ":4: train.0.reward.retries must be at least 0, got -1"),
-        ("kind = 'reasoning_gym'\nname = 'a'\nreward = { kind = 'exakt' }", ":4: train.0.reward.kind: 'exakt' is not allowed; did you mean 'exact'?"),
     ],
 )  # fmt: skip
 def test_a_key_of_another_kind_is_refused_with_its_line_and_kind(text: str, message: str) -> None:

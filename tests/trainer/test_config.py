@@ -4,9 +4,6 @@ from typing import Any
 
 import pytest
 
-from rollover.errors import ConfigError
-from rollover.settings import schema
-from rollover.settings.toml import Document
 from rollover.trainer.config import CheckpointConfig, LoraConfig, ScratchConfig, SFTConfig, TrainerConfig
 
 
@@ -35,15 +32,3 @@ def test_a_value_that_cannot_work_is_named_with_what_is_allowed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         config(**values)
-
-
-@pytest.mark.parametrize("config", [TrainerConfig, SFTConfig, CheckpointConfig, ScratchConfig])
-def test_unknown_keys_are_refused(config: Any) -> None:
-    assert schema.build(config, Document(name="run.toml", data={})) == config()
-    with pytest.raises(ConfigError, match="no_such_key: unknown key"):
-        schema.build(config, Document(name="run.toml", data={"no_such_key": 1}))
-
-
-def test_identity_has_what_is_learned_from_and_not_how_it_is_computed() -> None:
-    assert TrainerConfig(micro_batch_tokens=1, device="cpu").identity() == TrainerConfig().identity()
-    assert TrainerConfig(weight_decay=0.1).identity() != TrainerConfig().identity()

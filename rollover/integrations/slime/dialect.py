@@ -14,25 +14,21 @@ answer, which older versions (0.5.15 is in slime's image) return where newer one
 
 from __future__ import annotations
 
-import asyncio
 import json
-import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from rollover.engine.base import GenerateRequest
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.http.answer import Count
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.sglang.answers import Generation, Meta, ModelInfo, WeightSpan
+from rollover.engine.servers.sglang.dialect import NamedCalls, generate_body
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.errors import EngineError, EngineTimeout
 
-DELIMITER = ";"
-"""Ends our request ids: older servers abort all requests whose ids begin with the given one."""
 _LOADS = ("num_reqs", "num_total_reqs")
 """Names that versions of SGLang use for the number of all requests of a rank; without them, running and waiting ones
 are counted separately."""
@@ -60,7 +56,7 @@ class LentGeneration(Generation):
     meta_info: LentMeta
 
 
-class LentDialect:
+class LentDialect(NamedCalls):
     """Implements ``Dialect`` for one SGLang worker whose weights belong to slime.
 
     Args:
@@ -70,10 +66,9 @@ class LentDialect:
     traits = Traits(keeps_calls=False, keeps_kv=False, silence_s=0.0, aborts_all_at_once=True)
 
     def __init__(self, client: HTTPClient, *, response_timeout_s: float) -> None:
+        super().__init__(client)
         self.weights = LentLabel(client)
-        self._client = client
         self._response_timeout_s = response_timeout_s
-        self._prefix = f"{secrets.token_hex(4)}/"
         self._streams = False
         self._draws_by_seed = False
         self.usage: Counter[str] = Counter()
@@ -105,9 +100,6 @@ class LentDialect:
         await self._client.call("GET", "/v1/loads", params={"include": "core"}, timeout_s=timeout_s)
 
     # -- calls -----------------------------------------------------------------------------------------------
-
-    def check_request(self, request: GenerateRequest) -> None:
-        assert DELIMITER not in request.request_id, request.request_id
 
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         """Yield the decoded tokens, labelled with the weights in force. Raises ``EngineError`` when other weights
@@ -144,42 +136,10 @@ class LentDialect:
         )
 
     def _body(self, call: GenerationCall) -> dict[str, Any]:
-        request, params = call.request, call.request.params
-        seed = {"sampling_seed": request.seed >> 1} if self._draws_by_seed else {}
-        return {
-            "rid": self._rid(call.request_id),
-            "input_ids": [*request.prompt_ids, *request.response_ids],
-            "sampling_params": {
-                "max_new_tokens": params.max_new_tokens - len(request.response_ids),
-                "min_new_tokens": 0,
-                "n": 1,
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k or -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "stop": list(params.stop_strings),
-                "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": not params.stop_token_ids,
-                "no_stop_trim": True,
-                "skip_special_tokens": False,
-                "spaces_between_special_tokens": False,
-                **seed,
-            },
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "top_logprobs_num": 0,
-            "return_text_in_logprobs": False,
-            "stream": self._streams,
-        }
-
-    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
-        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
-
-    async def ask_to_abort_all(self) -> None:
-        await self._abort_request(rid="", abort_all=True)
+        body = generate_body(self._rid(call.request_id), call.request)
+        if self._draws_by_seed:
+            body["sampling_params"]["sampling_seed"] = call.request.seed >> 1
+        return {**body, "stream": self._streams}
 
     async def num_calls(self) -> int | None:
         """Count the calls of all ranks; ``None`` when the answer has no known form."""
@@ -188,12 +148,6 @@ class LentDialect:
             return _num_requests(json.loads(body))
         except ValueError:
             return None
-
-    async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
-        await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
-
-    def _rid(self, request_id: str) -> str:
-        return f"{self._prefix}{request_id}{DELIMITER}"
 
 
 class LentLabel:

@@ -40,7 +40,64 @@ _DRAIN_S = 0.05
 """Longest time that tokens sampled before a pause may take from the scheduler to us. Labels do not depend on it."""
 
 
-class SGLangDialect:
+def generate_body(rid: str, request: GenerateRequest) -> dict[str, Any]:
+    """Return the body of a call. It names every field that a server default could change."""
+    params = request.params
+    return {
+        "rid": rid,
+        "input_ids": [*request.prompt_ids, *request.response_ids],
+        "sampling_params": {
+            "max_new_tokens": params.max_new_tokens - len(request.response_ids),
+            "min_new_tokens": 0,
+            "n": 1,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(params.stop_strings),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": not params.stop_token_ids,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "return_text_in_logprobs": False,
+        "stream": True,
+    }
+
+
+class NamedCalls:
+    """The calls of this process on one server, by their ids there: no other id begins with one of them, since older
+    servers abort all calls whose ids begin with the given one, and none is ever used again."""
+
+    def __init__(self, client: HTTPClient) -> None:
+        self._client = client
+        self._prefix = f"{secrets.token_hex(4)}/"
+
+    def check_request(self, request: GenerateRequest) -> None:
+        if DELIMITER in request.request_id:
+            raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
+
+    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
+        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
+
+    async def ask_to_abort_all(self) -> None:
+        await self._abort_request(rid="", abort_all=True)
+
+    async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
+        await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
+
+    def _rid(self, request_id: str) -> str:
+        return f"{self._prefix}{request_id}{DELIMITER}"
+
+
+class SGLangDialect(NamedCalls):
     """Implements ``Dialect`` for one SGLang server (a worker, not a router)."""
 
     def __init__(
@@ -52,6 +109,7 @@ class SGLangDialect:
         adapters: AdapterShape | None = None,
         device: str | None = None,
     ) -> None:
+        super().__init__(client)
         takes = adapters is not None
         self.traits = Traits(
             keeps_calls=not takes,
@@ -61,10 +119,8 @@ class SGLangDialect:
             takes_adapters=takes,
         )
         self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters, device)
-        self._client = client
         self._config = config
         self._model = model
-        self._prefix = f"{secrets.token_hex(4)}/"
         self._is_incremental = False
 
     # -- checks ----------------------------------------------------------------------------------------------
@@ -131,10 +187,6 @@ class SGLangDialect:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def check_request(self, request: GenerateRequest) -> None:
-        if DELIMITER in request.request_id:
-            raise EngineError(f"request id {request.request_id!r} must not contain {DELIMITER!r}")
-
     async def decode(self, call: GenerationCall) -> AsyncGenerator[Delta, None]:
         """Send a call and stream what comes back. Tokens that come before any weights are sent are those of the label
         in force; others wait for the server's word."""
@@ -160,37 +212,15 @@ class SGLangDialect:
                     yield delta
 
     def _body(self, call: GenerationCall) -> dict[str, Any]:
-        """Name every field that a server default could change."""
         request, params = call.request, call.request.params
+        body = generate_body(self._rid(call.request_id), request)
+        body["sampling_params"] |= {
+            "sampling_seed": request.seed >> 1,
+            "stream_interval": self._config.stream_interval_tokens,
+        }
         return {
-            "rid": self._rid(call.request_id),
-            "input_ids": [*request.prompt_ids, *request.response_ids],
-            "sampling_params": {
-                "max_new_tokens": params.max_new_tokens - len(request.response_ids),
-                "min_new_tokens": 0,
-                "n": 1,
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k or -1,
-                "min_p": params.min_p,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "sampling_seed": request.seed >> 1,
-                "stop": list(params.stop_strings),
-                "stop_token_ids": list(params.stop_token_ids),
-                "ignore_eos": not params.stop_token_ids,
-                "no_stop_trim": True,
-                "skip_special_tokens": False,
-                "spaces_between_special_tokens": False,
-                "stream_interval": self._config.stream_interval_tokens,
-            },
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "top_logprobs_num": 0,
-            "return_text_in_logprobs": False,
+            **body,
             "extra_key": call.label,
-            "stream": True,
             **({"return_sampling_mask": True} if params.returns_kept else {}),
             **({"return_routed_experts": True, **_from_last_row(request)} if params.returns_routes else {}),
             **self._adapter(),
@@ -198,12 +228,6 @@ class SGLangDialect:
 
     def _adapter(self) -> dict[str, str]:
         return {} if (name := self.weights.adapter) is None else {"lora_path": name}
-
-    async def ask_to_abort(self, request_ids: Collection[str]) -> None:
-        await asyncio.gather(*(self._abort_request(rid=self._rid(name)) for name in request_ids))
-
-    async def ask_to_abort_all(self) -> None:
-        await self._abort_request(rid="", abort_all=True)
 
     async def num_calls(self) -> int:
         """See ``Dialect.num_calls``; of all ranks."""
@@ -217,13 +241,6 @@ class SGLangDialect:
 
     async def thaw(self) -> None:
         await self._client.call("POST", "/continue_generation", body={"torch_empty_cache": False})
-
-    async def _abort_request(self, *, rid: str, abort_all: bool = False) -> None:
-        await self._client.call("POST", "/abort_request", body={"rid": rid, "abort_all": abort_all})
-
-    def _rid(self, request_id: str) -> str:
-        """Return the server's id of a call: no other one begins with it, and none is ever used again."""
-        return f"{self._prefix}{request_id}{DELIMITER}"
 
 
 def _from_last_row(request: GenerateRequest) -> dict[str, int]:

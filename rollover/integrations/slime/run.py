@@ -41,11 +41,7 @@ from rollover.integrations.slime.samples import (
     respond,
 )
 from rollover.integrations.slime.servers import LentServers, served_model, workers
-from rollover.integrations.slime.settings import (
-    SlimeSettings,
-    learns_from_stale_tokens_unknowingly,
-    zero_signal_filter,
-)
+from rollover.integrations.slime.settings import SlimeSettings, learns_from_stale_tokens_unknowingly, zero_signal_filter
 from rollover.integrations.slime.source import GivesGroups, SlimeSource
 from rollover.integrations.steps import opened
 from rollover.rollout.events import Event, GroupDropped
@@ -87,11 +83,7 @@ class SlimeRun:
             groups, self._encode, position=start.position, group_size=settings.hosted.rollout.group_size
         )
         self._scorer = SlimeScorer(
-            args,
-            respond=self._respond,
-            judge=code.judge,
-            loop=code.loop,
-            timeout_s=settings.options.reward_timeout_s,
+            args, respond=self._respond, judge=code.judge, loop=code.loop, timeout_s=settings.options.reward_timeout_s
         )
         self._clock = SystemClock()
         with ExitStack() as stack:

@@ -361,9 +361,7 @@ def _capabilities(config: SGLangConfig, model: ModelFolder, *, num_workers: int)
     """Return the capabilities of lent servers. Their caches are gone after each weight update, and those of colocated
     ones along with their memory, so stopped samples are prefilled again."""
     return Capabilities(
-        max_running=config.running() * num_workers,
-        max_context_tokens=model.max_context_tokens,
-        number_format="unknown",
+        max_running=config.running() * num_workers, max_context_tokens=model.max_context_tokens, number_format="unknown"
     )
 
 

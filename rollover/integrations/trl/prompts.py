@@ -88,11 +88,7 @@ class DatasetPrompts:
                 " (train_dataset.filter(...)), lower max_completion_length, or use an engine with a longer context"
             )
         return Prompt(
-            prompt_id=f"train/{row}@{epoch}",
-            token_ids=tuple(token_ids),
-            text=text,
-            source="train",
-            columns={ROW: row},
+            prompt_id=f"train/{row}@{epoch}", token_ids=tuple(token_ids), text=text, source="train", columns={ROW: row}
         )
 
     def _order_of(self, epoch: int) -> Sequence[int]:

@@ -84,11 +84,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     rollout_func: Callable[[Any, Any], dict[str, Any]] | None
 
     def __init__(
-        self,
-        *args: Any,
-        rollover: Asked = None,
-        observer: Callable[[Event], None] = lambda event: None,
-        **kwargs: Any,
+        self, *args: Any, rollover: Asked = None, observer: Callable[[Event], None] = lambda event: None, **kwargs: Any
     ) -> None:
         check_version()
         refuse(arguments_in_the_way(inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments))

@@ -39,12 +39,7 @@ class VerlRows:
     """
 
     def __init__(
-        self,
-        encode: Callable[[Any], list[int]],
-        refill: Callable[[int], object],
-        *,
-        group_size: int,
-        chunk: int,
+        self, encode: Callable[[Any], list[int]], refill: Callable[[int], object], *, group_size: int, chunk: int
     ) -> None:
         self._encode = encode
         self._group_size = group_size

@@ -67,10 +67,7 @@ class ReplayBuffer:
 
         tq.kv_clear(partition_id=partition_id, keys=batch.uids)
         tq.kv_batch_put(
-            keys=batch.keys,
-            partition_id=partition_id,
-            fields=list_of_dict_to_tensordict(batch.fields),
-            tags=batch.tags,
+            keys=batch.keys, partition_id=partition_id, fields=list_of_dict_to_tensordict(batch.fields), tags=batch.tags
         )
         return tq.KVBatchMeta(partition_id=partition_id, keys=batch.keys, tags=batch.tags), batch.metrics
 

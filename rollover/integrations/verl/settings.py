@@ -122,49 +122,41 @@ def _refuse(config: Any) -> None:
     # SGLang replicas keep a token of the context free.
     longest = rollout.prompt_length + rollout.response_length + (name == "sglang")
     context = rollout.get("max_model_len") or longest
-    refused = {
-        f"trainer.v1.trainer_mode={mode}": (mode != "sync", "its replicas decode beside the trainer: use sync"),
-        f"actor_rollout_ref.rollout.name={name}": (
-            name == "trtllm",
+    of_rollout, of_v1 = "actor_rollout_ref.rollout", "trainer.v1"
+    refused = (
+        (mode != "sync", f"{of_v1}.trainer_mode={mode}", "its replicas decode beside the trainer: use sync"),
+        (
+            *(name == "trtllm", f"{of_rollout}.name={name}"),
             "its replicas ignore how many tokens a resumed response may still have: use vllm or sglang",
         ),
-        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}": (
-            loop != SINGLE_TURN,
+        (
+            *(loop != SINGLE_TURN, f"{of_rollout}.agent.default_agent_loop={loop}"),
             "a prompt gets one response, without tools or turns",
         ),
-        f"actor_rollout_ref.rollout.max_model_len={context}": (
-            context < longest,
+        (
+            *(context < longest, f"{of_rollout}.max_model_len={context}"),
             f"a prompt and a response of full length need {longest} tokens: raise it",
         ),
-        "actor_rollout_ref.rollout.ignore_eos": (
-            bool(rollout.get("ignore_eos")),
-            "responses end at the end token: leave it out",
-        ),
-        "actor_rollout_ref.rollout.calculate_log_probs=false": (
-            not rollout.calculate_log_probs,
+        (rollout.get("ignore_eos"), f"{of_rollout}.ignore_eos", "responses end at the end token: leave it out"),
+        (
+            *(not rollout.calculate_log_probs, f"{of_rollout}.calculate_log_probs=false"),
             "stale tokens need the log-probs that they were sampled with: set it to true",
         ),
-        f"actor_rollout_ref.rollout.top_p={rollout.top_p}": (
-            rollout.top_p != 1,
-            "log-probs are those before top_p: use 1",
-        ),
-        f"actor_rollout_ref.rollout.top_k={rollout.top_k}": (
-            rollout.top_k > 0,
-            "log-probs are those before top_k: use -1",
-        ),
-        "algorithm.filter_groups.enable": (
-            bool((config.algorithm.get("filter_groups") or {}).get("enable")),
+        (rollout.top_p != 1, f"{of_rollout}.top_p={rollout.top_p}", "log-probs are those before top_p: use 1"),
+        (rollout.top_k > 0, f"{of_rollout}.top_k={rollout.top_k}", "log-probs are those before top_k: use -1"),
+        (
+            *((config.algorithm.get("filter_groups") or {}).get("enable"), "algorithm.filter_groups.enable"),
             "groups are not filtered here: set it to false",
         ),
-        "trainer.v1.sampler.sync_refill_failed_groups": (
-            bool(v1.sampler.get("sync_refill_failed_groups")),
+        (
+            *(v1.sampler.get("sync_refill_failed_groups"), f"{of_v1}.sampler.sync_refill_failed_groups"),
             "Rollover replaces failed groups itself: leave it out",
         ),
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
-            bool(rollout.get("enable_rollout_routing_replay")),
+        (
+            *(rollout.get("enable_rollout_routing_replay"), f"{of_rollout}.enable_rollout_routing_replay"),
             "routed experts are not recorded: set it to false",
         ),
-    }
-    for setting, (is_set, why) in refused.items():
+    )
+    for is_set, setting, why in refused:
         if is_set:
             raise ConfigError(f"{setting} cannot be used with Rollover's replay buffer: {why}")

@@ -5,7 +5,7 @@
 
 The question of AReaL-Hex (arXiv 2511.00796), which published up to 1.50x and up to 1.46x on hardware and prices that it
 does not list. Here every figure is the catalogue's, and nothing is fitted to those numbers. Both sides are planned by
-the same programme: same lengths, routing, tail, staleness bound, and both are simulated where ``--simulate`` is given.
+the same programme: same lengths, tail, staleness bound, and both are simulated where ``--simulate`` is given.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _cheapest(made: Plan, device: Device) -> float | None:
     count = int(3 * money / device.price_per_hour)
     built = stock_problem({device: count}, made.model, made.workload, max_staleness=MAX_STALENESS)
     aimed = replace(built, tail=made.problem.tail, target_steps_per_s=made.solution.steps_per_s)
-    found = solve_finely(aimed, [device], made.model, made.routing)
+    found = solve_finely(aimed, [device], made.model)
     return None if found is None else found[1].cost_per_hour
 
 

@@ -34,7 +34,7 @@ from rollover.errors import PlanError
 from rollover.planner import fleet as fleets
 from rollover.planner.choices import MAX_BATCH
 from rollover.planner.placement import Pipeline, Placement, Stage, _training, weight_ways
-from rollover.planner.problem import PlanSpec, mixed, stock_problem
+from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.search import make_plan
 from rollover.planner.topology import Topology
@@ -196,14 +196,7 @@ class Best:
         engine = replica_costs(self.spec.model, self.spec.workload, device, tp, pp)
         most = max(engine.batch(bucket, MAX_BATCH) for bucket in self.spec.workload.buckets)
         kinds = [replica_kind(engine, cap, link or device.link) for cap in {*CAPS, most} if cap <= most]
-        roomy = stock_problem(
-            {replace(device, hbm_bytes=1e15): 1}, self.spec.model, self.spec.workload, max_staleness=1
-        )
-        columns = [
-            (k.rates[0], k.updates_s[0], k.max_latencies_s[0])
-            for k in mixed(replace(roomy, replica_kinds=tuple(kinds))).replica_kinds
-        ]
-        rates, updates_s, longest_s = np.array(columns).T
+        rates, updates_s, longest_s = np.array([(k.rate, k.update_s, k.max_latency_s) for k in kinds]).T
         return rates, updates_s, longest_s
 
     def _reached(self, cycle_s: float, nodes: list[tuple[int, list[tuple[int, Curves]]]], known: float) -> float:

@@ -2,8 +2,8 @@
 
     python benchmarks/planner.py --out benchmarks/results/planner.json
 
-Prints a line for each fleet and bound: time to list the choices of phase 1 and to solve it (all passes, one thread,
-every length free to go anywhere), on the clock and of a core, the proved gap, and the time of a core for a whole plan
+Prints a line for each fleet and bound: time to list the choices of phase 1 and to solve it (all passes, one thread),
+on the clock and of a core, the proved gap, and the time of a core for a whole plan
 (both phases, all rounds and parts of the fleet, with the defaults of ``rollover plan``).
 """
 
@@ -92,7 +92,7 @@ def measure(devices: int, types: int, max_staleness: int, limit_s: float) -> Tim
     forget()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     spec = PlanSpec(model=shape, workload=workload(devices), max_staleness=max_staleness)
-    problem = fleet_problem(here, replace(spec, tail="none", routing="length"))
+    problem = fleet_problem(here, replace(spec, tail="none"))
     listed_s = time.perf_counter()
     solution = solve(problem)
     assert solution is not None

@@ -33,11 +33,6 @@ _ABOVE_ZERO = FiniteFloat(min=0, min_open=True)
 @click.option("--reference-model", is_flag=True, help="The loss needs the log-probs of a reference model.")
 @click.option("--keep-kv", "keeps_kv", is_flag=True, help="Engines keep their caches across weight updates.")
 @click.option(
-    "--routing",
-    type=click.Choice(["load", "length"]),
-    help="Send samples where there is room (default), or predict their lengths and send them where they fit best.",
-)
-@click.option(
     "--tail",
     type=click.Choice(["none", "soft", "hard"]),
     help="How strictly the longest responses must keep the staleness bound too; soft by default.",

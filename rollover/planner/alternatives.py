@@ -1,7 +1,7 @@
 """Alternatives to a plan: fleets of one type for the same money, the best plan that this version can run, and the
 cheapest plan that is almost as fast.
 
-All are solved like the plan itself: same lengths, routing, tail and staleness bound.
+All are solved like the plan itself: same lengths, tail and staleness bound.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from rollover.devices.records import Device
 from rollover.errors import PlanError
 from rollover.planner.plan import Alternative, Plan, devices_used
-from rollover.planner.problem import PlanSpec, routed, stock_problem
+from rollover.planner.problem import PlanSpec, stock_problem
 from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.search import make_plan, solve_finely
 
@@ -28,12 +28,10 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
 def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
     """Return the best plan on ``count`` devices of one type, or ``None``."""
     try:
-        bound, routing = plan.problem.max_staleness, plan.routing
-        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=bound, routing=routing)
+        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
     except PlanError:
         return None
-    found = solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model, routing)
-    return None if found is None else (routed(found[0], routing), found[1])
+    return solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model)
 
 
 def launchable(plan: Plan) -> Alternative | None:
@@ -65,11 +63,7 @@ def leaner(plan: Plan) -> Alternative | None:
 def _spec(plan: Plan) -> PlanSpec:
     """Return the specification of ``plan`` without its target."""
     return PlanSpec(
-        model=plan.model,
-        workload=plan.workload,
-        max_staleness=plan.problem.max_staleness,
-        tail=plan.problem.tail,
-        routing=plan.routing,
+        model=plan.model, workload=plan.workload, max_staleness=plan.problem.max_staleness, tail=plan.problem.tail
     )
 
 

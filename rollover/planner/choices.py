@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, groupby, product
+from operator import attrgetter
 
 from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.passes import longest_tokens
@@ -18,7 +19,6 @@ from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_
 from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.blocks import block, block_size, in_blocks, powers
-from rollover.planner.records import Routing
 from rollover.trainer.parallelism import unsupported
 
 MAX_TRAINING_STAGES = 64
@@ -27,8 +27,8 @@ MAX_REPLICA_STAGES = 4
 """Maximum number of pipeline stages of a replica."""
 MAX_BATCH = 1024
 """Maximum number of samples that an engine decodes at once."""
-_CAPS = {"load": (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724), "length": (4, 16, 32, 64, 128, 256, 512)}
-"""Batch caps to choose from, by routing: fewer if each length may go to other replicas."""
+_CAPS = (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724)
+"""Batch caps to choose from."""
 _MIXED_SIZES = {2: 6, 3: 4}
 """Sizes, by halving the stock, from which the listed training plans over so many types are put together."""
 
@@ -53,14 +53,14 @@ def _copies(tp: int, pp: int, device: Device, node_sizes: Sequence[int]) -> int:
 
 
 def replica_kinds(
-    device: Device, node_sizes: Sequence[int], model: ModelShape, workload: WorkloadSpec, routing: Routing
+    device: Device, node_sizes: Sequence[int], model: ModelShape, workload: WorkloadSpec
 ) -> list[ReplicaKind]:
     """Return all kinds of replica that nodes of these sizes hold."""
     found: list[ReplicaKind] = []
     for tp, pp in _shapes(device, model, MAX_REPLICA_STAGES):
         engine = replica_costs(model, workload, device, tp, pp)
         if _copies(tp, pp, device, node_sizes) and engine.fits():
-            found += _at_caps(engine, _CAPS[routing])
+            found += _at_caps(engine, _CAPS)
     return found
 
 
@@ -74,30 +74,26 @@ def finer(kind: ReplicaKind, device: Device, model: ModelShape, workload: Worklo
     """Return kinds like ``kind`` with batch caps near its own, in steps of 9%. Weights reach them as soon as ``kind``,
     which may have been placed."""
     engine = replica_costs(model, workload, device, kind.tp, kind.pp)
-    sooner_s = kind.updates_s[0] - replica_kind(engine, kind.batch_cap).updates_s[0]
+    sooner_s = kind.update_s - replica_kind(engine, kind.batch_cap).update_s
     found = _at_caps(engine, [round(kind.batch_cap * 2 ** (eighths / 8)) for eighths in range(-4, 5)])
-    return [replace(fine, updates_s=tuple(s + sooner_s for s in fine.updates_s)) for fine in found]
+    return [replace(fine, update_s=fine.update_s + sooner_s) for fine in found]
 
 
 @_remembered
 def undominated_kinds(
-    device: Device, node_sizes: tuple[int, ...], model: ModelShape, workload: WorkloadSpec, routing: Routing
+    device: Device, node_sizes: tuple[int, ...], model: ModelShape, workload: WorkloadSpec
 ) -> tuple[ReplicaKind, ...]:
-    """Return the kinds of ``replica_kinds`` that no other one can replace."""
-    return tuple(
-        _undominated_kinds(replica_kinds(device, node_sizes, model, workload, routing), workload, device.node_size)
-    )
-
-
-def _undominated_kinds(kinds: Sequence[ReplicaKind], workload: WorkloadSpec, node_size: int) -> list[ReplicaKind]:
-    """Drop the kinds that a whole number of another kind's replicas can replace: with as many devices in no larger
-    blocks, at least as fast for every bucket, with at least as much cache and no later. All kinds are of one device
-    type, on nodes of at most ``node_size`` devices."""
+    """Return the kinds of ``replica_kinds`` without those that a whole number of another kind's replicas can replace:
+    with as many devices in no larger blocks, at least as fast, with at least as much cache and no later."""
     kept: list[ReplicaKind] = []
-    for kind in sorted(kinds, key=lambda c: (c.num_devices, c.latencies_s, c.tp)):
-        if not any(_replaces(other, kind, workload, node_size) for other in kept):
+    kinds = replica_kinds(device, node_sizes, model, workload)
+    for kind in sorted(kinds, key=lambda c: (c.num_devices, c.latency_s, c.tp)):
+        if not any(_replaces(other, kind, workload, device.node_size) for other in kept):
             kept.append(kind)
-    return kept
+    return tuple(kept)
+
+
+_DELAYS = attrgetter("latency_s", "group_latency_s", "batch_latency_s", "max_latency_s", "update_s")
 
 
 def _replaces(other: ReplicaKind, kind: ReplicaKind, workload: WorkloadSpec, node_size: int) -> bool:
@@ -105,20 +101,10 @@ def _replaces(other: ReplicaKind, kind: ReplicaKind, workload: WorkloadSpec, nod
     if rest or block(other, node_size) > block(kind, node_size):
         return False
     return (
-        all(copies * a >= b for a, b in zip(other.rates, kind.rates, strict=True))
-        and _below(other.latencies_s, kind.latencies_s)
-        and _below(other.updates_s, kind.updates_s)
-        and (not workload.held_s or _below(_fill(other, copies), _fill(kind, 1)))
+        copies * other.rate >= kind.rate
+        and all(a <= b for a, b in zip(_DELAYS(other), _DELAYS(kind), strict=True))
+        and (not workload.held_s or other.kv_byte_s / other.kv_bytes / copies <= kind.kv_byte_s / kind.kv_bytes)
     )
-
-
-def _below(low: Iterable[float], high: Iterable[float]) -> bool:
-    return all(a <= b for a, b in zip(low, high, strict=True))
-
-
-def _fill(kind: ReplicaKind, copies: int) -> list[float]:
-    """Return, for each bucket, the fraction of the cache that one sample per second occupies."""
-    return [held / kind.kv_bytes / copies for held in kind.kv_byte_s]
 
 
 # --- Training plans ---------------------------------------------------------------------------------------------------

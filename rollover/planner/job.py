@@ -17,8 +17,8 @@ from rollover.planner import fleet as fleets
 from rollover.planner.alternatives import alternatives, launchable, leaner, unlimited
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
-from rollover.planner.records import Fleet, Routing, Server, Tail
-from rollover.planner.report import render_page, report, show
+from rollover.planner.records import Fleet, Server, Tail
+from rollover.planner.report import render_page, show
 from rollover.planner.search import make_plan
 from rollover.report.page import write_page
 from rollover.settings import toml
@@ -50,7 +50,6 @@ class PlanRequest:
     reference_model: bool = False
     keeps_kv: bool = False
     reward_s: float = 0.0
-    routing: Routing = "load"
     tail: Tail = "soft"
     quick: bool = False
     for_launch: bool = False
@@ -97,7 +96,7 @@ def plan(request: PlanRequest) -> None:
     if not request.quick:
         with console.status("simulating, and planning alternatives"):
             made = _checked(request, made)
-    show(console, report(made))
+    show(console, made)
     _write(console, request, made)
 
 
@@ -133,7 +132,6 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
         max_staleness=request.max_staleness,
         target_steps_per_s=None if request.target is None else request.target / step_tokens(workload),
         tail=request.tail,
-        routing=request.routing,
         launchable=(request.server or "vllm") if request.for_launch else None,
     )
 

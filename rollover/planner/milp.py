@@ -1,22 +1,22 @@
 """The mixed-integer linear programme (MILP) of phase 1, at one rate.
 
 A problem at a rate (``RateLoad``) asks: is there a trainer, and are there replicas, that do all of the work? Per
-kind of replica c, bucket w and training plan p:
+kind of replica c and training plan p:
 
-    x[c,w] >= 0   part of the bucket that the kind decodes
+    x[c] >= 0     part of the samples that the kind decodes
     y[c]          replicas, whole
     z[p]          0 or 1
     share         of the samples that are decoded: 1, or as much as can be
 
-    (1) sum_c x[c,w] >= share                                      every bucket is produced
-    (2) sum_w time[c,w] x[c,w] <= y[c]                             replica time, less what weight updates take
+    (1) sum x >= share                                             all samples are produced
+    (2) time[c] x[c] <= y[c]                                       replica time, less what weight updates take
     (3) sum z = 1                                                  one trainer, fast enough
     (4) sum devices y + devices z <= stock                         each type, each role; also for what is in blocks of
                                                                    a size or larger, and nodes have in whole blocks
     (5) the same times price <= budget
-    (6) sum waiting[c,w] x[c,w] + busy z <= max_staleness + 1      Little's law: what is admitted and not consumed
-    (7) sum_w cache[c,w] x[c,w] <= y[c]                            caches, where they are held without decoding
-    (8) x[c,w] = 0 where the longest response would be late        tail, optional
+    (6) sum waiting x + busy z <= max_staleness + 1                Little's law: what is admitted and not consumed
+    (7) cache[c] x[c] <= y[c]                                      caches, where they are held without decoding
+    (8) x[c] = 0 where the longest response would be late          tail, optional
 
 Row (6): at most (max_staleness + 1) batches lie between admission and the end of the step that consumes them. A group
 is in flight as long as its longest sample, and a batch without staleness as long as the longest of all.
@@ -126,12 +126,12 @@ Limit = Literal["stock", "staleness"]
 class ProgramPoint:
     """Values of the variables, over all kinds and plans of the problem.
 
-    Example: ``x=[[1.0, 0.4], [0.0, 0.6]], y=[3, 2]``: three replicas of the first kind decode all of the first bucket
-    and 40% of the second; two of the second kind decode the rest.
+    Example: ``x=[0.4, 0.6], y=[3, 2]``: three replicas of the first kind decode 40% of the samples; two of the second
+    kind decode the rest.
     """
 
     x: Floats
-    """(C, W)"""
+    """(C,)"""
     y: Floats
     """(C,), whole unless caps are shared"""
     plan: int
@@ -162,14 +162,12 @@ class Program:
         """Choose the kinds that are worth a variable, and the largest number of replicas of each."""
         load = self.load
         if "stock" in self.relaxed:
-            fit = np.ceil(np.maximum(load.time, load.cache).sum(axis=1)) + 1
+            fit = np.ceil(np.maximum(load.time, load.cache)) + 1
         else:
             left = (load.stock - load.training[self.plans]).max(axis=0)
             fit = np.floor(load.of_type.T @ left / load.sizes)
-        usable = load.in_time(self.plans)
-        self._most = np.where(usable.any(axis=1), fit if most is None else np.minimum(fit, most), 0.0)
+        self._most = np.where(load.in_time(self.plans), fit if most is None else np.minimum(fit, most), 0.0)
         self.kinds = np.flatnonzero(self._most)
-        self._pair_c, self._pair_w = np.nonzero(usable & (self._most > 0)[:, None])
         self._place = np.full(len(self._most), -1)
         self._place[self.kinds] = np.arange(len(self.kinds))
 
@@ -178,7 +176,7 @@ class Program:
         load = self.load
         self.shapes = [kept for s in load.shapes if len(kept := [c for c in s if self._most[c]])]
         sizes = {
-            "x": len(self._pair_c),
+            "x": len(self.kinds),
             "y": len(self.kinds),
             "z": len(self.plans),
             "shapes": len(self.shapes),
@@ -210,14 +208,11 @@ class Program:
     def _add_samples(self) -> None:
         """Add rows (1), (2) and (7)."""
         load, at = self.load, self.at
-        for w in range(load.time.shape[1]):
-            x = at["x"][self._pair_w == w]
-            self.rows.add(np.r_[x, at["share"]], np.r_[np.ones(len(x)), -1.0], low=0)
+        self.rows.add(np.r_[at["x"], at["share"]], np.r_[np.ones(len(at["x"])), -1.0], low=0)
         needs = [load.time, load.cache] if self.problem.workload.held_s else [load.time]  # else (7) follows from (2)
-        for c, y in zip(self.kinds, at["y"], strict=True):
-            mine = self._pair_c == c
+        for c, x, y in zip(self.kinds, at["x"], at["y"], strict=True):
             for need in needs:
-                self.rows.add(np.r_[at["x"][mine], y], np.r_[need[c, self._pair_w[mine]], -1.0], high=0)
+                self.rows.add([x, y], [need[c], -1.0], high=0)
         for members, shape in zip(self.shapes, at["shapes"], strict=True):  # replicas by shape, whatever their cap
             self.rows.add(
                 np.r_[at["y"][self._place[members]], shape], np.r_[np.ones(len(members)), -1.0], low=0, high=0
@@ -227,7 +222,7 @@ class Program:
         """Add row (3), and rows (8) where they depend on the trainer."""
         load, at = self.load, self.at
         self.rows.add(at["z"], 1.0, low=1, high=1)
-        quick = np.stack([load.in_time([p])[self._pair_c, self._pair_w] for p in self.plans])
+        quick = np.stack([load.in_time([p])[self.kinds] for p in self.plans])
         for x, suits in zip(at["x"], quick.T, strict=True):
             if not suits.all():
                 self.rows.add(np.r_[x, at["z"][suits]], np.r_[1.0, -np.ones(suits.sum())], high=0)
@@ -259,7 +254,7 @@ class Program:
     def staleness_row(self) -> Floats:
         """Return the left side of (6)."""
         row = np.zeros(self.num_variables)
-        row[self.at["x"]] = self.load.waiting[self._pair_c, self._pair_w]
+        row[self.at["x"]] = self.load.waiting[self.kinds]
         row[self.at["z"]] = self.load.busy[self.plans]
         return row
 
@@ -333,9 +328,9 @@ class Program:
         )
         if found is None:
             return None
-        values, load = found.x, self.load
-        x, y = np.zeros(load.time.shape), np.zeros(len(load.sizes))
-        x[self._pair_c, self._pair_w] = np.maximum(values[self.at["x"]], 0)
+        values = found.x
+        x, y = np.zeros(len(self._most)), np.zeros(len(self._most))
+        x[self.kinds] = np.maximum(values[self.at["x"]], 0)
         replicas = values[self.at["y"]]
         y[self.kinds] = np.round(replicas) if self.whole[self.at["y"]].all() else np.maximum(replicas, 0)
         return ProgramPoint(

@@ -327,7 +327,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
     def signature(index: int) -> tuple[Any, ...]:
         c = problem.replica_kinds[index]
-        return (c.num_devices, c.batch_cap, c.tp, c.rates, c.group_latencies_s, c.updates_s, c.kv_bytes, c.kv_byte_s)
+        return (c.num_devices, c.batch_cap, c.tp, c.rate, c.group_latency_s, c.update_s, c.kv_bytes, c.kv_byte_s)
 
     members: dict[str, list[int]] = {supply.device: [] for supply in problem.supplies}
     for index in sorted(range(len(problem.replica_kinds)), key=signature):

@@ -18,8 +18,7 @@ from rollover.devices.costs.training import trainer_costs, training_plan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.arrangement import Demand, Shares, Traffic, arrange, compose
 from rollover.planner.blocks import block
-from rollover.planner.problem import routed
-from rollover.planner.records import Fleet, Problem, Routing, Solution
+from rollover.planner.records import Fleet, Problem, Solution
 from rollover.planner.solution import held
 from rollover.planner.topology import Topology
 
@@ -178,8 +177,6 @@ class PlacedSolution:
 
     problem: Problem
     """The problem with only the solution's kinds and its training plan."""
-    unrouted: Problem
-    """The same problem with all length buckets."""
     solution: Solution | None
     """The solution at real costs; ``None`` if it no longer keeps the problem's limits."""
     networks: dict[str, Link]
@@ -187,18 +184,10 @@ class PlacedSolution:
 
 
 def costed_on_links(
-    topology: Topology,
-    model: ModelShape,
-    problem: Problem,
-    solution: Solution,
-    placement: Placement,
-    routing: Routing,
+    topology: Topology, model: ModelShape, problem: Problem, solution: Solution, placement: Placement
 ) -> PlacedSolution:
     """Compute the costs of the solution's kinds of replica and of its training plan at the links of ``placement``, and
-    find their rate.
-
-    ``problem`` has all length buckets; ``solution`` solves it under ``routing``.
-    """
+    find their rate."""
     ways = weight_ways(topology, solution.plan, placement, placement.rollout_nodes)
     plan, joints = _training(topology, model, problem.workload, solution.plan, placement, ways)
     kinds = []
@@ -206,11 +195,9 @@ def costed_on_links(
         kind, replicas = problem.replica_kinds[c], [r for r in placement.replicas if r.member == i]
         engine = engine_on_links(topology, model, problem.workload, kind, replicas)
         kinds.append(replica_kind(engine, kind.batch_cap, weights_link(engine.device, replicas, ways)))
-    unrouted = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
-    used = routed(unrouted, routing)
+    used = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
     counts = [solution.replicas[c] for c in solution.active]
-    networks = _networks(topology, ways, joints)
-    return PlacedSolution(problem=used, unrouted=unrouted, solution=held(used, counts), networks=networks)
+    return PlacedSolution(problem=used, solution=held(used, counts), networks=_networks(topology, ways, joints))
 
 
 def engine_on_links(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from rollover.devices.records import ModelShape, WorkloadSpec
 from rollover.planner.placement import Placement
-from rollover.planner.records import Fleet, Problem, Routing, Solution
+from rollover.planner.records import Fleet, Problem, Solution
 from rollover.trainer.parallelism import unsupported
 
 
@@ -37,11 +37,9 @@ class Plan:
     fleet: Fleet
     model: ModelShape
     workload: WorkloadSpec
-    """The problem with all its length buckets."""
-    routing: Routing
     problem: Problem
     """The problem whose kinds are the replicas in use and whose one training plan is the chosen one, both at their real
-    links. If routed by load, its workload has a single bucket."""
+    links."""
     solution: Solution
     placement: Placement
     """``member`` of a replica is an index of the problem's kinds of replica."""

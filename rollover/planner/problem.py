@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from rollover.devices.costs.records import ReplicaKind
-from rollover.devices.records import Device, LengthBucket, Link, ModelShape, WorkloadSpec
+from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import no_room, training_plans, undominated_kinds
-from rollover.planner.records import Fleet, Problem, Routing, Server, Supply, Tail
+from rollover.planner.records import Fleet, Problem, Server, Supply, Tail
 from rollover.planner.topology import Topology
 
 
@@ -30,7 +29,6 @@ class PlanSpec:
     tail: Tail = "soft"
     """``soft`` or ``hard``: even the longest response keeps the staleness bound, so that no step waits for one;
     ``none``: the bound is kept on average only. The scheduler keeps it for every group, by waiting."""
-    routing: Routing = "load"
     launchable: Server | None = None
     """The kind of servers with which ``rollover launch`` must be able to run the plan; ``None`` for any plan."""
 
@@ -38,7 +36,7 @@ class PlanSpec:
 def fleet_problem(
     fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None, *, inside: Collection[str] = ()
 ) -> Problem:
-    """Build the planning problem of a fleet, with all length buckets.
+    """Build the planning problem of a fleet.
 
     Args:
         networks: links between nodes by device type, if they differ from the fleet's.
@@ -56,7 +54,6 @@ def fleet_problem(
         across=Topology.of(fleet).across(),
         inside=Counter(node.device.name for node in fleet.nodes if node.device.name in inside),
         launchable=spec.launchable,
-        routing=spec.routing,
     )
     return replace(
         built, budget_per_hour=fleet.budget_per_hour, target_steps_per_s=spec.target_steps_per_s, tail=spec.tail
@@ -78,7 +75,6 @@ def stock_problem(
     across: Mapping[tuple[str, str], Link] | None = None,
     inside: Mapping[str, int] | None = None,
     launchable: Server | None = None,
-    routing: Routing = "load",
 ) -> Problem:
     """Build the problem of ``stock``, the number of devices of each type, without a budget.
 
@@ -101,20 +97,14 @@ def stock_problem(
     kinds = [
         c
         for device in with_networks(stock, {d.name: d.link for d in stock if d.name in inside})
-        for c in undominated_kinds(device, node_sizes[device.name], model, workload, routing)
+        for c in undominated_kinds(device, node_sizes[device.name], model, workload)
         if not (launchable or device.name in inside)
         or c.num_devices <= (1 if launchable == "embedded_server" else device.node_size)
     ]
     if not kinds:
         raise PlanError(no_room(stock, node_sizes, model, workload, "roll out"))
     plans, mixtures = training_plans(
-        stock,
-        model,
-        workload,
-        node_sizes=node_sizes,
-        across=across or {},
-        inside=inside,
-        launchable=bool(launchable),
+        stock, model, workload, node_sizes=node_sizes, across=across or {}, inside=inside, launchable=bool(launchable)
     )
     if not plans:
         raise PlanError(no_room(stock, node_sizes, model, workload, "train"))
@@ -140,58 +130,4 @@ def supplies(stock: dict[Device, int], node_sizes: Mapping[str, tuple[int, ...]]
     return tuple(
         Supply(device=d.name, count=n, price_per_hour=d.price_per_hour, node_sizes=node_sizes[d.name])
         for d, n in stock.items()
-    )
-
-
-def routed(problem: Problem, routing: Routing) -> Problem:
-    """Return the problem as the optimiser sees it under a routing."""
-    return problem if routing == "length" else mixed(problem)
-
-
-def mixed(problem: Problem) -> Problem:
-    """Return the problem in which every replica decodes all lengths in proportion.
-
-    Of a mixture, times add up: the time a replica spends on a sample, the cache it holds, and the latencies, each
-    weighted by who meets them (samples, or the longest of groups and batches).
-    """
-    buckets = problem.workload.buckets
-    shares = [bucket.share for bucket in buckets]
-
-    def mean(weights: Sequence[float], value: Callable[[LengthBucket], float]) -> float:
-        return sum(weight * value(bucket) for weight, bucket in zip(weights, buckets, strict=True))
-
-    one = LengthBucket(
-        share=1.0,
-        tokens=mean(shares, lambda b: b.tokens),
-        max_tokens=buckets[-1].max_tokens,
-        group_share=1.0,
-        group_tokens=mean([b.group_share for b in buckets], lambda b: b.group_tokens),
-        batch_share=1.0,
-        batch_tokens=mean([b.batch_share for b in buckets], lambda b: b.batch_tokens),
-    )
-    return replace(
-        problem,
-        replica_kinds=tuple(_mixed(kind, buckets) for kind in problem.replica_kinds),
-        workload=replace(problem.workload, buckets=(one,)),
-    )
-
-
-def _mixed(kind: ReplicaKind, buckets: tuple[LengthBucket, ...]) -> ReplicaKind:
-    shares = [bucket.share for bucket in buckets]
-
-    def dot(weights: Sequence[float], values: Sequence[float]) -> tuple[float]:
-        return (sum(weight * value for weight, value in zip(weights, values, strict=True)),)
-
-    time_s = dot(shares, [1 / rate for rate in kind.rates])[0]
-    # What runs at an update is what takes long: buckets weigh by the time they occupy the replica.
-    busy = [share / rate / time_s for share, rate in zip(shares, kind.rates, strict=True)]
-    return replace(
-        kind,
-        rates=(1 / time_s,),
-        latencies_s=dot(shares, kind.latencies_s),
-        group_latencies_s=dot([b.group_share for b in buckets], kind.group_latencies_s),
-        batch_latencies_s=dot([b.batch_share for b in buckets], kind.batch_latencies_s),
-        max_latencies_s=kind.max_latencies_s[-1:],
-        kv_byte_s=dot(shares, kind.kv_byte_s),
-        updates_s=dot(busy, kind.updates_s),
     )

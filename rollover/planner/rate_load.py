@@ -1,8 +1,8 @@
 """The load that training at a given rate puts on replicas, trainers and limits.
 
 Replica counts times rate is not linear, and weight updates cost replicas time in proportion to the rate; at a rate that
-is given, both are. So is the tail: a kind may decode a bucket or may not. A problem can be done at some rates, from
-zero up to its optimum: ``rollover.planner.optimum`` looks for that.
+is given, both are. So is the tail: a kind may be used or may not. A problem can be done at some rates, from zero up to
+its optimum: ``rollover.planner.optimum`` looks for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDING = 1e-9
 
 
 class RateLoad:
-    """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), buckets (W), training plans (P) and types (G)."""
+    """``problem`` at ``rate`` steps/s. Arrays run over kinds (C), training plans (P) and types (G)."""
 
     def __init__(self, problem: Problem, rate: float, *, any_bound: bool = False) -> None:
         """Compute the load. ``any_bound``: the staleness bound is open, so that groups may overlap in any case."""
@@ -40,29 +40,26 @@ class RateLoad:
     def _read_columns(self) -> None:
         workload, kinds = self.problem.workload, self.problem.replica_kinds
         away_s = workload.reward_s + workload.held_s
-        rho = 1 - self.rate * np.array([c.updates_s for c in kinds])
+        rho = 1 - self.rate * np.array([c.update_s for c in kinds])
         self.usable: Mask = rho > USABLE
-        """(C, W): weight updates leave the kind time for the bucket."""
+        """(C,): weight updates leave the kind time."""
         rho = np.where(self.usable, rho, 1.0)
 
-        def batches(latencies: Sequence[tuple[float, ...]]) -> Floats:
+        def batches(latencies: Sequence[float]) -> Floats:
             return self.rate * ((np.array(latencies) - away_s) / rho + away_s)
 
-        longest = np.array([b.batch_share if self._alone else b.group_share for b in workload.buckets])
-        latencies = [c.batch_latencies_s if self._alone else c.group_latencies_s for c in kinds]
-        samples_per_s = self.rate * workload.batch_size * np.array([b.share for b in workload.buckets])
-        running_s = np.array([c.latencies_s for c in kinds]) - away_s
-        held = np.array([c.kv_byte_s for c in kinds]) / np.array([[c.kv_bytes] for c in kinds])
-        self.time: Floats = samples_per_s / (np.array([c.rates for c in kinds]) * rho)
-        """(C, W): replicas that decode all of a bucket."""
-        self.cache: Floats = samples_per_s * held * (running_s / rho + workload.held_s) / (running_s + workload.held_s)
-        """(C, W): replicas whose caches hold all of a bucket."""
-        self.waiting: Floats = longest * batches(latencies)
-        """(C, W): batches between admission and the last reward of their groups, where the kind decodes all."""
-        self.longest: Floats = batches([c.max_latencies_s for c in kinds])
-        """(C, W): the same for the longest response there is."""
-        self.samples_per_s: Floats = samples_per_s
-        """(W,)"""
+        running_s = np.array([c.latency_s for c in kinds]) - away_s
+        held = np.array([c.kv_byte_s / c.kv_bytes for c in kinds])
+        self.samples_per_s = self.rate * workload.batch_size
+        self.time: Floats = self.samples_per_s / (np.array([c.rate for c in kinds]) * rho)
+        """(C,): replicas that decode all samples."""
+        longer = (running_s / rho + workload.held_s) / (running_s + workload.held_s)
+        self.cache: Floats = self.samples_per_s * held * longer
+        """(C,): replicas whose caches hold all samples."""
+        self.waiting = batches([c.batch_latency_s if self._alone else c.group_latency_s for c in kinds])
+        """(C,): batches between admission and the last reward of their groups, where the kind decodes all."""
+        self.longest = batches([c.max_latency_s for c in kinds])
+        """(C,): the same for the longest response there is."""
         self.sizes = np.array([c.num_devices for c in kinds], dtype=np.float64)
         shapes: dict[tuple[str, int, int], list[int]] = {}
         for index, kind in enumerate(kinds):
@@ -128,8 +125,7 @@ class RateLoad:
         return float(self.sizes * (self.of_type.T @ self.costs) @ replicas + self.training[plan] @ self.costs)
 
     def in_time(self, plans: Sequence[int]) -> Mask:
-        """Return (C, W): the buckets that each kind may decode so that the longest response keeps the bound with one of
-        ``plans``."""
+        """Return (C,): the kinds with which the longest response keeps the bound beside one of ``plans``."""
         return self.usable & (self.longest <= self.left_s(self.busy[list(plans)].min()))
 
     def left_s(self, busy: Floats) -> Floats:

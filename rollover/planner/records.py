@@ -9,8 +9,6 @@ from rollover.devices.costs.records import Mixture, ReplicaKind, TrainingPlan
 from rollover.devices.records import Device, Link, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
-Routing = Literal["load", "length"]
-"""``load`` sends a sample where there is room; ``length`` predicts lengths and sends each where it suits."""
 Server = Literal["vllm", "sglang", "embedded_server"]
 """Kinds of servers that a plan is carried out with."""
 
@@ -104,8 +102,7 @@ class Problem:
     inside: tuple[str, ...] = ()
     """Types that train a whole copy in each of their nodes, so that new weights do not leave it."""
     tail: Tail = "none"
-    """``soft``: the longest response of each bucket keeps the staleness bound too; ``hard``: whenever it was
-    admitted."""
+    """``soft``: the longest response keeps the staleness bound too; ``hard``: whenever it was admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +121,17 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The optimum; tuples run over the problem's kinds of replica, inner ones over its buckets.
+    """The optimum; tuples run over the problem's kinds of replica.
 
-    Example: ``replicas=(3, 0), rates=((10.24,), (0.0,)), steps_per_s=0.02``: three replicas of the first kind decode
-    all of the 512 samples that are trained every 50 s; ``active`` is ``(0,)``.
+    Example: ``replicas=(3, 0), rates=(10.24, 0.0), steps_per_s=0.02``: three replicas of the first kind decode all of
+    the 512 samples that are trained every 50 s; ``active`` is ``(0,)``.
     """
 
     plan: TrainingPlan
     replicas: tuple[int, ...]
     """y: number of replicas of each kind."""
-    rates: tuple[tuple[float, ...], ...]
-    """x: samples/s of each bucket that each kind decodes."""
+    rates: tuple[float, ...]
+    """x: samples/s that each kind decodes."""
     steps_per_s: float
     """lambda: training steps per second."""
     bound_steps_per_s: float

@@ -1,16 +1,14 @@
-"""Presents a finished plan: a ``PlanReport`` holds all rows and sentences, for the terminal and for the page alike."""
+"""Presents a finished plan: the same rows and sentences on the terminal and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from html import escape
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollover.devices.costs.records import ReplicaKind
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.records import Binding
 from rollover.planner.slow_links import slow_links
@@ -36,80 +34,49 @@ _ALTERNATIVES = (
     " from the formula; the cost counts devices in use."
 )
 
-Rows = tuple[tuple[str, ...], ...]
+_ROLE_HEADS = ("role", "devices", "shape", "count", "samples", "busy")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
-    """The tables and sentences that present a plan.
-
-    Example: ``numbers[0]`` is ``("Training throughput", "41,000", "tokens/s", "by the formula, planned in 2.1 s")``.
-    """
-
-    title: str
-    role_heads: tuple[str, ...]
-    roles: Rows
-    """Training first, then replicas by their share of the samples."""
-    numbers: tuple[tuple[str, str, str, str], ...]
-    """(label, value, unit, note)"""
-    alternative_heads: tuple[str, ...]
-    alternatives: Rows
-    """Fastest first; empty if none were computed."""
-    sentences: tuple[str, ...]
-    """Most important first."""
-
-
-def report(plan: Plan) -> PlanReport:
-    """Describe a plan."""
-    lengths = ("lengths",) if plan.routing == "length" else ()
-    return PlanReport(
-        title=f"{plan.fleet.name}: {plan.model.name}, {plan.workload.name}",
-        role_heads=("role", "devices", "shape", "count", *lengths, "samples", "busy"),
-        roles=(*_training_roles(plan), *_rollout_roles(plan)),
-        numbers=tuple(_numbers(plan)),
-        alternative_heads=(
-            *("compared with", "formula, tokens/s", "plan / this"),
-            *(f"{plan.fleet.currency}/hour", "devices"),
-        ),
-        alternatives=tuple(_alternative(plan, other) for other in plan.alternatives),
-        sentences=(
-            *cannot_run(plan),
-            *_simulated(plan),
-            *_limits(plan),
-            *_useless(plan),
-            *slow_links(plan),
-            _proved(plan),
-            *_assumed(plan),
-        ),
+def sentences(plan: Plan) -> tuple[str, ...]:
+    """Describe a plan in words, the most important first."""
+    return (
+        *cannot_run(plan),
+        *_simulated(plan),
+        *_limits(plan),
+        *_useless(plan),
+        *slow_links(plan),
+        _proved(plan),
+        *_assumed(plan),
     )
 
 
-def show(console: Console, found: PlanReport) -> None:
+def show(console: Console, plan: Plan) -> None:
     """Print the tables and sentences of a plan."""
-    roles = Table(title=Text(found.title), title_justify="left", title_style="bold")
-    for name in found.role_heads:
-        roles.add_column(name, justify="right" if name in ("samples", "busy") else "left")
-    for row in found.roles:
-        roles.add_row(*map(Text, row), style="bold" if row[0] == "train" else None)
-    console.print(roles)
-    numbers = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    numbers.add_column(style="dim")
-    numbers.add_column()
-    for label, value, unit, note in found.numbers:
-        numbers.add_row(Text(label), Text(f"{value} {unit}".strip() + (f"  ({note})" if note else "")))
-    console.print(numbers)
-    if found.alternatives:
-        others = Table(*found.alternative_heads)
-        for row in found.alternatives:
-            others.add_row(*map(Text, row))
-        console.print(others)
-    for sentence in found.sentences:
+    title = Text(f"{plan.fleet.name}: {plan.model.name}, {plan.workload.name}")
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for name in _ROLE_HEADS:
+        shown.add_column(name, justify="right" if name in ("samples", "busy") else "left")
+    for row in roles(plan):
+        shown.add_row(*map(Text, row), style="bold" if row[0] == "train" else None)
+    console.print(shown)
+    figures = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    figures.add_column(style="dim")
+    figures.add_column()
+    for label, value, unit, note in numbers(plan):
+        figures.add_row(Text(label), Text(f"{value} {unit}".strip() + (f"  ({note})" if note else "")))
+    console.print(figures)
+    if plan.alternatives:
+        heads, *others = _alternatives(plan)
+        compared = Table(*heads)
+        for row in others:
+            compared.add_row(*map(Text, row))
+        console.print(compared)
+    for sentence in sentences(plan):
         console.print(Text(f"- {sentence}"))
 
 
 def render_page(plan: Plan) -> str:
     """Return the page of a plan, with the fleet coloured by role: one file that loads nothing."""
-    found = report(plan)
     page = Page(f"{plan.fleet.name} · Rollover plan")
     facts = [
         plan.model.name,
@@ -119,15 +86,16 @@ def render_page(plan: Plan) -> str:
         f"max_staleness {plan.problem.max_staleness}",
     ]
     page.add(header("Rollover plan", plan.fleet.name, facts))
-    page.add(tiles(found.numbers))
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in found.sentences)
+    page.add(tiles(numbers(plan)))
+    words = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(plan))
     sections = [
-        ("Roles", "", table(found.roles, found.role_heads)),
+        ("Roles", "", table(roles(plan), _ROLE_HEADS)),
         ("The fleet", _FLEET, _picture(plan)),
-        ("In words", "", f'<ul class="words">{sentences}</ul>'),
+        ("In words", "", f'<ul class="words">{words}</ul>'),
     ]
-    if found.alternatives:
-        sections.append(("Alternatives", _ALTERNATIVES, table(found.alternatives, found.alternative_heads)))
+    if plan.alternatives:
+        heads, *others = _alternatives(plan)
+        sections.append(("Alternatives", _ALTERNATIVES, table(others, heads)))
     for title, caption, content in sections:
         page.section(title, caption, f'<div class="card">{content}</div>', layout="column")
     return page.render()
@@ -136,35 +104,25 @@ def render_page(plan: Plan) -> str:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def _training_roles(plan: Plan) -> Iterator[tuple[str, ...]]:
-    training = plan.solution.plan
-    busy = plan.solution.steps_per_s * training.step_s
+def roles(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield what each kind of device does: training first, then replicas by their share of the samples."""
+    training, rate = plan.solution.plan, plan.solution.steps_per_s
     for part in training.parts:
         shape = _shape(dp=part.dp, tp=part.tp, pp=part.pp)
         shape += (", sharded" if part.sharded else "") + (", recomputing" if part.recompute else "")
-        count = "1 trainer" if len(training.parts) == 1 else "1 part"
-        lengths = ["–"] if plan.routing == "length" else []
-        devices = f"{part.num_devices} × {part.device}"
-        yield "train", devices, shape, count, *lengths, f"{part.share:.1%}", f"{busy:.0%}"
-
-
-def _rollout_roles(plan: Plan) -> list[tuple[str, ...]]:
-    samples_per_s = plan.solution.steps_per_s * plan.workload.batch_size
-    found = []
-    for c, kind in enumerate(plan.problem.replica_kinds):
-        count, rates = plan.solution.replicas[c], plan.solution.rates[c]
-        share = sum(rates) / samples_per_s
-        row = (
+        counted = "1 trainer" if len(training.parts) == 1 else "1 part"
+        busy = f"{rate * training.step_s:.0%}"
+        yield "train", f"{part.num_devices} × {part.device}", shape, counted, f"{part.share:.1%}", busy
+    replicas = zip(plan.problem.replica_kinds, plan.solution.replicas, plan.solution.rates, strict=True)
+    for kind, count, samples_per_s in sorted(replicas, key=lambda entry: -entry[2]):
+        yield (
             "rollout",
             f"{count * kind.num_devices} × {kind.device}",
             f"{_shape(dp=1, tp=kind.tp, pp=kind.pp)}, batch {kind.batch_cap}",
             f"{count} replica{'s' * (count > 1)}",
-            *([_lengths(plan, c)] if plan.routing == "length" else []),
-            f"{share:.1%}",
-            f"{_busy(plan, kind, rates) / count:.0%}",
+            f"{samples_per_s / rate / plan.workload.batch_size:.1%}",
+            f"{samples_per_s / kind.rate / (1 - rate * kind.update_s) / count:.0%}",
         )
-        found.append((share, row))
-    return [row for _, row in sorted(found, key=lambda entry: -entry[0])]
 
 
 def _shape(*, dp: int, tp: int, pp: int) -> str:
@@ -173,26 +131,11 @@ def _shape(*, dp: int, tp: int, pp: int) -> str:
     return " × ".join(ways) or "1 device"
 
 
-def _busy(plan: Plan, kind: ReplicaKind, rates: tuple[float, ...]) -> float:
-    """Return how many replicas' worth of time decoding and weight updates take."""
-    rate = plan.solution.steps_per_s
-    return sum(x / r / (1 - rate * update) for x, r, update in zip(rates, kind.rates, kind.updates_s, strict=True) if x)
+def numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (label, value, unit, note).
 
-
-def _lengths(plan: Plan, c: int) -> str:
-    """Describe the lengths that a kind decodes, such as ``up to 3,400 tokens``; a bucket counts from a hundredth of it
-    on."""
-    buckets = plan.workload.buckets
-    rate = plan.solution.steps_per_s * plan.workload.batch_size
-    mine = [w for w, x in enumerate(plan.solution.rates[c]) if x and x >= 0.01 * rate * buckets[w].share]
-    if not mine:
-        return "none"
-    low = buckets[mine[0] - 1].max_tokens if mine[0] else 0
-    high = f"{buckets[mine[-1]].max_tokens:,}"
-    return f"{low:,} to {high} tokens" if low else f"up to {high} tokens"
-
-
-def _numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    Example: ``("Training throughput", "41,000", "tokens/s", "by the formula, planned in 2.1 s")``
+    """
     currency, cost, per_million = plan.fleet.currency, plan.cost_per_hour, plan.cost_per_million_tokens
     proof = f"by the formula, planned in {plan.solution.solve_s:.1f} s"
     if plan.simulated_steps_per_s is not None:
@@ -215,14 +158,17 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     yield "Staleness needed", str(needed), "version" if needed == 1 else "versions", bound
 
 
-def _alternative(plan: Plan, other: Alternative) -> tuple[str, ...]:
-    return (
-        other.name,
-        f"{other.steps_per_s * step_tokens(plan.workload):,.0f}",
-        f"{plan.solution.steps_per_s / other.steps_per_s:.2f}×",
-        "–" if other.cost_per_hour is None else f"{other.cost_per_hour:,.2f}",
-        ", ".join(f"{n} × {device}" for device, n in other.devices.items() if n),
-    )
+def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield the heads of the table, then a row for each alternative, the fastest first."""
+    yield "compared with", "formula, tokens/s", "plan / this", f"{plan.fleet.currency}/hour", "devices"
+    for other in plan.alternatives:
+        yield (
+            other.name,
+            f"{other.steps_per_s * step_tokens(plan.workload):,.0f}",
+            f"{plan.solution.steps_per_s / other.steps_per_s:.2f}×",
+            "–" if other.cost_per_hour is None else f"{other.cost_per_hour:,.2f}",
+            ", ".join(f"{n} × {device}" for device, n in other.devices.items() if n),
+        )
 
 
 # --- Sentences --------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from rollover.planner.explain import why_infeasible
 from rollover.planner.optimum import GAP, may_reach, solve
 from rollover.planner.placement import Pipeline, Placement, costed_on_links, place
 from rollover.planner.plan import Plan
-from rollover.planner.problem import PlanSpec, fleet_problem, routed, supplies, with_networks
+from rollover.planner.problem import PlanSpec, fleet_problem, supplies, with_networks
 from rollover.planner.rate_load import RateLoad
-from rollover.planner.records import Fleet, Node, Problem, Routing, Solution
+from rollover.planner.records import Fleet, Node, Problem, Solution
 from rollover.planner.topology import Topology
 
 _MOST_PARTS = 48
@@ -117,7 +117,7 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] =
         if transfer_s * best.solution.steps_per_s < _WORTH_WHILE:
             return False
     try:
-        problem = routed(fleet_problem(part, spec, _widest(part, inside), inside=inside), spec.routing)
+        problem = fleet_problem(part, spec, _widest(part, inside), inside=inside)
     except PlanError:
         return False
     target = spec.target_steps_per_s
@@ -217,11 +217,11 @@ def best_of_rounds(
     while len(rounds) < MAX_ROUNDS:
         problem = _with_placed(fleet_problem(part, spec, networks, inside=inside), met)
         devices = with_networks(part.stock, networks)
-        solved = solve_finely(problem, devices, model, spec.routing)
+        solved = solve_finely(problem, devices, model)
         if solved is None and not rounds:
-            refused = why_infeasible(routed(problem, spec.routing)) if explain else "no plan satisfies all limits"
+            refused = why_infeasible(problem) if explain else "no plan satisfies all limits"
             if target:  # the fastest plan may reach it on its links
-                solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model, spec.routing)
+                solved = solve_finely(replace(problem, target_steps_per_s=None), devices, model)
         if solved is None:
             break
         problem, solution = solved
@@ -229,7 +229,7 @@ def best_of_rounds(
         whole = replace(
             problem, supplies=supplies(fleet.stock, fleet.node_sizes), target_steps_per_s=target
         )  # other nodes are idle
-        real = costed_on_links(topology, model, whole, solution, placement, spec.routing)
+        real = costed_on_links(topology, model, whole, solution, placement)
         reached = real.solution.steps_per_s if real.solution else 0.0
         rounds.append((solution.steps_per_s, reached))
         if real.solution is not None and reached >= (target or 0.0) * (1 - _SHORT):
@@ -240,7 +240,6 @@ def best_of_rounds(
                     fleet=fleet,
                     model=model,
                     workload=spec.workload,
-                    routing=spec.routing,
                     problem=real.problem,
                     solution=proved,
                     placement=placement,
@@ -250,7 +249,7 @@ def best_of_rounds(
         if abs(reached / solution.steps_per_s - 1) < SETTLED or choice in seen:
             break
         seen.add(choice)
-        met.append(real.unrouted)
+        met.append(real.problem)
         networks = {**networks, **real.networks}
     if not found:
         raise PlanError(
@@ -261,19 +260,17 @@ def best_of_rounds(
     return replace(min(found, key=rank), rounds=tuple(rounds))
 
 
-def solve_finely(
-    problem: Problem, devices: Iterable[Device], model: ModelShape, routing: Routing
-) -> tuple[Problem, Solution] | None:
+def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape) -> tuple[Problem, Solution] | None:
     """Solve ``problem``, then once more with the listed trainers and with promising replicas at finer batch caps, which
     may reach a target that the listed caps miss. Return the second problem and its solution with the first solution's
     bound and gap."""
-    first = known = solve(routed(problem, routing))
+    first = known = solve(problem)
     if first is None and problem.target_steps_per_s is not None:
-        first = solve(routed(replace(problem, target_steps_per_s=None), routing))
+        first = solve(replace(problem, target_steps_per_s=None))
     if first is None:
         return None
     named = {d.name: replace(d, network=d.link) if d.name in problem.inside else d for d in devices}
-    load = RateLoad(routed(problem, routing), first.steps_per_s * (1 - GAP))
+    load = RateLoad(problem, first.steps_per_s * (1 - GAP))
     kinds: list[ReplicaKind] = []
     for kind in [problem.replica_kinds[c] for c in (*first.active, *_promising(load))]:
         kinds += [*finer(kind, named[kind.device], model, problem.workload), kind]
@@ -283,7 +280,7 @@ def solve_finely(
         plans=tuple(dict.fromkeys((*problem.plans, first.plan))),
         mixtures=(),
     )
-    second = solve(routed(near, routing))
+    second = solve(near)
     if second is None:
         return None if known is None else (problem, known)
     proved, solve_s = known or second, first.solve_s + second.solve_s
@@ -293,8 +290,8 @@ def solve_finely(
 def _promising(load: RateLoad) -> Iterator[int]:
     """Yield, for each shape of replica, the kind that carries the load with the fewest devices, if no other shape needs
     far fewer devices of its type, or if it fits beside the one that needs the fewest."""
-    in_time = np.asarray(load.in_time(range(len(load.busy))).all(axis=1))
-    needs = np.where(in_time, load.sizes * load.time.sum(axis=1), np.inf)
+    in_time = load.in_time(range(len(load.busy)))
+    needs = np.where(in_time, load.sizes * load.time, np.inf)
     for of_its_type in load.of_type:
         best = int(np.argmin(np.where(of_its_type, needs, np.inf)))
         for shape in load.shapes:

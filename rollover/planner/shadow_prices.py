@@ -63,26 +63,25 @@ class PriceBounds:
     def prices(self, plans: Sequence[int], *, real: bool = False) -> ShadowPrices:
         """Return the prices that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
 
-        Variables: a price for every limit, the worth of every bucket, and the means of the richest plan."""
-        limits, buckets = self.has.shape[1], self.waiting.shape[1]
-        usable = self.load.in_time(plans)
-        if not usable.any(axis=0).all():  # at any prices above zero they must pay without end
+        Variables: a price for every limit, the worth of all samples, and the means of the richest plan."""
+        limits = self.has.shape[1]
+        c = np.flatnonzero(self.load.in_time(plans))
+        if not len(c):  # at any prices above zero they must pay without end
             return ShadowPrices(limits=np.ones(limits), real=float(real))
-        c, w = np.nonzero(usable)
         ones = self._worth(ShadowPrices(limits=np.ones(limits), real=0.0))
-        unit = 1.0 if real else float(np.where(usable, ones, np.inf).min(axis=0).sum())  # prices are about 1
-        means = np.column_stack([self.has[list(plans)], np.zeros((len(plans), buckets)), -np.ones(len(plans))])
-        time, waiting = self.load.time[c, w, None] / unit, self.waiting[c, w] / unit
-        worth = np.eye(buckets, buckets + 1)[w]  # of a bucket: no more than any kind can make it for
-        made = np.column_stack([-time * self.uses[c], -waiting, worth])
+        unit = 1.0 if real else float(ones[c].min())  # prices are about 1
+        means = np.column_stack([self.has[list(plans)], np.zeros(len(plans)), -np.ones(len(plans))])
+        time, waiting = self.load.time[c, None] / unit, self.waiting[c] / unit
+        # Samples are worth no more than any kind can make them for.
+        made = np.column_stack([-time * self.uses[c], -waiting, np.ones(len(c)), np.zeros(len(c))])
         highest = np.r_[self.training[list(plans)], time[:, 0] * self.cost[c]] * real
         rows, low = np.vstack([means, made]), np.full(len(highest), -np.inf)
-        total = np.r_[np.zeros(limits), np.ones(buckets), 0.0]
+        total = np.r_[np.zeros(limits), 1.0, 0.0]
         if not real:  # prices are relative
             rows, low, highest = np.vstack([rows, total]), np.r_[low, 1.0], np.r_[highest, 1.0]
-        objective = np.r_[np.zeros(limits + buckets), 1.0] - real * total
-        top = np.r_[np.full(limits, _MOST if real else np.inf), np.full(buckets + 1, np.inf)]
-        bottom = np.r_[np.zeros(limits + buckets), -np.inf]
+        objective = np.r_[np.zeros(limits + 1), 1.0] - real * total
+        top = np.r_[np.full(limits, _MOST if real else np.inf), np.inf, np.inf]
+        bottom = np.r_[np.zeros(limits + 1), -np.inf]
         found = minimum(objective, LinearConstraint(rows, low, highest), bottom, top)
         assert found is not None, "all prices may be zero or as high as they need to be"
         return ShadowPrices(limits=np.maximum(found.x[:limits], 0), real=float(real))
@@ -117,20 +116,18 @@ class PriceBounds:
         """Return (C,): the number of replicas of each kind that ``plan`` can pay for with ``room``: those of a poor
         kind cost more than they make."""
         usable = self.load.in_time([plan])
-        made = np.where(usable, self._worth(prices), np.inf).min(axis=0) - self.waiting * prices.limits[-1]
-        earns = np.where(usable, made / self.load.time, 0.0).max(axis=1, initial=0.0)
+        made = np.where(usable, self._worth(prices), np.inf).min() - self.waiting * prices.limits[-1]
+        earns = np.where(usable, np.maximum(made / self.load.time, 0.0), 0.0)
         loss = self._charge(prices) - earns
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
     def _must(self, prices: ShadowPrices, busy: Floats) -> Floats:
         """Return (P,): the cost of all samples on the kinds that are in time beside plans ``busy`` for that part of the
         time."""
-        load, must = self.load, np.zeros(len(busy))
-        worth, left = np.where(load.usable, self._worth(prices), np.inf), load.left_s(busy)
-        for longest, cost in zip(load.longest.T, worth.T, strict=True):
-            order = np.argsort(longest, kind="stable")
-            least = np.r_[np.inf, np.minimum.accumulate(cost[order])]
-            must += least[np.searchsorted(longest[order], left, side="right")]
+        load = self.load
+        worth, order = np.where(load.usable, self._worth(prices), np.inf), np.argsort(load.longest, kind="stable")
+        least = np.r_[np.inf, np.minimum.accumulate(worth[order])]
+        must: Floats = least[np.searchsorted(load.longest[order], load.left_s(busy), side="right")]
         return must
 
     def _charge(self, prices: ShadowPrices) -> Floats:
@@ -138,5 +135,5 @@ class PriceBounds:
         return self.uses @ prices.limits[:-1] + prices.real * self.cost
 
     def _worth(self, prices: ShadowPrices) -> Floats:
-        """Return (C, W): the cost of decoding all of a bucket on a kind."""
-        return self.load.time * self._charge(prices)[:, None] + self.waiting * prices.limits[-1]
+        """Return (C,): the cost of decoding all samples on a kind."""
+        return self.load.time * self._charge(prices) + self.waiting * prices.limits[-1]

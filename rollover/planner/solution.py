@@ -47,7 +47,7 @@ def rate_reached(
     counts = replicas[active]
 
     def late(rate: float) -> float:
-        return 0.0 if RateLoad(alone, rate).in_time([0]).any(axis=0).all() else -1.0
+        return 0.0 if RateLoad(alone, rate).in_time([0]).any() else -1.0
 
     def share(rate: float) -> float:
         program = Program(RateLoad(alone, rate), [0], most=counts)
@@ -107,7 +107,7 @@ def described(problem: Problem, replicas: Floats, plan: int, rate: float, *, bou
     return Solution(
         plan=problem.plans[plan],
         replicas=tuple(int(y) for y in replicas),
-        rates=tuple(map(tuple, (point.x * load.samples_per_s).tolist())),
+        rates=tuple((point.x * load.samples_per_s).tolist()),
         steps_per_s=rate,
         bound_steps_per_s=bound,
         cost_per_hour=None if None in prices else float(_used(load, replicas, plan) @ load.prices),
@@ -147,9 +147,9 @@ def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Bi
     for c in np.flatnonzero(replicas):
         kind = problem.replica_kinds[c]
         name = f"{kind.device} tp {kind.tp} pp {kind.pp} batch {kind.batch_cap}"
-        note("replicas", name, 1 - float(load.time[c] @ point.x[c]) / replicas[c])
+        note("replicas", name, 1 - float(load.time[c] * point.x[c]) / replicas[c])
         if problem.workload.held_s:
-            note("cache", name, 1 - float(load.cache[c] @ point.x[c]) / replicas[c])
+            note("cache", name, 1 - float(load.cache[c] * point.x[c]) / replicas[c])
     note("trainer", "", 1 - busy)
     used = _used(load, replicas, point.plan)
     for supply, count in zip(problem.supplies, used, strict=True):

@@ -70,25 +70,20 @@ def workload(**changes: object) -> WorkloadSpec:
 
 SPEEDS = st.floats(0.05, 5.0)
 LATENCIES = st.floats(0.5, 40.0)
+BUCKET = LengthBucket(
+    share=1.0, tokens=10, max_tokens=10, group_share=1.0, group_tokens=10, batch_share=1.0, batch_tokens=10
+)
 
 
 @st.composite
 def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: bool = True) -> Problem:
     """Up to two types of ``most`` devices, each with two kinds and two training plans."""
-    num_buckets = draw(st.integers(1, 2))
-    share = draw(st.floats(0.2, 0.8)) if num_buckets == 2 else 1.0
-    shares = (share, 1 - share)[:num_buckets]
-    group = (share**2, 1 - share**2)[:num_buckets] if num_buckets == 2 else (1.0,)
-    buckets = tuple(
-        LengthBucket(share=a, tokens=10, max_tokens=10, group_share=g, group_tokens=10, batch_share=g, batch_tokens=10)
-        for a, g in zip(shares, group, strict=True)
-    )
     spec = WorkloadSpec(
         name="drawn",
         num_groups=2,
         group_size=2,
         prompt_tokens=1,
-        buckets=buckets,
+        buckets=(BUCKET,),
         held_s=draw(st.sampled_from([0.0, 3.0])),
     )
     names = ["a", "b"][: draw(st.integers(1, 2))]
@@ -96,7 +91,7 @@ def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: b
         Supply(device=n, count=draw(st.integers(1, most)), price_per_hour=draw(st.floats(0.5, 4.0)) if priced else None)
         for n in names
     )
-    kinds = tuple(_kind(draw, n, num_buckets, spec, updates) for n in names for _ in range(2))
+    kinds = tuple(_kind(draw, n, spec, updates) for n in names for _ in range(2))
     plans = tuple(_plan(draw, n) for n in names for _ in range(2))
     return Problem(
         supplies=supplies,
@@ -108,29 +103,23 @@ def problems(draw: st.DrawFn, *, updates: bool = False, most: int = 3, priced: b
     )
 
 
-def _kind(draw: st.DrawFn, name: str, num_buckets: int, spec: WorkloadSpec, updates: bool) -> ReplicaKind:
-    def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
-        return tuple(draw(values) for _ in range(num_buckets))
-
-    latencies = tuple(s + spec.held_s for s in each(LATENCIES))
-    rates, fills = each(SPEEDS), each(st.floats(0.1, 1.0))
+def _kind(draw: st.DrawFn, name: str, spec: WorkloadSpec, updates: bool) -> ReplicaKind:
+    latency, rate = draw(LATENCIES) + spec.held_s, draw(SPEEDS)
     # Caches that are held only while decoding have room for what the replica decodes.
-    held = tuple(100 * fill / rate for fill, rate in zip(fills, rates, strict=True))
-    if spec.held_s:
-        held = each(st.floats(1.0, 300.0))
+    held = draw(st.floats(1.0, 300.0)) if spec.held_s else 100 * draw(st.floats(0.1, 1.0)) / rate
     return ReplicaKind(
         device=name,
         tp=draw(st.integers(1, 2)),
         pp=1,
         batch_cap=8,
-        rates=rates,
-        latencies_s=latencies,
-        group_latencies_s=tuple(s * 1.2 for s in latencies),
-        batch_latencies_s=tuple(s * 1.5 for s in latencies),
-        max_latencies_s=tuple(s * 2 for s in latencies),
+        rate=rate,
+        latency_s=latency,
+        group_latency_s=latency * 1.2,
+        batch_latency_s=latency * 1.5,
+        max_latency_s=latency * 2,
         kv_bytes=100.0,
         kv_byte_s=held,
-        updates_s=each(st.floats(0.0, 3.0)) if updates else (0.0,) * num_buckets,
+        update_s=draw(st.floats(0.0, 3.0)) if updates else 0.0,
     )
 
 
@@ -179,7 +168,7 @@ def used_devices_fit(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -
 
 def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
     """The rate these replicas and this trainer reach: by bisection where updates cost time or the tail counts."""
-    if problem.tail == "none" and not any(any(c.updates_s) for c in problem.replica_kinds):
+    if problem.tail == "none" and not any(c.update_s for c in problem.replica_kinds):
         return rate_at(problem, y, plan, 0.0)
     low, high = 0.0, 1 / plan.cycle_s
     for _ in range(40):
@@ -189,50 +178,41 @@ def rate_of(problem: Problem, y: tuple[int, ...], plan: TrainingPlan) -> float:
 
 
 def rate_at(problem: Problem, y: tuple[int, ...], plan: TrainingPlan, guess: float) -> float:
-    """The greatest rate with updates charged at ``guess``. Variables: x in samples/s (kinds by buckets), the rate."""
+    """The greatest rate with updates charged at ``guess``. Variables: x in samples/s (kinds), the rate."""
     spec, kinds = problem.workload, problem.replica_kinds
-    shape = (len(kinds), len(spec.buckets))
-    size = shape[0] * shape[1] + 1
+    size = len(kinds) + 1
     rows, limits = [], []
 
     def add(x: np.ndarray, rate: float, limit: float) -> None:
-        rows.append(np.r_[x.ravel(), rate])
+        rows.append(np.r_[x, rate])
         limits.append(limit)
 
     away = spec.reward_s + spec.held_s
-    rho = np.array([[1 - guess * u for u in c.updates_s] for c in kinds])
+    rho = np.array([1 - guess * c.update_s for c in kinds])
     unusable = rho <= 1e-3
     rho = np.where(unusable, 1.0, rho)
-    for w, bucket in enumerate(spec.buckets):
-        x = np.zeros(shape)
-        x[:, w] = -1
-        add(x, bucket.share * spec.batch_size, 0)
-    staleness = np.zeros(shape)
+    add(-np.ones(len(kinds)), spec.batch_size, 0)
+    staleness = np.zeros(len(kinds))
     for c, kind in enumerate(kinds):
-        x, held = np.zeros(shape), np.zeros(shape)
-        for w, bucket in enumerate(spec.buckets):
-            x[c, w] = 1 / (kind.rates[w] * rho[c, w])
-            running = kind.latencies_s[w] - away
-            in_engine = running / rho[c, w] + spec.held_s
-            held[c, w] = kind.kv_byte_s[w] * in_engine / (running + spec.held_s)
-            alone = problem.max_staleness == 0
-            latency = (kind.batch_latencies_s if alone else kind.group_latencies_s)[w]
-            longest = bucket.batch_share if alone else bucket.group_share
-            latency = (latency - away) / rho[c, w] + away
-            staleness[c, w] = longest / (bucket.share * spec.group_size) * latency
+        x, held = np.zeros(len(kinds)), np.zeros(len(kinds))
+        x[c] = 1 / (kind.rate * rho[c])
+        running = kind.latency_s - away
+        held[c] = kind.kv_byte_s * (running / rho[c] + spec.held_s) / (running + spec.held_s)
+        latency = kind.group_latency_s if problem.max_staleness else kind.batch_latency_s
+        staleness[c] = ((latency - away) / rho[c] + away) / spec.group_size
         add(x, 0, y[c])
         add(held, 0, kind.kv_bytes * y[c])
     add(staleness, spec.num_groups * plan.cycle_s, spec.num_groups * (problem.max_staleness + 1))
     unusable |= _late(problem, plan, guess, rho)
-    bounds = [(0, 0 if none else None) for none in unusable.ravel()] + [(0, 1 / plan.cycle_s)]
+    bounds = [(0, 0 if none else None) for none in unusable] + [(0, 1 / plan.cycle_s)]
     found = linprog(np.r_[np.zeros(size - 1), -1], A_ub=np.array(rows), b_ub=limits, bounds=bounds)
     return -found.fun if found.status == 0 else 0.0
 
 
 def _late(problem: Problem, plan: TrainingPlan, rate: float, rho: np.ndarray) -> np.ndarray:
-    """Which kinds would end the longest response of a bucket too late at ``rate``."""
+    """Which kinds would end the longest response too late at ``rate``."""
     if problem.tail == "none":
         return np.zeros(rho.shape, dtype=bool)
     away = problem.workload.reward_s + problem.workload.held_s
-    longest = (np.array([c.max_latencies_s for c in problem.replica_kinds]) - away) / rho + away
+    longest = (np.array([c.max_latency_s for c in problem.replica_kinds]) - away) / rho + away
     return rate * (longest + plan.cycle_s) > problem.max_staleness + (problem.tail == "soft")

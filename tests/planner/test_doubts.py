@@ -13,7 +13,7 @@ from rollover.planner.alternatives import ALMOST, launchable, leaner, unlimited
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
-from rollover.planner.report import render_page, report
+from rollover.planner.report import numbers, render_page, sentences
 from rollover.planner.search import make_plan
 from tests.planner.test_plan import QWEN_7B, fleet
 
@@ -49,12 +49,12 @@ def test_a_plan_that_cannot_be_launched_says_why_and_what_can(plan: Plan) -> Non
     other = made.launchable
     assert other is not None and other.steps_per_s == pytest.approx(plan.solution.steps_per_s)
     tokens = f"{other.steps_per_s * step_tokens(plan.workload):,.0f}"
-    said = report(made).sentences[0]
+    said = sentences(made)[0]
     assert said.startswith("rollover launch cannot run this plan: on h100-sxm, the trainer supports only data")
     assert f"Planned with --for-launch, this fleet reaches {tokens} tokens/s by the formula" in said
-    assert ("With rollover launch", tokens, "tokens/s") in [numbers[:3] for numbers in report(made).numbers]
+    assert ("With rollover launch", tokens, "tokens/s") in [row[:3] for row in numbers(made)]
     assert f"reaches {tokens} tokens/s" in render_page(made)
-    assert "No plan was found that it can run with qwen-1.5b" in report(replace(made, launchable=None)).sentences[0]
+    assert "No plan was found that it can run with qwen-1.5b" in sentences(replace(made, launchable=None))[0]
 
 
 def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: Plan) -> None:
@@ -63,10 +63,8 @@ def test_a_plan_made_for_launch_can_be_launched_and_says_what_that_costs(plan: P
     (part,) = made.solution.plan.parts
     assert (part.tp, part.pp) == (1, 1) and part.sharded and part.dp > 1
     assert made.obstacles == () and launchable(made) is None
-    assert (
-        report(made).sentences[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
-    )
-    assert "1.02× this plan's" in report(made).sentences[0]
+    assert sentences(made)[0].startswith("Planned for rollover launch. Without its limits, the fleet would reach ")
+    assert "1.02× this plan's" in sentences(made)[0]
     assert TypeAdapter(Plan).validate_json(made.to_json()) == made
 
 
@@ -99,7 +97,7 @@ def test_nodes_beyond_a_slow_link_are_idle_and_what_they_cost_is_said() -> None:
     said = (
         "Idle: 4 × h100-sxm; no plan that uses them was found to be better. Not renting them saves 10.76 USD per hour."
     )
-    assert said in report(both).sentences
+    assert said in sentences(both)
 
 
 def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> None:
@@ -114,7 +112,7 @@ def test_a_trainer_that_is_held_up_by_weight_updates_is_not_called_busy() -> Non
         training = replace(slow.solution.plan, step_s=step_s, sync_s=sync_s)
         bindings = tuple(b for b in slow.solution.bindings if all_busy or b.row != "replicas")
         made = replace(slow, solution=replace(slow.solution, plan=training, bindings=bindings))
-        return next(s for s in report(made).sentences if "bottleneck" in s or "neither waits" in s)
+        return next(s for s in sentences(made) if "bottleneck" in s or "neither waits" in s)
 
     own = slow.solution.plan
     assert said(own.step_s, own.sync_s) == (
@@ -141,7 +139,7 @@ def test_the_leaner_plan_is_cheaper_and_almost_as_fast(plan: Plan) -> None:
 def test_what_is_nearly_useless_is_said_with_what_it_would_save(plan: Plan) -> None:
     def said(steps_per_s: float, num_devices: int, cost: float | None) -> list[str]:
         less = Alternative(name="", steps_per_s=steps_per_s, cost_per_hour=cost, devices={"h100-sxm": num_devices})
-        return [s for s in report(replace(plan, leaner=less)).sentences if s.startswith("Of little use")]
+        return [s for s in sentences(replace(plan, leaner=less)) if s.startswith("Of little use")]
 
     rate, cost = plan.solution.steps_per_s, plan.cost_per_hour
     assert plan.used == {"h100-sxm": 8}

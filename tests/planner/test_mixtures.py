@@ -104,7 +104,7 @@ def test_the_optimum_is_over_every_trainer_and_number_of_replicas(stock: dict[De
         built = stock_problem(stock, MODEL, workload(), max_staleness=max_staleness)
     except PlanError:
         return
-    few = tuple(max((c for c in built.replica_kinds if c.device == made.name), key=lambda c: c.rates) for made in stock)
+    few = tuple(max((c for c in built.replica_kinds if c.device == made.name), key=lambda c: c.rate) for made in stock)
     problem = replace(built, replica_kinds=few)
     solution = solve(problem, gap=GAP, simplify=False)
     best = best_by_enumeration(replace(problem, mixtures=(), plans=fastest(every_plan(stock))))

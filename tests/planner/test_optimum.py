@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
-from rollover.devices.records import LengthBucket, WorkloadSpec
+from rollover.devices.records import WorkloadSpec
 from rollover.errors import PlanError
 from rollover.planner.choices import replica_kinds
 from rollover.planner.milp import Program, ProgramPoint
@@ -21,7 +21,7 @@ from rollover.planner.rate_load import RateLoad
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.shadow_prices import PriceBounds
 from tests.planner import verification
-from tests.planner.kit import MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
+from tests.planner.kit import BUCKET, MODEL, best_by_enumeration, choices, device, problems, rate_of, workload
 
 GAP = 1e-4
 
@@ -61,17 +61,14 @@ def twins() -> Problem:
         tp=1,
         pp=1,
         batch_cap=8,
-        rates=(1.0,),
-        latencies_s=(1.0,),
-        group_latencies_s=(1.2,),
-        batch_latencies_s=(1.5,),
-        max_latencies_s=(2.0,),
+        rate=1.0,
+        latency_s=1.0,
+        group_latency_s=1.2,
+        batch_latency_s=1.5,
+        max_latency_s=2.0,
         kv_bytes=100.0,
-        kv_byte_s=(100.0,),
-        updates_s=(0.0,),
-    )
-    bucket = LengthBucket(
-        share=1.0, tokens=10, max_tokens=10, group_share=1.0, group_tokens=10, batch_share=1.0, batch_tokens=10
+        kv_byte_s=100.0,
+        update_s=0.0,
     )
     part = TrainingPart(device="a", dp=1, tp=1, pp=1, sharded=False, recompute=False, share=1.0)
     kinds = ("a", "a", "b", "b")
@@ -79,7 +76,7 @@ def twins() -> Problem:
         supplies=tuple(Supply(device=d, count=1, price_per_hour=1.0) for d in "ab"),
         replica_kinds=tuple(replace(kind, device=d) for d in kinds),
         plans=tuple(TrainingPlan(parts=(replace(part, device=d),), step_s=1.0, sync_s=0.0) for d in kinds),
-        workload=WorkloadSpec(name="w", num_groups=2, group_size=2, prompt_tokens=1, buckets=(bucket,)),
+        workload=WorkloadSpec(name="w", num_groups=2, group_size=2, prompt_tokens=1, buckets=(BUCKET,)),
         max_staleness=0,
     )
 
@@ -125,21 +122,18 @@ def test_more_stock_budget_or_staleness_never_costs_rate(problem: Problem, which
 @settings(max_examples=8, deadline=None)
 @given(problems(updates=True), st.sampled_from([0.25, 3.0, 1000.0]))
 def test_a_world_k_times_faster_has_k_times_the_rate(problem: Problem, k: float) -> None:
-    def faster(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value / k for value in values)
-
     quick = replace(
         problem,
         replica_kinds=tuple(
             replace(
                 c,
-                rates=tuple(r * k for r in c.rates),
-                latencies_s=faster(c.latencies_s),
-                group_latencies_s=faster(c.group_latencies_s),
-                batch_latencies_s=faster(c.batch_latencies_s),
-                max_latencies_s=faster(c.max_latencies_s),
-                kv_byte_s=faster(c.kv_byte_s),
-                updates_s=faster(c.updates_s),
+                rate=c.rate * k,
+                latency_s=c.latency_s / k,
+                group_latency_s=c.group_latency_s / k,
+                batch_latency_s=c.batch_latency_s / k,
+                max_latency_s=c.max_latency_s / k,
+                kv_byte_s=c.kv_byte_s / k,
+                update_s=c.update_s / k,
             )
             for c in problem.replica_kinds
         ),
@@ -212,10 +206,9 @@ def test_a_bound_on_the_tail_never_helps_and_is_kept(problem: Problem, tail: str
         return
     assert strict.steps_per_s <= rate(problem) * (1 + 2 * GAP)
     limit = problem.max_staleness + (tail == "soft")
-    for kind, rates in zip(problem.replica_kinds, strict.rates, strict=True):
-        for latency_s, x in zip(kind.max_latencies_s, rates, strict=True):
-            if x > 1e-9:
-                assert strict.steps_per_s * (latency_s + strict.plan.cycle_s) <= limit + 1e-5
+    for kind, x in zip(problem.replica_kinds, strict.rates, strict=True):
+        if x > 1e-9:
+            assert strict.steps_per_s * (kind.max_latency_s + strict.plan.cycle_s) <= limit + 1e-5
 
 
 @settings(max_examples=10, deadline=None)
@@ -287,18 +280,17 @@ def test_the_least_cost_needs_every_price() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_one_type_is_the_best_of_three_rates_over_all_splits(max_staleness: int) -> None:
-    """lambda <= min(1/D, r y / B, (eta + 1) / (ell + D)) for one kind, one bucket and free updates."""
+    """lambda <= min(1/D, r y / B, (eta + 1) / (ell + D)) for one kind and free updates."""
     spec = workload(keeps_kv=True, pause_s=0.0)
-    spec = replace(spec, buckets=(replace(spec.buckets[0], share=1.0, group_share=1.0, batch_share=1.0),))
     built = stock_problem({device(): 8}, MODEL, spec, max_staleness=max_staleness)
-    kind = max((c for c in built.replica_kinds if c.num_devices == 1), key=lambda c: c.rates)
-    kind = replace(kind, updates_s=(0.0,))
+    kind = max((c for c in built.replica_kinds if c.num_devices == 1), key=lambda c: c.rate)
+    kind = replace(kind, update_s=0.0)
     plans = tuple(p for p in built.plans if len(p.parts) == 1)
-    ell = (kind.group_latencies_s if max_staleness else kind.batch_latencies_s)[0]
+    ell = kind.group_latency_s if max_staleness else kind.batch_latency_s
     expected = max(
         min(
             1 / plan.cycle_s,
-            kind.rates[0] * (8 - plan.num_devices) / spec.batch_size,
+            kind.rate * (8 - plan.num_devices) / spec.batch_size,
             (max_staleness + 1) / (ell + plan.cycle_s),
         )
         for plan in plans
@@ -318,7 +310,7 @@ def test_half_a_fleet_under_another_name_is_worth_no_more() -> None:
 def test_a_choice_that_is_dominated_is_never_missed() -> None:
     spec = workload()
     built = stock_problem({device(): 4}, MODEL, spec, max_staleness=1)
-    every = tuple(replica_kinds(device(), (4,), MODEL, spec, "load"))
+    every = tuple(replica_kinds(device(), (4,), MODEL, spec))
     assert len(every) > len(built.replica_kinds)
     assert close(rate(built), rate(replace(built, replica_kinds=every)))
 

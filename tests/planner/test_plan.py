@@ -18,7 +18,7 @@ from rollover.planner.placement import Pipeline, Placement, Stage, weight_ways
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
-from rollover.planner.report import render_page, report
+from rollover.planner.report import numbers, render_page, roles, sentences
 from rollover.planner.search import make_plan
 from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
@@ -193,10 +193,8 @@ def test_a_disagreeing_simulation_is_what_the_plan_reports(plan: Plan) -> None:
     doubted = replace(plan, simulated_steps_per_s=0.5 * plan.solution.steps_per_s)
     assert doubted.tokens_per_s == pytest.approx(0.5 * plan.tokens_per_s)
     assert doubted.cost_per_million_tokens == pytest.approx(2 * (plan.cost_per_million_tokens or 0.0))
-    assert (
-        report(doubted)
-        .sentences[1]
-        .startswith("The simulation disagrees with the formula: it reaches 50% of the predicted rate.")
+    assert sentences(doubted)[1].startswith(
+        "The simulation disagrees with the formula: it reaches 50% of the predicted rate."
     )
 
 
@@ -205,17 +203,17 @@ def test_a_plan_comes_back_from_its_json(plan: Plan) -> None:
 
 
 def test_shares_and_words_add_up(plan: Plan) -> None:
-    found = report(plan)
+    rows = [*roles(plan)]
     for role in ("train", "rollout"):
-        shares = [float(row[4].rstrip("%")) for row in found.roles if row[0] == role]
+        shares = [float(row[4].rstrip("%")) for row in rows if row[0] == role]
         assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
-    assert all(0 < float(row[5].rstrip("%")) <= 100 for row in found.roles)
-    assert sum(int(row[1].split(" × ")[0]) for row in found.roles) == sum(plan.used.values())
-    said = " ".join(found.sentences)
+    assert all(0 < float(row[5].rstrip("%")) <= 100 for row in rows)
+    assert sum(int(row[1].split(" × ")[0]) for row in rows) == sum(plan.used.values())
+    said = " ".join(sentences(plan))
     assert "Not verified for NVIDIA H20 96GB" in said
     assert "Efficiencies: defaults" in said
     assert "Proved: no choice of listed shapes and batch caps" in said
-    assert "training step" not in " ".join([said, *(number[0] for number in found.numbers)]).lower()
+    assert "training step" not in " ".join([said, *(number[0] for number in numbers(plan))]).lower()
 
 
 def test_the_page_is_whole_and_escapes_names(plan: Plan) -> None:

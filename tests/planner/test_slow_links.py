@@ -7,7 +7,7 @@ from dataclasses import replace
 from rollover.devices.records import Link
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet, Node
-from rollover.planner.report import report
+from rollover.planner.report import sentences
 from rollover.planner.search import make_plan
 from rollover.planner.slow_links import slow_links
 from tests.planner.kit import MODEL, device, workload
@@ -29,7 +29,7 @@ def test_a_plan_over_a_slow_link_says_that_a_swarm_is_the_answer() -> None:
     (said,) = slow_links(made)
     assert "2 GB of weights take 16 s over 1 Gbit/s" in said
     assert 'engine.kind = "swarm"' in said and "0.48 s" in said
-    assert said in report(made).sentences
+    assert said in sentences(made)
 
 
 def test_a_tenth_of_a_step_makes_a_link_slow() -> None:

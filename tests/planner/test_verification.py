@@ -45,7 +45,5 @@ def test_replicas_that_are_not_there_are_found(solution: Solution) -> None:
 
 
 def test_a_staleness_bound_passed_is_found(solution: Solution) -> None:
-    slow = tuple(
-        replace(c, group_latencies_s=tuple(100 * s for s in c.group_latencies_s)) for c in PROBLEM.replica_kinds
-    )
+    slow = tuple(replace(c, group_latency_s=100 * c.group_latency_s) for c in PROBLEM.replica_kinds)
     assert "batches admitted and not consumed, 2 allowed" in broken(replace(PROBLEM, replica_kinds=slow), solution)

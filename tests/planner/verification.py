@@ -71,33 +71,30 @@ def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartCost, T
 
 
 def _production(problem: Problem, solution: Solution) -> Iterator[str]:
-    """Check that the trainer keeps the rate and that every bucket is produced at it."""
+    """Check that the trainer keeps the rate and that all samples are produced at it."""
     rate = solution.steps_per_s
     if rate * solution.plan.cycle_s > 1 + ROUNDING:
         yield f"the trainer needs {solution.plan.cycle_s} s for a step, {1 / rate} s are planned"
-    for w, bucket in enumerate(problem.workload.buckets):
-        made = sum(rates[w] for rates in solution.rates)
-        needed = bucket.share * problem.workload.batch_size * rate
-        if made < needed * (1 - ROUNDING):
-            yield f"bucket {w}: {made} samples/s made, {needed} needed"
+    made, needed = sum(solution.rates), problem.workload.batch_size * rate
+    if made < needed * (1 - ROUNDING):
+        yield f"{made} samples/s made, {needed} needed"
 
 
 def _replicas(problem: Problem, solution: Solution) -> Iterator[str]:
     """Check time and KV cache of each kind's replicas."""
     workload = problem.workload
     away_s = workload.reward_s + workload.held_s
-    for kind, y, rates in zip(problem.replica_kinds, solution.replicas, solution.rates, strict=True):
+    for kind, y, x in zip(problem.replica_kinds, solution.replicas, solution.rates, strict=True):
         name = f"{kind.device} tp {kind.tp} pp {kind.pp} batch {kind.batch_cap}"
-        busy = held = 0.0
-        for w, x in enumerate(rates):
-            left = 1 - solution.steps_per_s * kind.updates_s[w]
-            if x and left <= 0:
-                yield f"{name}: weight updates leave no time"
-            elif x:
-                busy += x / (kind.rates[w] * left)
-                running_s = kind.latencies_s[w] - away_s
-                longer = (running_s / left + workload.held_s) / (running_s + workload.held_s)
-                held += x * kind.kv_byte_s[w] * longer
+        left = 1 - solution.steps_per_s * kind.update_s
+        if not x:
+            continue
+        if left <= 0:
+            yield f"{name}: weight updates leave no time"
+            continue
+        busy, running_s = x / (kind.rate * left), kind.latency_s - away_s
+        longer = (running_s / left + workload.held_s) / (running_s + workload.held_s)
+        held = x * kind.kv_byte_s * longer
         if busy > y + ROUNDING * max(1, y):
             yield f"{name}: {busy} replicas' time used, {y} replicas"
         if held > kind.kv_bytes * (y + ROUNDING * max(1, y)):
@@ -109,16 +106,9 @@ def _staleness(problem: Problem, solution: Solution) -> Iterator[str]:
     workload, rate = problem.workload, solution.steps_per_s
     away_s = workload.reward_s + workload.held_s
     in_flight = rate * solution.plan.cycle_s
-    for kind, rates in zip(problem.replica_kinds, solution.rates, strict=True):
-        for w, (bucket, x) in enumerate(zip(workload.buckets, rates, strict=True)):
-            if not x:
-                continue
-            left = 1 - rate * kind.updates_s[w]
-            if problem.max_staleness:
-                share, latency_s = bucket.group_share, kind.group_latencies_s[w]
-            else:
-                share, latency_s = bucket.batch_share, kind.batch_latencies_s[w]
-            batches_per_s = x / (bucket.share * workload.batch_size)
-            in_flight += share * batches_per_s * ((latency_s - away_s) / left + away_s)
+    for kind, x in zip(problem.replica_kinds, solution.rates, strict=True):
+        if x:
+            latency_s = kind.group_latency_s if problem.max_staleness else kind.batch_latency_s
+            in_flight += x / workload.batch_size * ((latency_s - away_s) / (1 - rate * kind.update_s) + away_s)
     if in_flight > (problem.max_staleness + 1) * (1 + ROUNDING):
         yield f"{in_flight} batches admitted and not consumed, {problem.max_staleness + 1} allowed"

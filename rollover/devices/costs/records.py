@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind:
-    """A kind of rollout replica: device type, tensor and pipeline parallelism, batch cap. Tuples run over the
-    workload's length buckets.
+    """A kind of rollout replica, which decodes all lengths in proportion: device type, tensor and pipeline parallelism,
+    batch cap.
 
-    Example: ``device="h20", tp=2, pp=1, batch_cap=64`` with rates of ``(3.1, 0.8)`` ends 3.1 short or 0.8 long samples
-    per second.
+    Example: ``device="h20", tp=2, pp=1, batch_cap=64, rate=1.4`` ends 1.4 samples per second.
     """
 
     device: str
@@ -19,22 +18,22 @@ class ReplicaKind:
     pp: int
     batch_cap: int
     """Maximum number of samples decoded at once, if the KV cache has room for them."""
-    rates: tuple[float, ...]
-    """Samples per second of a replica that decodes this bucket only."""
-    latencies_s: tuple[float, ...]
-    """Seconds from admission to reward, mean of the bucket."""
-    group_latencies_s: tuple[float, ...]
+    rate: float
+    """Samples per second."""
+    latency_s: float
+    """Mean seconds from admission to reward."""
+    group_latency_s: float
     """The same, for the longest sample of a group."""
-    batch_latencies_s: tuple[float, ...]
+    batch_latency_s: float
     """The same, for the longest sample of a batch."""
-    max_latencies_s: tuple[float, ...]
-    """The same, for the longest sample of the bucket."""
+    max_latency_s: float
+    """The same, for the longest sample of all."""
     kv_bytes: float
     """Capacity of the KV cache."""
-    kv_byte_s: tuple[float, ...]
+    kv_byte_s: float
     """KV cache of a sample, integrated over its time in the engine."""
-    updates_s: tuple[float, ...]
-    """Seconds lost to each weight update if only this bucket is running: pause, load and re-prefill."""
+    update_s: float
+    """Seconds lost to each weight update: pause, load and re-prefill of what is running."""
 
     @property
     def num_devices(self) -> int:

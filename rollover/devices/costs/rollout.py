@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollover.devices.costs.links import all_reduce_s, transfer_s, weight_update_s
@@ -88,47 +87,43 @@ def replica_costs(
 
 
 def replica_kind(engine: ReplicaCosts, batch_cap: int, sync_link: Link | None = None) -> ReplicaKind:
-    """Make the rates and latencies of a replica at a batch cap. Weights reach it over ``sync_link``, by default its
+    """Make the rate and latencies of a replica at a batch cap. Weights reach it over ``sync_link``, by default its
     node's network.
 
     A sample costs the replica ``tokens * step / batch`` and its part of the prompt's prefill. With ``batch`` samples at
-    a time, each of them stays for ``batch`` times as long (Little's law).
+    a time, each of them stays for ``batch`` times as long (Little's law). Costs are means over the length buckets,
+    weighted by who meets them: samples, or the longest of groups and batches.
     """
-    workload, buckets = engine.workload, engine.workload.buckets
-    batches = [engine.batch(bucket, batch_cap) for bucket in buckets]
-    contexts = [workload.prompt_tokens + bucket.tokens / 2 for bucket in buckets]
+    workload = engine.workload
     prompt_s = engine.prefill_s(workload.prompt_tokens) / workload.group_size
-    costs_s = [
-        bucket.tokens * engine.step_s(batch, context) / batch + prompt_s
-        for bucket, batch, context in zip(buckets, batches, contexts, strict=True)
-    ]
-    running_s = [batch * cost for batch, cost in zip(batches, costs_s, strict=True)]
+    sample_s = running_s = group_s = batch_s = longest_s = kv_byte_s = redone_s2 = 0.0
+    for bucket in workload.buckets:
+        batch, context = engine.batch(bucket, batch_cap), workload.prompt_tokens + bucket.tokens / 2
+        alone_s = bucket.tokens * engine.step_s(batch, context) / batch + prompt_s
+        stays_s = batch * alone_s
+        sample_s += bucket.share * alone_s
+        running_s += bucket.share * stays_s
+        group_s += bucket.group_share * stays_s * bucket.group_tokens / bucket.tokens
+        batch_s += bucket.batch_share * stays_s * bucket.batch_tokens / bucket.tokens
+        longest_s = stays_s * bucket.max_tokens / bucket.tokens  # of the last bucket
+        kv_byte_s += bucket.share * engine.held_bytes(bucket.tokens) * (stays_s + workload.held_s)
+        # What runs at an update is what takes long: buckets weigh by the time they occupy the replica.
+        redone_s2 += bucket.share * alone_s * (0.0 if workload.keeps_kv else batch * engine.prefill_s(context))
     away_s = workload.reward_s + workload.held_s
     load_s = weight_update_s(engine.model, workload, engine.device, sync_link or engine.device.network)
-    redone = [
-        0.0 if workload.keeps_kv else batch * engine.prefill_s(context)
-        for batch, context in zip(batches, contexts, strict=True)
-    ]
-
-    def latencies(tokens: Iterable[float]) -> tuple[float, ...]:
-        return tuple(s * n / b.tokens + away_s for s, n, b in zip(running_s, tokens, buckets, strict=True))
-
     return ReplicaKind(
         device=engine.device.name,
         tp=engine.tp,
         pp=engine.pp,
         batch_cap=batch_cap,
-        rates=tuple(1 / cost for cost in costs_s),
-        latencies_s=latencies(bucket.tokens for bucket in buckets),
-        group_latencies_s=latencies(bucket.group_tokens for bucket in buckets),
-        batch_latencies_s=latencies(bucket.batch_tokens for bucket in buckets),
-        max_latencies_s=latencies(bucket.max_tokens for bucket in buckets),
+        rate=1 / sample_s,
+        latency_s=running_s + away_s,
+        group_latency_s=group_s + away_s,
+        batch_latency_s=batch_s + away_s,
+        max_latency_s=longest_s + away_s,
         kv_bytes=engine.kv_room,
-        kv_byte_s=tuple(
-            engine.held_bytes(bucket.tokens) * (s + workload.held_s)
-            for s, bucket in zip(running_s, buckets, strict=True)
-        ),
-        updates_s=tuple(load_s + s for s in redone),
+        kv_byte_s=kv_byte_s,
+        update_s=load_s + redone_s2 / sample_s,
     )
 
 

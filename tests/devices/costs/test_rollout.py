@@ -55,15 +55,34 @@ def test_prefill_is_linear_in_parameters_and_square_in_attention() -> None:
 def test_as_many_samples_are_in_flight_as_are_decoded_at_once(cap: int) -> None:
     engine = replica_costs(MODEL, SPEC, device(), 1, 1)
     column = replica_kind(engine, cap)
-    assert column.rates[0] * column.latencies_s[0] == pytest.approx(cap)
-    assert column.group_latencies_s[0] == pytest.approx(column.latencies_s[0] * 300 / 200)
-    held = column.kv_byte_s[0] * column.rates[0]
+    assert column.rate * column.latency_s == pytest.approx(cap)
+    assert column.group_latency_s == pytest.approx(column.latency_s * 300 / 200)
+    held = column.kv_byte_s * column.rate
     assert held == pytest.approx(cap * engine.held_bytes(200)), "Little's law for the cache"
 
 
 def test_an_update_costs_transfer_pause_and_prefill_of_running_samples() -> None:
     engine = replica_costs(MODEL, SPEC, device(), 1, 1)
     load_s = 2e-5 + 2e9 / 50e9 + 0.5
-    assert replica_kind(engine, 8).updates_s[0] == pytest.approx(load_s + 8 * engine.prefill_s(200))
+    assert replica_kind(engine, 8).update_s == pytest.approx(load_s + 8 * engine.prefill_s(200))
     kept = replace(engine, workload=replace(SPEC, keeps_kv=True))
-    assert replica_kind(kept, 8).updates_s[0] == pytest.approx(load_s)
+    assert replica_kind(kept, 8).update_s == pytest.approx(load_s)
+
+
+def test_a_kind_decodes_all_lengths_in_proportion() -> None:
+    """A quarter of the samples, half of the longest of groups and all of the longest of batches are long."""
+    short = replace(ONE, share=0.75, group_share=0.5, batch_share=0.0)
+    long = replace(short, share=0.25, tokens=800, max_tokens=1000, group_tokens=900, batch_tokens=950, batch_share=1.0)
+    spec = workload(prompt_tokens=100, buckets=(short, long), pause_s=0.5)
+    both, *alone = (
+        replica_kind(replica_costs(MODEL, replace(spec, buckets=buckets), device(), 1, 1), 8)
+        for buckets in ((short, long), (replace(short, share=1.0, group_share=1.0),), (replace(long, share=1.0),))
+    )
+    times = [1 / kind.rate for kind in alone]
+    assert 1 / both.rate == pytest.approx(0.75 * times[0] + 0.25 * times[1])
+    assert both.latency_s == pytest.approx(0.75 * alone[0].latency_s + 0.25 * alone[1].latency_s)
+    assert both.group_latency_s == pytest.approx(0.5 * alone[0].group_latency_s + alone[1].group_latency_s)
+    assert both.batch_latency_s == pytest.approx(alone[1].batch_latency_s)
+    assert both.max_latency_s == pytest.approx(alone[1].max_latency_s)
+    busy = 0.25 * times[1] * both.rate
+    assert both.update_s == pytest.approx((1 - busy) * alone[0].update_s + busy * alone[1].update_s)

@@ -10,15 +10,7 @@ from typing import Any
 import click
 
 from rollover.errors import printable
-from rollover.report.samples import (
-    ORDERS,
-    Order,
-    TrainedSample,
-    in_order,
-    read_batch,
-    response_pieces,
-    tokenizer_of,
-)
+from rollover.report.samples import ORDERS, Order, TrainedSample, in_order, read_batch, response_pieces, tokenizer_of
 
 _COLOURS = ((-0.1, 245), (-0.7, 250), (-2.3, 220), (-4.6, 208))
 """Log-probs down to which a token has a colour of the terminal, from likely (grey) to unlikely (orange)."""

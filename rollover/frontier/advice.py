@@ -56,10 +56,7 @@ class Advice:
     def toml(self) -> str:
         """Return the setting as part of a run's config, with the lowest staleness bound that never held it back."""
         config, strategy = self.config, self.config.strategy
-        values: dict[str, object] = {
-            "rollout_batch_size": config.rollout_batch_size,
-            "group_size": config.group_size,
-        }
+        values: dict[str, object] = {"rollout_batch_size": config.rollout_batch_size, "group_size": config.group_size}
         if config.unit == "sample":
             values["unit"] = config.unit
         if not strategy.on_policy:

@@ -21,10 +21,7 @@ PUBLISHED_LOAD = 2.4
 PREFILL_PER_C0 = 1600.0
 """Tokens prefilled in the time of an iteration over an empty batch: some billion parameters on today's accelerators."""
 Unit = Literal["s", "c0"]
-_MOST = {
-    "replicas": 10_000,
-    "fast_lane_replicas": 10_000,
-}
+_MOST = {"replicas": 10_000, "fast_lane_replicas": 10_000}
 _ACCURACY = ("accuracy", "accuracy_icc", "accuracy_length_correlation")
 _OF_SCENARIO = ("trainer", "reward", "turns", "kv_on_update", "colocated", "filter_zero_signal", *_ACCURACY)
 _FROM_ZERO = ("swap_pause_s", "fast_lane_replicas")

@@ -49,12 +49,7 @@ class Segments:
         times, running = (np.array(column, float) for column in zip(*active, strict=True))
         last = max(end_s, float(end.max()), float(times[-1]))
         return cls(
-            start_s=start,
-            end_s=end,
-            tokens=tokens,
-            begins=begins,
-            times_s=np.append(times, last),
-            running=running,
+            start_s=start, end_s=end, tokens=tokens, begins=begins, times_s=np.append(times, last), running=running
         )
 
     def full_speed_s(self, b0: float) -> Floats:

@@ -150,11 +150,7 @@ def _hover(name: str, each: MemberSpan) -> str:
 def _marks(members: Mapping[str, Sequence[MemberSpan]], window: StepWindow, origin_s: float) -> list[dict[str, Any]]:
     """Draw a mark where a member continued under newer weights."""
     found = [
-        (
-            change.time_s,
-            lane,
-            f"v{change.before} to v{change.after}, nothing decoded for {change.idle_s:.2f} s before",
-        )
+        (change.time_s, lane, f"v{change.before} to v{change.after}, nothing decoded for {change.idle_s:.2f} s before")
         for lane, spans in enumerate(members.values())
         for change in changes(spans)
         if window.start_s <= change.time_s <= window.end_s

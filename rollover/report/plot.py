@@ -37,11 +37,7 @@ def figure(data: Sequence[Mapping[str, Any]], *, height: int, **layout: Any) -> 
         "margin": {"l": 48, "r": 14, "t": 30, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {
-            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
-            "size": 12,
-            "color": "--ink",
-        },
+        "font": {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 12, "color": "--ink"},
         "hoverlabel": {
             "bgcolor": "--surface",
             "bordercolor": "--line",

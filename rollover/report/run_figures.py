@@ -1,4 +1,5 @@
-"""The figures of one run's report."""
+"""The figures of one run's report. Long runs are drawn legibly: stretches of consecutive steps as one point each, and a
+band for how far steps spread."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, cycle
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from rollover.report import downsampling, measures, phases
+from rollover.report import measures, phases
 from rollover.report.colours import CURVE_COLOURS, PHASE_COLOURS, WASTE_COLOURS
 from rollover.report.health import Curve
 from rollover.report.metrics import Kind, accuracies_by_dataset, series, standard_error_of
@@ -16,6 +17,12 @@ from rollover.report.plot import LEGEND, Figure, axis, bar, figure, line, smooth
 from rollover.report.record import RunRecord
 from rollover.report.throughput import DECODED, TRAINED, Speed
 
+T = TypeVar("T")
+
+MAX_POINTS = 150
+"""Maximum number of points of a curve; the steps of a longer run are drawn in stretches."""
+_BAND = 0.1, 0.9
+"""Quantiles between which a band lies."""
 _MAX_BARS = 120
 """Maximum number of steps drawn individually; longer runs are drawn as means over stretches of steps."""
 
@@ -51,15 +58,10 @@ def learning(record: RunRecord, *, over_time: bool) -> Figure | None:
     both = bool(data) and bool(reward)
     if reward:
         at: dict[str, Any] = {"yaxis": "y2"} if both else {}
-        faint = {
-            "line": {"color": "--blue", "width": 1},
-            "opacity": 0.35,
-            "showlegend": False,
-            "hoverinfo": "skip",
-        }
-        spread = downsampling.band(x, reward, "--blue", **at)
+        faint = {"line": {"color": "--blue", "width": 1}, "opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}
+        spread = band(x, reward, "--blue", **at)
         data += spread or [line(x, reward, "per step", "--blue", **{**at, **faint})]
-        data.append(line(*downsampling.coarsened(x, smoothed(reward)), "reward (smoothed)", "--blue", **at))
+        data.append(line(*coarsened(x, smoothed(reward)), "reward (smoothed)", "--blue", **at))
     if not data:
         return None
     x_title = f"wall-clock {unit}" if over_time else "training step"
@@ -88,7 +90,7 @@ def _accuracy_trace(record: RunRecord, metric: str, colour: str, unit_s: float |
         return None
     name = f"accuracy, {metric.partition('/')[2] or 'all sets'}"
     if len(y) > _MAX_MARKED:
-        return line(*downsampling.coarsened(x, y), name, colour)
+        return line(*coarsened(x, y), name, colour)
     errors = [v for _, _, v in series(record.metrics, "eval", standard_error_of(metric))]
     bars = {"error_y": {"type": "data", "array": errors, "thickness": 1.2, "width": 4, "color": colour}}
     marks = {"mode": "lines+markers", "marker": {"color": colour, "size": 7}}
@@ -119,15 +121,15 @@ def lag_over_steps(record: RunRecord) -> Figure | None:
     x = [float(s.step) for s in steps]
     mean = [s.lag.mean for s in steps]
     head = [fmean(s.lag.heads) for s in steps]
-    oldest = [float(max(part)) for part in downsampling.stretches([max(s.lag.heads) for s in steps])]
-    starts = [part[0] for part in downsampling.stretches(x)]
+    oldest = [float(max(part)) for part in stretches([max(s.lag.heads) for s in steps])]
+    starts = [part[0] for part in stretches(x)]
     data = [
         line(starts, oldest, "oldest token", "--soft", line={"color": "--soft", "width": 1.4, "shape": "hv"}),
-        *downsampling.band(x, mean, "--orange"),
-        line(*downsampling.coarsened(x, head), "head lag, mean over groups", "--violet"),
-        line(*downsampling.coarsened(x, mean), "token lag, mean", "--orange"),
+        *band(x, mean, "--orange"),
+        line(*coarsened(x, head), "head lag, mean over groups", "--violet"),
+        line(*coarsened(x, mean), "token lag, mean", "--orange"),
     ]
-    x_axis = step_axis(len(x), downsampling.x_title(len(x), what="means, oldest and a band"))
+    x_axis = step_axis(len(x), x_title(len(x), what="means, oldest and a band"))
     return figure(data, height=270, xaxis=x_axis, yaxis=axis("versions", rangemode="tozero"), hovermode="x unified")
 
 
@@ -175,7 +177,7 @@ def waste_over_time(record: RunRecord) -> Figure | None:
     end = (record.timeline.end_s - start_s) / unit_s
     data = []
     for cause, whole in curves.items():
-        curve = [part[-1] for part in downsampling.stretches(whole)]  # a running total is exact at the end of each
+        curve = [part[-1] for part in stretches(whole)]  # a running total is exact at the end of each
         x = [0.0, *((t - start_s) / unit_s for t, _ in curve), end]
         y = [0.0, *(float(n) for _, n in curve), float(curve[-1][1])]
         colour = WASTE_COLOURS[cause]
@@ -189,7 +191,7 @@ def time_split(record: RunRecord) -> Figure | None:
     spent = list(phases.by_step(record.metrics, record.timeline).items())
     if not spent:
         return None
-    parts = downsampling.stretches(spent, _MAX_BARS)
+    parts = stretches(spent, _MAX_BARS)
     data = []
     for phase in phases.PHASES:
         seconds = [fmean([of_step[phase] for _, of_step in part]) for part in parts]
@@ -202,7 +204,7 @@ def time_split(record: RunRecord) -> Figure | None:
         bargap=0.15,
         barcornerradius=0,
         legend={**LEGEND, "traceorder": "normal"},
-        xaxis=step_axis(len(spent), downsampling.x_title(len(spent), _MAX_BARS)),
+        xaxis=step_axis(len(spent), x_title(len(spent), _MAX_BARS)),
         yaxis=axis("seconds per step"),
         hovermode="x unified",
     )
@@ -216,7 +218,7 @@ def throughput(record: RunRecord) -> Figure | None:
         (TRAINED, "trained, of the whole loop", "--orange"),
     ):
         x, y = _moving(record, speed)
-        data += [line(*downsampling.coarsened(x, y), name, colour)] if y else []
+        data += [line(*coarsened(x, y), name, colour)] if y else []
     if not data:
         return None
     y_axis = axis("tokens/s, moving mean", rangemode="tozero")
@@ -268,9 +270,9 @@ def _small(
     """Draw curves (name, x, y); a single one with the band of its steps. ``named``: whether their names are shown."""
     if not curves:
         return None
-    data = downsampling.band(*curves[0][1:], "--blue") if len(curves) == 1 else []
+    data = band(*curves[0][1:], "--blue") if len(curves) == 1 else []
     for (name, x, y), colour in zip(curves, cycle(CURVE_COLOURS), strict=False):
-        data.append(line(*downsampling.coarsened(x, y), name, colour, line={"color": colour, "width": 1.6}))
+        data.append(line(*coarsened(x, y), name, colour, line={"color": colour, "width": 1.6}))
     return figure(
         data,
         height=height,
@@ -280,3 +282,50 @@ def _small(
         yaxis=axis(nticks=4, exponentformat="e"),
         hovermode="x unified",
     )
+
+
+def stretches(steps: Sequence[T], most: int = MAX_POINTS) -> list[Sequence[T]]:
+    """Cut ``steps`` into at most ``most`` parts of equal length; the last one may be shorter."""
+    size = max(1, -(-len(steps) // most))
+    return [steps[i : i + size] for i in range(0, len(steps), size)]
+
+
+def x_title(num_steps: int, most: int = MAX_POINTS, what: str = "means") -> str:
+    """Return the title of an axis of training steps, with a word on what its points stand for."""
+    size = max(1, -(-num_steps // most))
+    return "training step" if size == 1 else f"training step ({what} over {size})"
+
+
+def band(x: Sequence[float], y: Sequence[float], colour: str, **extra: Any) -> list[dict[str, Any]]:
+    """Draw the area in which most of the steps of each stretch lie; draw nothing where every step has a point of its
+    own."""
+    if len(y) <= MAX_POINTS:
+        return []
+    parts = [sorted(part) for part in stretches(y)]
+    middle = [_rounded_mean(part) for part in stretches(x)]
+    low, high = ([part[round(q * (len(part) - 1))] for part in parts] for q in _BAND)
+    area = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [*middle, *reversed(middle)],
+        "y": [*high, *reversed(low)],
+        "fill": "toself",
+        "fillcolor": colour,
+        "line": {"width": 0, "color": colour},
+        "opacity": 0.18,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    return [{**area, **extra}]
+
+
+def coarsened(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the curve through the means of its stretches, or the curve itself if it is short."""
+    if len(y) <= MAX_POINTS:
+        return list(x), list(y)
+    return [_rounded_mean(part) for part in stretches(x)], [_rounded_mean(part) for part in stretches(y)]
+
+
+def _rounded_mean(values: Sequence[float]) -> float:
+    """Return the mean to six digits: what a rounding error adds to a constant would otherwise be drawn as a curve."""
+    return float(f"{fmean(values):.6g}")

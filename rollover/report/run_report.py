@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollover.report import captions, health, measures, run_figures
+from rollover.report import health, measures, run_figures
 from rollover.report.colours import WASTE_COLOURS
 from rollover.report.measures import StepWindow
 from rollover.report.member_lanes import has_members, member_lanes
@@ -28,6 +28,51 @@ from rollover.report.timeline_figure import gantt
 FILE_NAME = "report.html"
 WINDOW_STEPS = 6
 _MAX_WINDOWS = 6
+
+_LEARNING = (
+    "Left: over training steps; right: over wall-clock, including evaluations. A method that learns the same per"
+    " step but steps faster is ahead only on the right. Bars on the accuracy are standard errors."
+)
+_SAMPLES = (
+    "Of the newest batch, the longest responses, the worst by their reward, the most changed (those whose tokens were"
+    " sampled by the oldest weights on average; the log-probs of the trained policy are not on record), and some at"
+    " random. A token's tooltip is the log-prob with which it was sampled, that of a stretch its version. By gradient,"
+    " tokens are struck out that had none; tokens that a correction rejected are not on record. For other steps:"
+    " rollover samples RUN --step N."
+)
+_TIMELINE = (
+    "Each bar is a sample, coloured by the policy version that sampled it; a thin line is a sample parked"
+    " until a later step. A row that changes colour without ending was rolled over to newer weights. A cross means"
+    " never trained. Shaded: training and publishing; a dashed line is a restart. Below: the samples decoding at"
+    " each moment; the area missing under a falling curve is idle engine time. Drag to zoom, double-click to go"
+    " back."
+)
+_MEMBERS = (
+    "One lane for each member of the swarm, or each server: every thin bar is a sample that it decoded, coloured by the"
+    " policy version. A vertical mark is a change to newer weights; in an empty stretch, the member was away or had"
+    " no call. The staleness of the batches comes from members of different colours at the same moment."
+)
+_LAG = (
+    "The number of versions by which tokens were older than the weights they trained; 0 is on-policy. Head lag is the"
+    " lag of a sample's oldest token: a line that keeps rising means that some samples are passed over again"
+    " and again. All tokens of the batches count here, including those without a gradient."
+)
+_TOKENS = (
+    "Every decoded token is trained (it had a gradient), wasted with a cause, or still alive. If the trained"
+    " lengths fall short of the generated ones, the schedule favours short answers. Mean trained over mean"
+    " generated here: {drift}."
+)
+_TIME = (
+    "The phases of a training step. If the first one is large, rollout is the bottleneck; the gap between"
+    " the two throughputs is the cost of training, publishing and idling."
+)
+_HEALTH = (
+    "Signals to check when learning stalls. An entropy that falls to almost 0 leaves groups of equal responses. A"
+    " surprise that stays below the entropy comes from an engine that draws from a part of the distribution (top_k,"
+    " top_p, a lower temperature), or from a selection of responses. KL divergences and a small effective sample size"
+    " measure how far the trained policy is from the weights that sampled. Right answers that are shorter or longer"
+    " than wrong ones pull the length of all responses with them. Curves that are 0 throughout are left out."
+)
 
 
 def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
@@ -57,7 +102,7 @@ def render_report(record: RunRecord, samples: str = "", *, is_live: bool = False
     _learning(page, record)
     _timeline(page, record)
     if samples:
-        page.section("Samples", captions.SAMPLES, samples, layout="column")
+        page.section("Samples", _SAMPLES, samples, layout="column")
     _lag(page, record)
     _tokens(page, record, summary)
     _time(page, record)
@@ -109,12 +154,7 @@ def _key_numbers(s: RunSummary) -> list[tuple[str, str, str, str]]:
             "per sample",
             f"{s.reprefilled_tokens:,} tokens prefilled again",
         ),
-        (
-            "Peak memory",
-            bytes_text(s.peak_memory_bytes).removesuffix(" GiB"),
-            "GiB",
-            "of the training process",
-        ),
+        ("Peak memory", bytes_text(s.peak_memory_bytes).removesuffix(" GiB"), "GiB", "of the training process"),
     ]
 
 
@@ -134,7 +174,7 @@ def _se(accuracy: Accuracy) -> str:
 def _learning(page: Page, record: RunRecord) -> None:
     page.section(
         "Learning",
-        captions.LEARNING,
+        _LEARNING,
         page.figure("Over steps", run_figures.learning(record, over_time=False), "Nothing measured yet."),
         page.figure("Over wall-clock", run_figures.learning(record, over_time=True), "Nothing measured yet."),
         *(page.figure(title, run_figures.by_name(record, prefix), "") for prefix, title in _named(record)),
@@ -162,14 +202,14 @@ def _timeline(page: Page, record: RunRecord) -> None:
     labels = [window_label(w) for w in found]
     page.section(
         "Rollout timeline",
-        captions.TIMELINE,
+        _TIMELINE,
         page.figure("", drawn, "No sample has been decoded yet.", labels=labels, pressed=most_resumed(found)),
     )
     if has_members(record.timeline):
         lanes = [member_lanes(record.timeline, w, origin_s=origin_s) for w in found]
         page.section(
             "Members",
-            captions.MEMBERS,
+            _MEMBERS,
             page.figure("", lanes, "No sample has been decoded yet.", labels=labels, pressed=most_resumed(found)),
         )
 
@@ -188,7 +228,7 @@ def window_label(window: StepWindow) -> str:
 def _lag(page: Page, record: RunRecord) -> None:
     page.section(
         "Lag",
-        captions.LAG,
+        _LAG,
         page.figure("Lag of trained tokens", run_figures.lag_histogram(record), "No batch has been trained yet."),
         page.figure("Lag over steps", run_figures.lag_over_steps(record), "No batch has been trained yet."),
     )
@@ -202,11 +242,7 @@ def _tokens(page: Page, record: RunRecord, summary: RunSummary) -> None:
     ]
     if summary.wasted_tokens:
         cards.append(page.figure("Waste by cause", run_figures.waste_over_time(record), "Nothing was wasted so far."))
-    page.section(
-        "Tokens",
-        captions.TOKENS.format(drift=number(summary.length_drift, ".2f")),
-        *cards,
-    )
+    page.section("Tokens", _TOKENS.format(drift=number(summary.length_drift, ".2f")), *cards)
 
 
 def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]]:
@@ -222,7 +258,7 @@ def _fates(timeline: Timeline, summary: RunSummary) -> list[tuple[str, str, int]
 def _time(page: Page, record: RunRecord) -> None:
     page.section(
         "Time",
-        captions.TIME,
+        _TIME,
         page.figure("Time per step", run_figures.time_split(record), "No step has ended yet."),
         page.figure("Throughput", run_figures.throughput(record), "No step has ended yet."),
     )
@@ -233,4 +269,4 @@ def _health(page: Page, record: RunRecord) -> None:
     drawn.append(("Mean response length by reward, tokens", run_figures.lengths_by_reward(record)))
     cards = [page.figure(title, figure, "") for title, figure in drawn if figure is not None]
     if cards:
-        page.section("Health", captions.HEALTH, *cards, layout="grid small")
+        page.section("Health", _HEALTH, *cards, layout="grid small")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,63 +23,42 @@ from rollover.report.measures import mean_reward
 from rollover.report.record import JOURNAL
 from rollover.rollout.events import BatchConsumed, BatchTrained, GroupOpened, Observed, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
-from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, append_segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory, append_segment
 
 Order = Literal["reward", "length", "lag", "advantage"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedSample:
+class TrainedSample(Trajectory):
     """A sample of a batch with what was learned from it.
 
     Example: of a group with rewards 1 and 0, the samples have ``relative`` 0.5 and -0.5.
     """
 
-    sample_id: SampleId
-    prompt: Prompt
-    segments: tuple[Segment, ...]
-    observations: tuple[Observation, ...] = ()
-    """The environment's answers to the turns of an episode."""
     step: int
     reward: float
     shaping: float
     """The amount that the algorithm added to the reward."""
     relative: float = 0.0
     """The shaped reward minus the mean of the group."""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """The parts of the reward by name, if it has several."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def lag(self) -> float:
         """Return the mean lag of its tokens, in versions."""
-        lags = sum((self.step - segment.policy_version) * len(segment.token_ids) for segment in self.segments)
-        return lags / max(1, self.num_tokens)
+        return sum(self.step - version for version in self.policy_versions) / max(1, self.num_tokens)
 
     @property
     def is_cut(self) -> bool:
         """Return whether the response reached the limit of its length, or of its turns."""
-        return self._finish_reason is FinishReason.LENGTH
-
-    @property
-    def _finish_reason(self) -> FinishReason | None:
-        reason = self.segments[-1].finish_reason
-        return self.observations[-1].end if reason is FinishReason.TURN and self.observations else reason
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token for segment in self.segments for token in segment.token_ids]
+        return self.finish_reason is FinishReason.LENGTH
 
     def untrained(self, algorithm: Algorithm | None) -> list[str]:
         """Return for each segment why its tokens had no gradient, as far as the journal tells; empty if they had one.
         Tokens that a correction rejected are not known."""
         if algorithm is None:
             return [""] * len(self.segments)
-        if not algorithm.trains_sample(self._finish_reason or FinishReason.STOP):
+        if not algorithm.trains_sample(self.finish_reason or FinishReason.STOP):
             return ["masked: cut at the limit"] * len(self.segments)
         has_kl = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         if self.relative == 0 and algorithm.advantage in ("group_std", "group_mean", "leave_one_out") and not has_kl:

@@ -167,20 +167,14 @@ def _phases(rows: Sequence[MetricRow], timeline: Timeline) -> dict[str, float]:
 
 def summary_rows(s: RunSummary) -> tuple[tuple[str, str], ...]:
     """Return (what, value) as text, in reading order."""
-    rows = [
-        ("accuracy before", accuracy_text(s.accuracy_before)),
-        ("accuracy after", accuracy_text(s.accuracy_after)),
-    ]
+    rows = [("accuracy before", accuracy_text(s.accuracy_before)), ("accuracy after", accuracy_text(s.accuracy_after))]
     if len(s.accuracy_by_dataset) > 1:
         for name, (first, last) in s.accuracy_by_dataset.items():
             rows.append((f"  {name}", f"{accuracy_text(first)} → {accuracy_text(last)}"))
     rows += [
         ("reward, first → last tenth", f"{number(s.reward_first, '.3f')} → {number(s.reward_last, '.3f')}"),
         ("rollout throughput", number(s.rollout_tokens_per_s, ",.0f", " decoded tokens/s")),
-        (
-            "training throughput",
-            number(s.trained_tokens_per_s, ",.0f", " trained tokens/s of the whole loop"),
-        ),
+        ("training throughput", number(s.trained_tokens_per_s, ",.0f", " trained tokens/s of the whole loop")),
         ("lag", lag_text(s.lag)),
         ("off-policy tokens", number(s.lag.off_policy_fraction if s.lag else None, ".1%")),
         ("wasted by the rollout", waste_text(s, s.wasted_by_rollout)),

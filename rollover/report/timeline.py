@@ -250,11 +250,7 @@ class _Fold:
         match event:
             case GroupOpened(group_id=group_id, prompt=prompt, group_size=size):
                 self.groups[group_id] = tuple(SampleId(group_id, i) for i in range(size))
-                trace = partial(
-                    SampleTrace,
-                    prompt_id=prompt.prompt_id,
-                    num_prompt_tokens=len(prompt.token_ids),
-                )
+                trace = partial(SampleTrace, prompt_id=prompt.prompt_id, num_prompt_tokens=len(prompt.token_ids))
                 self.samples |= {i: trace(sample_id=i) for i in self.groups[group_id]}
             case SampleStarted(sample_id=sample_id):
                 self.go_on(sample_id, event.time_s)
@@ -325,10 +321,7 @@ class _Fold:
     def _answered(self, event: Observed) -> None:
         _, sample_id, answer = event
         acting = Acting(
-            start_s=answer.start_s,
-            end_s=answer.end_s,
-            num_tokens=len(answer.token_ids),
-            is_last=answer.end is not None,
+            start_s=answer.start_s, end_s=answer.end_s, num_tokens=len(answer.token_ids), is_last=answer.end is not None
         )
         self._change(sample_id, acting=(*self.samples[sample_id].acting, acting))
         if acting.is_last:

@@ -235,9 +235,7 @@ class Evaluator:
         results = [[task.result() for task in siblings] for siblings in tasks]
         scored = [
             ScoredPrompt(
-                source=prompt.source,
-                prompt_id=prompt.prompt_id,
-                rewards=tuple(reward or 0.0 for _, reward in siblings),
+                source=prompt.source, prompt_id=prompt.prompt_id, rewards=tuple(reward or 0.0 for _, reward in siblings)
             )
             for prompt, siblings in zip(self._prompts, results, strict=True)
         ]

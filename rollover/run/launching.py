@@ -24,10 +24,7 @@ from rollover.run.loading import SettingsLayer, replaced, written_kind
 from rollover.run.loading import load as load_config
 from rollover.settings.toml import literal
 
-_SIZES = {
-    "vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"),
-    "sglang": ("--tp-size", "--pp-size"),
-}
+_SIZES = {"vllm": ("--tensor-parallel-size", "--pipeline-parallel-size"), "sglang": ("--tp-size", "--pp-size")}
 _NO_SERVERS = ("embedded", "swarm")
 """Kinds of engine that a plan cannot place."""
 

@@ -63,29 +63,6 @@ RunEvent = Event | StepEnded | Evaluated | Notice
 Observer = Callable[[RunEvent], None]
 
 
-def to_all(observers: Sequence[Observer]) -> Observer:
-    """Return one observer that passes every event on to ``observers`` in their order."""
-
-    def observe(event: RunEvent) -> None:
-        for observer in observers:
-            observer(event)
-
-    return observe
-
-
-def metrics_to(writer: MetricsWriter) -> Observer:
-    """Return an observer that writes a row of metrics for every training step and every evaluation."""
-
-    def observe(event: RunEvent) -> None:
-        match event:
-            case StepEnded():
-                writer.write("step", event.step, event.time_s, event.metrics)
-            case Evaluated():
-                writer.write("eval", event.version, event.time_s, event.evaluation.metrics())
-
-    return observe
-
-
 def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], list[list[Any]]]) -> Observer:
     """Return an observer that sends some samples of every so many steps to the trackers. ``rows`` makes rows of
     ``report.samples.COLUMNS`` of a batch."""
@@ -97,35 +74,32 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
     return observe
 
 
-def steps_to(engine: EngineMetrics) -> Observer:
-    """Return an observer that reports each training step to the engine."""
-
-    def observe(event: RunEvent) -> None:
-        if isinstance(event, StepEnded):
-            engine.step_ended(event.step, event.metrics)
-
-    return observe
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressObserver:
-    """Shows on the terminal how the rollout fills the next batch, and the results of each step and evaluation.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunObserver:
+    """Writes a row of metrics for each training step and evaluation, shows on the terminal what happens, and reports
+    each step to the engine.
 
     Example: with 12 groups ready of a batch of 32, it calls ``progress.rollout(12, 32, ...)`` after every event of the
     rollout.
     """
 
+    metrics: MetricsWriter
     progress: Progress
     ledger: Ledger
     """The counts that are shown after every event of the rollout."""
     batch_size: int
     """Groups in a batch."""
+    engine: EngineMetrics | None
 
     def __call__(self, event: RunEvent) -> None:
         match event:
             case StepEnded():
+                self.metrics.write("step", event.step, event.time_s, event.metrics)
                 self.progress.step(event.metrics)
+                if self.engine is not None:
+                    self.engine.step_ended(event.step, event.metrics)
             case Evaluated():
+                self.metrics.write("eval", event.version, event.time_s, event.evaluation.metrics())
                 self._show_evaluation(event.version, event.evaluation)
             case Notice():
                 self.progress.message(event.text)

@@ -39,7 +39,7 @@ from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator, IdleSlots
 from rollover.run.meter import StepMeter
-from rollover.run.observers import Observer, ProgressObserver, metrics_to, samples_to, steps_to, to_all
+from rollover.run.observers import Observer, RunEvent, RunObserver, samples_to
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
@@ -226,14 +226,25 @@ def _curriculum(config: RunConfig, run: RunDir, *, resuming: bool) -> Curriculum
 
 
 def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleSlots) -> Observer:
-    batch_size = config.rollout.rollout_batch_size * config.rollout.num_siblings
-    shown = ProgressObserver(progress, parts.state.ledger, batch_size)
-    engine = parts.engine.metrics
-    observers: list[Observer] = [metrics_to(parts.metrics), shown, idle.observe]
+    observers: list[Observer] = [
+        RunObserver(
+            metrics=parts.metrics,
+            progress=progress,
+            ledger=parts.state.ledger,
+            batch_size=config.rollout.rollout_batch_size * config.rollout.num_siblings,
+            engine=parts.engine.metrics,
+        ),
+        idle.observe,
+    ]
     if config.logging.samples_every_steps and (config.logging.wandb or config.logging.trackio):
         rows = partial(_sample_rows, config, parts)
         observers.append(samples_to(parts.metrics, config.logging.samples_every_steps, rows))
-    return to_all([*observers, *(() if engine is None else (steps_to(engine),))])
+
+    def observe(event: RunEvent) -> None:
+        for observer in observers:
+            observer(event)
+
+    return observe
 
 
 def _sample_rows(config: RunConfig, parts: _Parts, batch: Batch) -> list[list[Any]]:

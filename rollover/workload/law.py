@@ -28,11 +28,7 @@ TAIL_Z = NORMAL.inv_cdf(TAIL_FROM)
 Floats = NDArray[np.float64]
 MAX_TOKENS = 2**24
 """Maximum length of a prompt or response; a larger one is taken for a typing error, and would never finish."""
-_RANGES = {
-    "icc": (0, 1),
-    "loop_probability": (0, 1),
-    "drift_per_1k_prompts": (-1, 1),
-}
+_RANGES = {"icc": (0, 1), "loop_probability": (0, 1), "drift_per_1k_prompts": (-1, 1)}
 _PROMPTS, _SAMPLES = 256, 16
 """Shape of a block."""
 _KEPT_BLOCKS = 128

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from rollover.report.downsampling import MAX_POINTS, band, coarsened, stretches, x_title
+from rollover.report.run_figures import MAX_POINTS, band, coarsened, stretches, x_title
 
 
 @pytest.mark.parametrize("count", [151, 300, 2000, 12345])

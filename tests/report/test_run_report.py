@@ -22,12 +22,12 @@ from rollover.errors import RunError
 from rollover.report import health, run_figures, sample_cards
 from rollover.report.colours import version_colours
 from rollover.report.comparison import compare_table
-from rollover.report.downsampling import MAX_POINTS
 from rollover.report.measures import evenly, lengths_by_reward, window_of, windows
 from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.page import script_json
 from rollover.report.plot import smoothed
 from rollover.report.record import RunRecord, read_run
+from rollover.report.run_figures import MAX_POINTS
 from rollover.report.run_report import render_report, write_report
 from rollover.report.summary import summarize, summary_table
 from rollover.report.timeline import Timeline

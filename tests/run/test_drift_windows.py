@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.batch import Drift
-from rollover.run.drift_windows import MIN_TOKENS, DriftWindows
+from rollover.run.engine_trust import MIN_TOKENS, DriftWindows
 
 TOLERANCE = 0.1
 """That of half precision, where rounding alone makes up to half of it."""

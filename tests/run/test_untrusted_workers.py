@@ -21,7 +21,7 @@ from rollover.engine.servers.start.launch import free_port
 from rollover.errors import RolloverError
 from rollover.rollout.records import FAILED, GroupRecord
 from rollover.run import worker
-from rollover.run.drift_windows import MIN_TOKENS
+from rollover.run.engine_trust import MIN_TOKENS
 from rollover.swarm.coordinator.status.snapshot import StatusFile
 from rollover.swarm.coordinator.trust.credentials import Credentials
 from rollover.swarm.publication.keys import open_key

@@ -73,11 +73,7 @@ class StudyRequest:
 
 
 def simulate(request: StudyRequest) -> None:
-    """Simulate the strategies, print the results, and write the requested files.
-
-    Raises:
-        RolloverError: the message says how to fix it.
-    """
+    """Simulate the strategies, print the results, and write the requested files."""
     console = Console(highlight=False)
     setup, recorded = _setup(request)
     names = request.strategies or default_strategies(setup)

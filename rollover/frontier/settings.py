@@ -43,11 +43,8 @@ def is_asleep(name: str, setup: Setup) -> bool:
 
 
 def check_strategies(names: Iterable[str], setup: Setup) -> tuple[str, ...]:
-    """Return the strategies to try, ``sync`` first, since all are compared with it.
-
-    Raises:
-        ConfigError: a name is unknown, or needs something that the scenario lacks.
-    """
+    """Return the strategies to try, ``sync`` first, since all are compared with it. Raises ``ConfigError`` if a name is
+    unknown, or needs something that the scenario lacks."""
     for name in names:
         strategy = name.removesuffix(_SAMPLE)
         if strategy not in SIMULATED:

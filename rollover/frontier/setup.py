@@ -146,11 +146,8 @@ _SAMPLED_PROMPTS = 2048
 
 
 def read_scenario(file: Path) -> tuple[ScenarioFile, int | None]:
-    """Read a scenario file; return it with the cap that its ``[rollout]`` names.
-
-    Raises:
-        ConfigError: naming file, line and key.
-    """
+    """Read a scenario file; return it with the cap that its ``[rollout]`` names. Raises ``ConfigError`` naming file,
+    line and key."""
     document = toml.read(file)
     rollout = document.data.get("rollout")
     cap = rollout.get("max_new_tokens") if isinstance(rollout, dict) else None
@@ -175,11 +172,8 @@ def overlaid(known: ReplicaModel, section: EngineSection) -> ReplicaModel:
 
 
 def replicas_of(model: ReplicaModel, section: EngineSection, count: int) -> tuple[ReplicaModel, ...]:
-    """Return ``count`` replicas, the last ones in the fast lane where the file asks for it.
-
-    Raises:
-        ConfigError: none would be left for the others.
-    """
+    """Return ``count`` replicas, the last ones in the fast lane where the file asks for it. Raises ``ConfigError`` if
+    none would be left for the others."""
     fast = section.fast_lane_replicas
     if fast >= count:
         raise ConfigError(f"engine.fast_lane_replicas ({fast}) must be below the number of replicas ({count})")

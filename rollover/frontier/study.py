@@ -60,11 +60,7 @@ def study(
     jobs: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Study:
-    """Simulate all of it.
-
-    Raises:
-        RunError: a simulation cannot make progress.
-    """
+    """Simulate all of it. Raises ``RunError`` if a simulation cannot make progress."""
     if not setup.is_in_use:
         setup = replace(setup, rollout=setting("april", setup, 2.0))
     current = setup.rollout

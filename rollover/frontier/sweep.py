@@ -185,11 +185,8 @@ def workers(jobs: int) -> Iterator[Runner]:
 def run_trials(
     trials: Sequence[Trial], length: Length, runner: Runner, on_done: Callable[[int], None] = lambda num_done: None
 ) -> list[TrialResult]:
-    """Run the trials, and return their outcomes in the order of ``trials``.
-
-    Raises:
-        RunError: a simulation cannot make progress.
-    """
+    """Run the trials, and return their outcomes in the order of ``trials``. Raises ``RunError`` if a simulation cannot
+    make progress."""
     found = []
     for outcome in runner(partial(run_trial, length=length), trials):
         found.append(outcome)

@@ -394,11 +394,7 @@ class Feed:
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None, what: str) -> T:
         """Run ``work`` on the feed's event loop and return its result. Without ``timeout_s`` it has deadlines of its
-        own.
-
-        Raises:
-            EngineTimeout: it has not ended in time. ``what`` says in the message what it was to do.
-        """
+        own. Raises ``EngineTimeout``, saying ``what`` it was to do, if it has not ended in time."""
         if self._is_closed or self._ended.done():
             work.close()
             raise RunError(f"the feed is closed: it cannot {what}")

@@ -69,11 +69,8 @@ class PlanRequest:
 
 
 def plan(request: PlanRequest) -> None:
-    """Plan, and write the requested files.
-
-    Raises:
-        RolloverError: the fleet, the model, the workload or the aim is invalid; the message says how.
-    """
+    """Plan, and write the requested files. Raises ``RolloverError`` if the fleet, the model, the workload or the aim is
+    invalid; the message says how."""
     console = Console(highlight=False)
     fleet = _with_budget(_read_fleet(request.fleet), request)
     model = models.load(request.model)

@@ -74,11 +74,8 @@ class Placement:
 
 
 def place(topology: Topology, model: ModelShape, problem: Problem, solution: Solution) -> Placement:
-    """Choose the nodes of each role, then of each pipeline and replica.
-
-    Raises:
-        PlanError: the nodes cannot hold it.
-    """
+    """Choose the nodes of each role, then of each pipeline and replica. Raises ``PlanError`` if the nodes cannot hold
+    it."""
     fleet, fabric = topology.fleet, topology.fabric()
     demands = {device.name: _demand(device, problem, solution) for device in fleet.devices}
     traffic = step_traffic(fleet, model, problem.workload, solution.plan)

@@ -48,11 +48,8 @@ _SHORT = 1e-3
 
 
 def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
-    """Make the best plan found: the fastest, or with a target the cheapest that reaches it.
-
-    Raises:
-        PlanError: nothing satisfies the limits; the message says which ones rule out every plan.
-    """
+    """Make the best plan found: the fastest, or with a target the cheapest that reaches it. Raises ``PlanError`` if
+    nothing satisfies the limits; the message says which ones rule out every plan."""
     best: Plan | None = None
     refused: PlanError | None = None
     everything = tuple(range(len(fleet.nodes)))
@@ -202,11 +199,8 @@ def best_of_rounds(
     spec: PlanSpec, fleet: Fleet, nodes: Sequence[int], inside: tuple[str, ...] = (), *, explain: bool = True
 ) -> Plan:
     """Return the best plan found that may use all of ``nodes``, of the plans that train in each node of the types
-    ``inside``.
-
-    Raises:
-        PlanError: nothing satisfies the limits; with ``explain``, the message says which limits rule out every plan.
-    """
+    ``inside``. Raises ``PlanError`` if nothing satisfies the limits; with ``explain``, the message says which limits
+    rule out every plan."""
     part, topology, model, target = _alone(fleet, nodes), Topology.of(fleet), spec.model, spec.target_steps_per_s
     refused = ""
     networks: dict[str, Link] = {}

@@ -83,11 +83,7 @@ class _LivePage:
         self._lock = Lock()
 
     def text(self) -> str:
-        """Return the page of what the files hold now.
-
-        Raises:
-            RunError: they are damaged.
-        """
+        """Return the page of what the files hold now. Raises ``RunError`` if they are damaged."""
         files = (self._run_dir / name for name in (FILE_NAME, JOURNAL, f"{JOURNAL}-wal"))
         with self._lock:
             now = [(s.st_mtime_ns, s.st_size) for file in files if file.exists() and (s := file.stat())]

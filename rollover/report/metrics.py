@@ -53,11 +53,8 @@ class Sink(Protocol):
 
 
 class MetricsWriter:
-    """Appends rows to ``run_dir/metrics.jsonl`` and hands them to the sinks.
-
-    Raises:
-        ResourceError: the line cannot be written, most likely because the disk is full.
-    """
+    """Appends rows to ``run_dir/metrics.jsonl`` and hands them to the sinks. Raises ``ResourceError`` if the line
+    cannot be written, most likely because the disk is full."""
 
     def __init__(self, run_dir: Path, *, sinks: Sequence[Sink] = ()) -> None:
         self.path = run_dir / FILE_NAME
@@ -95,12 +92,8 @@ class MetricsWriter:
 def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
     """Return the rows of the run's current history, in the order they were written; empty when there is no file.
 
-    A row that goes back to an earlier step of its kind replaces that step and what had followed it. A torn
-    last line is left out.
-
-    Raises:
-        RunError: a line before the last is not a metrics row; the message names file and line.
-    """
+    A row that goes back to an earlier step of its kind replaces that step and what had followed it. A torn last line is
+    left out. Raises ``RunError`` if a line before the last is not a metrics row; the message names file and line."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return ()

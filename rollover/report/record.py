@@ -35,11 +35,8 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a finished, running or interrupted run; whatever has not been written yet is empty.
-
-    Raises:
-        RunError: it is not a run directory, or one of its files is damaged.
-    """
+    """Read a finished, running or interrupted run; whatever has not been written yet is empty. Raises ``RunError`` if
+    it is not a run directory, or one of its files is damaged."""
     config = read_config(run_dir)
     meta = config.pop("meta")
     redactor = Redactor(config)
@@ -55,11 +52,8 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Read the resolved config, with version, seed and machine under ``meta``.
-
-    Raises:
-        RunError: there is none, it cannot be read, or it was not written by a run.
-    """
+    """Read the resolved config, with version, seed and machine under ``meta``. Raises ``RunError`` if there is none, it
+    cannot be read, or it was not written by a run."""
     path = run_dir / "config.json"
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -75,11 +69,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_timeline(run_dir: Path) -> Timeline:
-    """Read the timeline that the journal tells; it is empty until there is a journal.
-
-    Raises:
-        RunError: it is not a journal.
-    """
+    """Read the timeline that the journal tells; it is empty until there is a journal. Raises ``RunError`` if it is not
+    a journal."""
     journal = run_dir / JOURNAL
     if not journal.is_file():
         return Timeline.of(())

@@ -77,11 +77,8 @@ _HEALTH = (
 
 def write_report(run_dir: Path, record: RunRecord | None = None) -> Path:
     """Write ``run_dir/report.html`` from what the directory holds so far, and return its path. ``record``: its
-    contents, if they were read already.
-
-    Raises:
-        RunError: it is not a run directory, or one of its files is damaged.
-    """
+    contents, if they were read already. Raises ``RunError`` if it is not a run directory, or one of its files is
+    damaged."""
     record = record or read_run(run_dir)
     page = render_report(record, read_cards(run_dir))
     return write_page(run_dir / FILE_NAME, page, private=True)  # it has prompts and responses, as the journal has

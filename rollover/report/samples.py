@@ -95,11 +95,8 @@ class TrainedBatch(NamedTuple):
 
 
 def read_batch(run_dir: Path, step: int | None = None) -> TrainedBatch:
-    """Read the batch that a step trained; the newest one if ``step`` is None.
-
-    Raises:
-        RunError: there is no journal, or no such batch.
-    """
+    """Read the batch that a step trained; the newest one if ``step`` is None. Raises ``RunError`` if there is no
+    journal, or no such batch."""
     journal = run_dir / JOURNAL
     batches: dict[int, tuple[int, ...]] = {}
     trained: set[int] = set()
@@ -192,11 +189,8 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
 
 
 def tokenizer_of(run_dir: Path, config: Mapping[str, Any]) -> Any:
-    """Open the tokenizer of a run.
-
-    Raises:
-        RolloverError: transformers is not installed, or the model is not where it was.
-    """
+    """Open the tokenizer of a run. Raises ``RolloverError`` if transformers is not installed, or the model is not where
+    it was."""
     require("transformers", purpose="reading responses")
     own, named = run_dir / "model", config.get("model", {}).get("path")
     if not own.is_dir() and not named:

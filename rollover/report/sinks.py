@@ -29,12 +29,8 @@ def open_sinks(
 ) -> tuple[Sink, ...]:
     """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked.
 
-    ``resume_step`` is the training step from which a resumed run continues: what an earlier process wrote at that
-    step and after is superseded.
-
-    Raises:
-        MissingExtra: the tracker's package is not installed.
-    """
+    ``resume_step`` is the training step from which a resumed run continues: what an earlier process wrote at that step
+    and after is superseded. Raises ``MissingExtra`` if the tracker's package is not installed."""
     name = config.run_name or run_dir.resolve().name
     sinks: list[Sink] = []
     if config.tensorboard:

@@ -100,11 +100,8 @@ class Trust:
 
     async def check(self, version: int, *, strict: bool = False) -> Sequence[str]:
         """Check the log-probs of each engine under the weights that it was given last. Returns the names of the engines
-        that were excluded.
-
-        Raises:
-            EngineMismatch: one fails at the start, or later if ``strict``; otherwise when all do.
-        """
+        that were excluded. Raises ``EngineMismatch`` if one fails at the start, or later if ``strict``; otherwise when
+        all do."""
         failed: Mapping[str, EngineError] = {}
         if self._pool is not None:
             failed = await self._pool.check_logprobs(strict=strict or not self.has_checked)

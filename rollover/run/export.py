@@ -43,11 +43,8 @@ def export(run: Path, target: Path, *, step: int | None = None) -> Path:
 
 
 def best_step(run: Path) -> int:
-    """Return the step whose weights have done best in the evaluations of a run, by its ``eval.metric``.
-
-    Raises:
-        RunError: there is no such run, it keeps no best checkpoint, or none of its checkpoints is the best.
-    """
+    """Return the step whose weights have done best in the evaluations of a run, by its ``eval.metric``. Raises
+    ``RunError`` if there is no such run, it keeps no best checkpoint, or none of its checkpoints is the best."""
     config = directory.derived_config(run)
     if not config.eval.keep_best:
         raise RunError(f"{run} keeps no best checkpoint: give a --step, or set eval.keep_best = true in the next run")

@@ -36,11 +36,7 @@ NEW_RECORDS = 20_000
 
 def completed(config: RunConfig, job: str) -> tuple[RunConfig, tuple[str, ...]]:
     """Return ``config`` with defaults for everything that ``job`` (a function of this module) requires, and a sentence
-    about each of them.
-
-    Raises:
-        DataError: there is no source of prompts, which has no default.
-    """
+    about each of them. Raises ``DataError`` if there is no source of prompts, which has no default."""
     notes: tuple[str, ...] = ()
     if job == "sft" and config.sft is None:
         sft = WarmupConfig()

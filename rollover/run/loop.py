@@ -21,11 +21,7 @@ from rollover.run.session import Session
 
 
 async def train(session: Session, interrupt: Interrupt) -> None:
-    """Train to ``config.steps`` from the current step of ``session``.
-
-    Raises:
-        RolloverError: the message says what the user can do about it; the run can be resumed.
-    """
+    """Train to ``config.steps`` from the session's current step. After a ``RolloverError`` the run can be resumed."""
     meter = session.meter
     with interrupt.deferred():
         await interrupt.unless(session.weights.publish())

@@ -22,11 +22,8 @@ DEFAULT_PROMPT_TOKENS = 150
 
 
 def read_file(file: Path, *, cap_tokens: int | None = None) -> Trace:
-    """Return the trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap.
-
-    Raises:
-        DataError: the file cannot be read, or one of its rows is invalid.
-    """
+    """Return the trace in ``file``. Without ``cap_tokens`` the longest response is taken to have met the cap. Raises
+    ``DataError`` if the file cannot be read, or one of its rows is invalid."""
     rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
     prompts: dict[str, TracePrompt] = {}
     longest = 1

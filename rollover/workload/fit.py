@@ -55,11 +55,7 @@ class Fit:
 
 
 def fit(trace: Trace, *, seed: int = 0) -> Fit:
-    """Fit the law of a trace's lengths.
-
-    Raises:
-        DataError: too few samples ended by themselves.
-    """
+    """Fit the law of a trace's lengths. Raises ``DataError`` if too few samples ended by themselves."""
     data = _Data.of(trace)
     best = _maximum(data, _Shape())
     for candidate in (_Shape(drift=True), _Shape(tail=True), _Shape(drift=True, tail=True)):

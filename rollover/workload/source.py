@@ -63,11 +63,8 @@ def read_lengths(name: str, *, cap_tokens: int | None = None) -> Lengths:
 
 
 def read_trace(name: str, *, cap_tokens: int | None = None) -> Trace:
-    """Read recorded lengths from a run, or from a JSONL or Parquet file.
-
-    Raises:
-        DataError, RunError: as ``read_lengths``, and where ``name`` is neither.
-    """
+    """Read recorded lengths from a run, or from a JSONL or Parquet file. Raises as ``read_lengths``, and
+    ``DataError`` if ``name`` is neither."""
     path = Path(name)
     if not is_run(path) and (path.suffix not in FORMATS or path.is_dir()):
         what = "is neither a run directory nor" if path.exists() else "does not exist; give a run directory or"

@@ -89,11 +89,8 @@ class Trace:
         return Replay(self, seed)
 
     def capped(self, cap_tokens: int) -> Trace:
-        """Return the same responses, cut at ``cap_tokens``.
-
-        Raises:
-            ConfigError: the cap is above the recorded one; how long the responses would have become is unknown.
-        """
+        """Return the same responses, cut at ``cap_tokens``. Raises ``ConfigError`` if the cap is above the recorded
+        one; how long the responses would have become is unknown."""
         if cap_tokens > self.cap_tokens:
             raise ConfigError(
                 f"the cap of {cap_tokens} tokens is above {self.cap_tokens}, under which {self.name} was recorded;"

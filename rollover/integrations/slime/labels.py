@@ -45,11 +45,8 @@ def agreed(labels: Mapping[str, str]) -> str:
 
 
 def count(label: str) -> int:
-    """Return the number of weight updates that a label stands for.
-
-    Raises:
-        EngineError: it is not a number: the trainer has given the server no weights yet.
-    """
+    """Return the number of weight updates that a label stands for. Raises ``EngineError`` if it is not a number: the
+    trainer has given the server no weights yet."""
     if not (label.isascii() and label.isdecimal()):
         raise EngineError(
             f"the servers call their weights {label!r}, where the trainer writes a number at each weight update: they"
@@ -82,11 +79,8 @@ class LabelLine:
         return str(version - self.shift)
 
     def version(self, label: str, *, step: int) -> int:
-        """Return the version of the weights that a rollout for batch ``step`` samples from.
-
-        Raises:
-            EngineError: the label has not increased, or has increased too much.
-        """
+        """Return the version of the weights that a rollout for batch ``step`` samples from. Raises ``EngineError`` if
+        the label has not increased, or has increased too much."""
         version = count(label) + self.shift
         if version > step:
             raise EngineError(

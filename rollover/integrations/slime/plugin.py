@@ -68,11 +68,7 @@ class DataSource:
             run.save(rollout_id, lambda: self._prompts.save(rollout_id))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Resume after a rollout, -1 for the start.
-
-        Raises:
-            RunError: the saved state does not belong to this run.
-        """
+        """Resume after a rollout, -1 for the start. Raises ``RunError`` if the saved state is of another run."""
         start = beginning(self.args.load, self.args.save, -1 if rollout_id is None else rollout_id)
         if start.restore is not None:
             self._prompts.load(start.restore)

@@ -78,11 +78,8 @@ class SlimeSettings:
 
 
 def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
-    """Return the settings of a run with these arguments of slime, or of another ``host`` of its kind.
-
-    Raises:
-        ConfigError: an argument that would have no effect, or settings that cannot work.
-    """
+    """Return the settings of a run with these arguments of slime, or of another ``host`` of its kind. Raises
+    ``ConfigError`` for an argument that would have no effect, and for settings that cannot work."""
     host.check_version()
     _refuse_what_has_no_effect(args, host)
     if host is MILES:

@@ -124,10 +124,7 @@ class HostedRollouts:
 
     def judge(self, drift: Drift) -> None:
         """Check the distance between engine and trainer over the batch's tokens that the current weights sampled.
-
-        Raises:
-            EngineMismatch: their log-probs are further apart than rounding explains.
-        """
+        Raises ``EngineMismatch`` if their log-probs are further apart than rounding explains."""
         assert self._batch is not None, "no batch is underway"
         for reason in self._trust.verdicts(self._batch.step, {"": drift}).values():
             raise EngineMismatch(f"{self._opened.engine!r} cannot be trusted: {reason}")

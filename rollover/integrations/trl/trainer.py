@@ -204,11 +204,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss.
-
-        Raises:
-            RunError: it has not used the importance weights, since this version of TRL ignores them.
-        """
+        """Compute TRL's loss. Raises ``RunError`` if this version of TRL ignores the importance weights."""
         if not self.use_vllm or not self.vllm_importance_sampling_correction:
             return super().compute_loss(model, inputs, *args, **kwargs)
         watched = _Watched(inputs)

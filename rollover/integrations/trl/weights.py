@@ -28,10 +28,7 @@ _OF_ADAPTERS = ("lora_", "base_layer", "modules_to_save", "original_module", "to
 def policy_source(model: Any, version: int) -> WeightSource:
     """Return the weights of ``model``, to be published as ``version``. They are views: the model must not be trained
     until they are loaded. Those of low-rank adapters are merged when they are read, and the model stays as it is.
-
-    Raises:
-        ModelError: the model has adapters of a kind that cannot be merged.
-    """
+    Raises ``ModelError`` if the model has adapters of a kind that cannot be merged."""
     if not hasattr(model, "peft_config"):
         return MemoryWeights(version, named_weights(model))
     base = model.get_base_model()

@@ -47,11 +47,7 @@ class ReplayBuffer:
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
         """Return the batch of a training step in the form of verl's queue, and its metrics; evaluations use verl's own
-        buffer.
-
-        Raises:
-            RolloverError: the message says what to do.
-        """
+        buffer."""
         if partition_id != "train":
             with nullcontext() if self._run is None else self._run.set_aside():
                 found: tuple[Any, dict[str, float]] = self._evaluation.sample(global_steps, partition_id, batch_size)

@@ -59,11 +59,8 @@ class VerlSettings:
 
 
 def verl_settings(config: Any) -> VerlSettings:
-    """Return the settings of a run with this configuration of verl.
-
-    Raises:
-        ConfigError: a setting that would have no effect, or settings that cannot work.
-    """
+    """Return the settings of a run with this configuration of verl. Raises ``ConfigError`` for a setting that would
+    have no effect, and for settings that cannot work."""
     rollout, data, v1 = config.actor_rollout_ref.rollout, config.data, config.trainer.v1
     _refuse(config)
     options, asked = split_options(

@@ -7,16 +7,16 @@ Leaving out a dominated choice never changes the optimum: wherever it stands, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, groupby, product
 from operator import attrgetter
 
 from rollover.devices.costs.links import narrowest
 from rollover.devices.costs.passes import longest_tokens
-from rollover.devices.costs.records import Mixture, PartCost, ReplicaKind, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import ReplicaKind, TrainingPart, TrainingPlan
 from rollover.devices.costs.rollout import ReplicaCosts, replica_costs, replica_kind
-from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_mixture, training_plan
+from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_plan
 from rollover.devices.records import Device, Link, ModelShape, WorkloadSpec
 from rollover.planner.blocks import block, block_size, in_blocks, powers
 from rollover.trainer.parallelism import unsupported
@@ -29,8 +29,8 @@ MAX_BATCH = 1024
 """Maximum number of samples that an engine decodes at once."""
 _CAPS = (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724)
 """Batch caps to choose from."""
-_MIXED_SIZES = {2: 6, 3: 4}
-"""Sizes, by halving the stock, from which the listed training plans over so many types are put together."""
+_MIXED_SIZES = {2: 16, 3: 4}
+"""How many sizes of each type training plans over so many types are put together from."""
 
 
 _remembered = lru_cache(maxsize=256)
@@ -119,9 +119,9 @@ def training_plans(
     across: Mapping[tuple[str, str], Link],
     inside: Mapping[str, int],
     launchable: bool = False,
-) -> tuple[list[TrainingPlan], list[Mixture]]:
-    """Return the Pareto-optimal plans (devices of each type, cycle time) over one type, a few over two types to begin
-    with and some over three, and the mixtures, which hold all plans over two types.
+) -> list[TrainingPlan]:
+    """Return the Pareto-optimal plans (devices of each type, cycle time) over one type, and those over two and three
+    types that are put together from the fastest ones of each type (see ``_sizes``).
 
     Args:
         node_sizes: number of devices of each node of a type.
@@ -129,35 +129,29 @@ def training_plans(
         inside: number of nodes of each type that must train a whole copy in each of its nodes.
         launchable: return only plans over one type that the trainer can run.
     """
-    choices = {
-        device: _choices(
-            device,
-            node_sizes[device.name],
-            model,
-            workload,
-            inside.get(device.name, 0),
-            len(inside) == len(stock),
-            launchable,
+    apart = len(inside) == len(stock)
+    fastest = {
+        device: _fastest_trainers(
+            device, node_sizes[device.name], model, workload, inside.get(device.name, 0), apart, launchable
         )
         for device in stock
     }
-    alone = {device: found.alone if {*inside} <= {device.name} else () for device, found in choices.items()}
+    alone = {
+        device: [training_plan((trainer,)) for trainer in found] if {*inside} <= {device.name} else []
+        for device, found in fastest.items()
+    }
     plans = [plan for found in alone.values() for plan in found]
-    mixtures: list[Mixture] = []
-    usable = [device for device, found in choices.items() if found.fastest]
+    usable = [device for device, found in fastest.items() if found]
     for size in () if launchable else (2, 3):
         for types in combinations(usable, size):
             names = [device.name for device in types]
             if not {*inside} <= {*names}:
                 continue
             link = narrowest(across.get(pair) for pair in zip(names, [*names[1:], names[0]], strict=True))
-            begun = product(*(_sizes(choices[device].fastest, stock[device], _MIXED_SIZES[size]) for device in types))
+            begun = product(*(_sizes(fastest[device], stock[device], _MIXED_SIZES[size]) for device in types))
             others = [plan for device in types for plan in alone[device]]
             plans += _pareto([training_plan(parts, across=link) for parts in begun], others)
-            if size == 2:
-                first, second = (choices[device].undominated for device in types)
-                mixtures.append(training_mixture(first, second, link))
-    return plans, mixtures
+    return plans
 
 
 def runs(part: TrainingPart) -> bool:
@@ -165,20 +159,8 @@ def runs(part: TrainingPart) -> bool:
     return unsupported(dp=part.dp, tp=part.tp, pp=part.pp, sharded=part.sharded) is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choices:
-    """The trainers of one device type that may be in a plan."""
-
-    fastest: tuple[TrainerCosts, ...]
-    """Trainers of whole batches."""
-    alone: tuple[TrainingPlan, ...]
-    """Their plans."""
-    undominated: tuple[TrainerCosts, ...]
-    """Trainers of any share of a batch."""
-
-
 @_remembered
-def _choices(
+def _fastest_trainers(
     device: Device,
     node_sizes: tuple[int, ...],
     model: ModelShape,
@@ -186,16 +168,17 @@ def _choices(
     nodes: int,
     no_rollout_apart: bool,
     launchable: bool,
-) -> _Choices:
+) -> list[TrainerCosts]:
+    """Keep the fastest trainer for each number of devices, where more devices are faster, and slower ones in smaller
+    blocks where nodes cannot be divided into larger ones."""
+    best: list[TrainerCosts] = []
     found = _trainers(device, node_sizes, model, workload, nodes, no_rollout_apart)
-    if launchable:
-        found = [trainer for trainer in found if runs(trainer.part)]
-    fastest = tuple(_fastest(found))
-    return _Choices(
-        fastest=fastest,
-        alone=tuple(training_plan((trainer,)) for trainer in fastest),
-        undominated=tuple(_undominated(found)),
-    )
+    usable = [trainer for trainer in found if not launchable or runs(trainer.part)]
+    for _, same in groupby(usable, key=lambda t: t.part.num_devices):
+        for trainer in sorted(same, key=_alone_s):
+            if not any(_alone_s(t) <= _alone_s(trainer) and _packs(t, trainer) for t in best):
+                best.append(trainer)
+    return best
 
 
 def _trainers(
@@ -225,17 +208,6 @@ def _trainers(
     return sorted(found, key=lambda t: (t.part.num_devices, t.cost.batch_s, t.cost.fixed_s))
 
 
-def _fastest(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
-    """Keep the fastest trainer for each number of devices, where more devices are faster, and slower ones in smaller
-    blocks where nodes cannot be divided into larger ones."""
-    best: list[TrainerCosts] = []
-    for _, same in groupby(trainers, key=lambda t: t.part.num_devices):
-        for trainer in sorted(same, key=_alone_s):
-            if not any(_alone_s(t) <= _alone_s(trainer) and _packs(t, trainer) for t in best):
-                best.append(trainer)
-    return best
-
-
 def _packs(trainer: TrainerCosts, other: TrainerCosts) -> bool:
     """Return whether nodes have room for the blocks of ``trainer`` wherever they have room for those of ``other``."""
     node_size = trainer.device.node_size
@@ -245,19 +217,6 @@ def _packs(trainer: TrainerCosts, other: TrainerCosts) -> bool:
 
 def _alone_s(trainer: TrainerCosts) -> float:
     return trainer.cost.batch_s + trainer.cost.fixed_s
-
-
-def _undominated(trainers: list[TrainerCosts]) -> list[TrainerCosts]:
-    """Drop the trainers that another one beats at any share of a batch with no more devices."""
-    kept: list[TrainerCosts] = []
-    front: list[PartCost] = []  # of those kept: slower per sample, and quicker to begin, one after the other
-    for trainer in trainers:
-        cost = trainer.cost
-        if any(c.batch_s <= cost.batch_s and c.fixed_s <= cost.fixed_s for c in front):
-            continue
-        kept.append(trainer)
-        front = [c for c in front if c.batch_s < cost.batch_s or c.fixed_s < cost.fixed_s] + [cost]
-    return kept
 
 
 def _sizes(trainers: Sequence[TrainerCosts], count: int, most: int) -> Sequence[TrainerCosts]:

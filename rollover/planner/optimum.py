@@ -21,10 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rollover.devices.costs.records import Mixture, PartCost, TrainingPlan
 from rollover.errors import PlanError
 from rollover.planner.milp import OutOfTime, Program, ProgramPoint
-from rollover.planner.mixtures import MixtureTable, UnlistedPlans
 from rollover.planner.rate_load import Floats, RateLoad
 from rollover.planner.records import Problem, Solution, Supply
 from rollover.planner.shadow_prices import PriceBounds
@@ -105,8 +103,6 @@ class _Search:
 
     def __init__(self, problem: Problem, gap: float, deadline: float) -> None:
         self.problem = problem
-        """It lists more and more of the training plans that its mixtures stand for."""
-        self.unlisted = MixtureTable.of(problem)
         self.gap = _PROOF * gap
         self.spare = (1 - _PROOF) * gap
         """Fraction of the rate that the later passes may give up."""
@@ -121,8 +117,7 @@ class _Search:
 
     def fastest(self) -> _Found | None:
         """Find the greatest rate."""
-        quickest = min(plan.cycle_s for plan in self.problem.plans)
-        top = 1 / min(quickest, self.unlisted.cycle_s.min(initial=math.inf))
+        top = 1 / min(plan.cycle_s for plan in self.problem.plans)
         hoped = highest(self._promised, top, known=0.0, accuracy=_ROUGH)
         best = self._first(hoped) if hoped else None
         if best is None:
@@ -163,19 +158,15 @@ class _Search:
         return self._beyond(_SLOWEST * hoped)
 
     def _promised(self, rate: float) -> float:
-        """Return how much more listed plans could do than ``rate`` if numbers need not be whole; below zero where they
-        fail."""
+        """Return how much more than ``rate`` could be done if numbers need not be whole; below zero where it cannot."""
         load = RateLoad(self.problem, rate)
         able = load.able()
         return PriceBounds(load).promise(able) if able else -1.0
 
     def _ceiling(self, rate: float) -> float:
-        """Return a rate that no plan exceeds, judged at ``rate`` by the prices of the plans that are listed."""
+        """Return a rate that no plan exceeds, judged by the prices at ``rate``."""
         load = RateLoad(self.problem, rate)
-        able, bounds = load.able(), PriceBounds(load)
-        prices = bounds.prices(able)
-        more = bounds.beyond(load.training[able], load.busy[able], prices).max()
-        return rate * (1 + max(0.0, float(more), UnlistedPlans(self.unlisted, load).beyond(bounds, prices)))
+        return rate * (1 + max(0.0, PriceBounds(load).promise(load.able())))
 
     def _beyond(self, rate: float, *, exact: bool = True, most: int | None = None) -> _Found | None:
         """Return a point that reaches ``rate`` or more. ``None`` means that there is provably none or, if not
@@ -216,38 +207,22 @@ class _Search:
 
     def _promising(self, load: RateLoad, cost: float | None = None) -> Iterator[tuple[int, Program]]:
         """Yield each plan that may carry ``load`` (at no more than ``cost``, if one is given), the most promising
-        first, with a programme without the replicas that the plan cannot bear. Unlisted plans that the prices do not
-        rule out are listed when their turn comes."""
-        load, real, total = load.joined(self.problem), cost is not None, cost or 0.0
-        unlisted, bounds = UnlistedPlans(self.unlisted, load), PriceBounds(load)
+        first, with a programme without the replicas that the plan cannot bear."""
+        real, total, bounds = cost is not None, cost or 0.0, PriceBounds(load)
         able = [p for p in load.able() if load.rate < self.missed[p]]
         room = np.full(len(self.missed), -np.inf)
         if able:
-            prices = bounds.prices(able, real=real)
-            room[able] = bounds.room(load.training[able], load.busy[able], prices, total)
-            unlisted.judge(bounds, prices, total)
+            room[able] = bounds.room(bounds.prices(able, real=real), total)[able]
         most: dict[int, Floats] = {}
-        while max(room.max(), unlisted.most_room) >= -_EXACT:
-            if unlisted.most_room > room.max():
-                plan, its_room = unlisted.taken(self.problem)
-                load = self._listed(load, plan)
-                bounds, room = PriceBounds(load), np.append(room, its_room)
+        while room.max() >= -_EXACT:
             best = int(np.argmax(room))
             if best in most:
                 yield best, Program(load, [best], most=most[best])
                 room[best] = -np.inf
             else:
                 prices = bounds.prices([best], real=real)
-                room = np.minimum(room, bounds.room(load.training, load.busy, prices, total))
-                unlisted.judge(bounds, prices, total)
+                room = np.minimum(room, bounds.room(prices, total))
                 most[best] = bounds.most(prices, best, max(0.0, float(room[best])))
-
-    def _listed(self, load: RateLoad, plan: TrainingPlan) -> RateLoad:
-        """Add ``plan`` to the problem's list, and return ``load`` of that problem."""
-        self.problem = replace(self.problem, plans=(*self.problem.plans, plan))
-        self.missed.append(math.inf)
-        self.unlisted = self.unlisted.without(self.problem, plan)
-        return load.joined(self.problem)
 
     # --- Aim B and the passes after it ----------------------------------------------------------------------------
 
@@ -275,7 +250,7 @@ class _Search:
                 least = load.cost(point.y, point.plan)
                 while (cheaper := self._below(load, least * (1 - self.gap), exact=False)) is not None:
                     point, least = cheaper, cheaper.objective
-            point = self._fewest_kinds(load.joined(self.problem), point)
+            point = self._fewest_kinds(load, point)
         except OutOfTime:
             pass
         rate = rate_reached(self.problem, point.y, point.plan, known=floor)
@@ -307,7 +282,7 @@ class _Search:
 
     def _fewest_kinds(self, load: RateLoad, point: ProgramPoint) -> ProgramPoint:
         """Return a point at the same cost with the fewest of the kinds of replica that are in use: with the same
-        trainer or, where that saves more kinds, with any other that is listed."""
+        trainer or, where that saves more kinds, with any other."""
         best, cost = point, load.cost(point.y, point.plan) * (1 + 1e-6)
         listed = [plan for plan in load.able() if load.rate < self.missed[plan]]
         for plans in ([point.plan], listed):
@@ -346,15 +321,6 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
         supplies=tuple(supplies),
         replica_kinds=tuple(problem.replica_kinds[i] for i in kinds),
         plans=tuple(plans),
-        mixtures=_ordered(problem.mixtures, {supply.device: place for place, supply in enumerate(supplies)}),
     )
     places = {index: place for place, index in enumerate(kinds)}
     return ordered, tuple(places[i] for i in range(len(kinds)))
-
-
-def _ordered(mixtures: tuple[Mixture, ...], places: dict[str, int]) -> tuple[Mixture, ...]:
-    def place(side: tuple[PartCost, ...]) -> int:
-        return places[side[0].part.device]
-
-    turned = [replace(m, first=m.second, second=m.first) if place(m.first) > place(m.second) else m for m in mixtures]
-    return tuple(sorted(turned, key=lambda m: (place(m.first), place(m.second))))

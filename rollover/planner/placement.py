@@ -192,7 +192,7 @@ def costed_on_links(
         kind, replicas = problem.replica_kinds[c], [r for r in placement.replicas if r.member == i]
         engine = engine_on_links(topology, model, problem.workload, kind, replicas)
         kinds.append(replica_kind(engine, kind.batch_cap, weights_link(engine.device, replicas, ways)))
-    used = replace(problem, replica_kinds=tuple(kinds), plans=(plan,), mixtures=())
+    used = replace(problem, replica_kinds=tuple(kinds), plans=(plan,))
     counts = [solution.replicas[c] for c in solution.active]
     return PlacedSolution(problem=used, solution=held(used, counts), networks=_networks(topology, ways, joints))
 

@@ -103,7 +103,7 @@ def stock_problem(
     ]
     if not kinds:
         raise PlanError(no_room(stock, node_sizes, model, workload, "roll out"))
-    plans, mixtures = training_plans(
+    plans = training_plans(
         stock, model, workload, node_sizes=node_sizes, across=across or {}, inside=inside, launchable=bool(launchable)
     )
     if not plans:
@@ -112,7 +112,6 @@ def stock_problem(
         supplies=supplies(stock, node_sizes),
         replica_kinds=tuple(kinds),
         plans=tuple(plans),
-        mixtures=tuple(mixtures),
         workload=workload,
         max_staleness=max_staleness,
         inside=tuple(inside),

@@ -8,12 +8,11 @@ its optimum: ``rollover.planner.optimum`` looks for that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 
-from rollover.devices.costs.records import TrainingPart, TrainingPlan
+from rollover.devices.costs.records import TrainingPart
 from rollover.planner.blocks import block, in_blocks, powers
 from rollover.planner.records import Problem
 
@@ -69,8 +68,11 @@ class RateLoad:
 
     def _read_plans(self) -> None:
         problem = self.problem
-        self.busy, self.training = self._needs(problem.plans)
-        """(P,): part of the trainer's time. (P, G): its devices."""
+        self.busy: Floats = self.rate * np.array([plan.cycle_s for plan in problem.plans])
+        """(P,): part of the trainer's time."""
+        devices = [[plan.count(supply.device) for supply in problem.supplies] for plan in problem.plans]
+        self.training = np.array(devices, dtype=np.float64).reshape(len(problem.plans), len(problem.supplies))
+        """(P, G): the trainer's devices."""
         self.of_type = np.array(
             [[c.device == supply.device for c in problem.replica_kinds] for supply in problem.supplies]
         )
@@ -93,12 +95,6 @@ class RateLoad:
         in_use = [self.sizes * self.of_type[g] * (blocks >= size) for g, size, _ in self.scarce]
         self.in_blocks: Floats = np.array(in_use).reshape(-1, len(kinds))
         """(S, C): devices of a replica that are in blocks of a scarce size or larger."""
-
-    def _needs(self, plans: Sequence[TrainingPlan]) -> tuple[Floats, Floats]:
-        supplies = self.problem.supplies
-        devices = [[plan.count(supply.device) for supply in supplies] for plan in plans]
-        busy: Floats = self.rate * np.array([plan.cycle_s for plan in plans])
-        return busy, np.array(devices, dtype=np.float64).reshape(len(plans), len(supplies))
 
     def training_in_blocks(self, g: int, size: int, plans: Sequence[int]) -> list[int]:
         """Return the devices of type ``g`` that each of ``plans`` takes away from blocks of at least ``size``. Inside
@@ -134,22 +130,9 @@ class RateLoad:
         however low."""
         return self._tail * (1 + _ROUNDING) - busy
 
-    def joined(self, problem: Problem) -> RateLoad:
-        """Return the load with the training plans that ``problem`` lists beyond this load's."""
-        other = copy(self)
-        busy, training = self._needs(problem.plans[len(self.busy) :])
-        other.problem = problem
-        other.busy, other.training = np.r_[self.busy, busy], np.vstack([self.training, training])
-        return other
-
     def able(self, *, any_stock: bool = False) -> list[int]:
         """Return the plans that are fast enough, and within stock and budget."""
-        return np.flatnonzero(self.can_train(self.training, self.busy, any_stock=any_stock)).tolist()
-
-    def can_train(self, training: Floats, busy: Floats, *, any_stock: bool = False) -> Mask:
-        """Return (P,): whether plans with these devices (P, G) that are ``busy`` for these parts of the time (P,) are
-        able."""
-        fits = (training <= (np.inf if any_stock else self.stock)).all(axis=1)
+        fits = (self.training <= (np.inf if any_stock else self.stock)).all(axis=1)
         if self.problem.budget_per_hour is not None:
-            fits &= training @ self.prices <= self.problem.budget_per_hour
-        return (busy <= 1 + _ROUNDING) & fits
+            fits &= self.training @ self.prices <= self.problem.budget_per_hour
+        return np.flatnonzero((self.busy <= 1 + _ROUNDING) & fits).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollover.devices.costs.records import Mixture, ReplicaKind, TrainingPlan
+from rollover.devices.costs.records import ReplicaKind, TrainingPlan
 from rollover.devices.records import Device, Link, WorkloadSpec
 
 Tail = Literal["none", "soft", "hard"]
@@ -97,8 +97,6 @@ class Problem:
     budget_per_hour: float | None = None
     target_steps_per_s: float | None = None
     """Rate that the cheapest plan must reach; ``None`` asks for the fastest plan."""
-    mixtures: tuple[Mixture, ...] = ()
-    """Training plans in addition to ``plans``."""
     inside: tuple[str, ...] = ()
     """Types that train a whole copy in each of their nodes, so that new weights do not leave it."""
     tail: Tail = "none"

@@ -272,7 +272,6 @@ def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape)
         problem,
         replica_kinds=tuple({kind.key: kind for kind in kinds}.values()),
         plans=tuple(dict.fromkeys((*problem.plans, first.plan))),
-        mixtures=(),
     )
     second = solve(near)
     if second is None:

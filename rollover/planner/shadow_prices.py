@@ -47,9 +47,12 @@ class PriceBounds:
         self.unit = float(load.stock @ load.costs)
         """Unit of real costs: the cost of the whole fleet."""
         budget = np.inf if problem.budget_per_hour is None else problem.budget_per_hour
-        self._spent = spent = np.nan_to_num(load.prices) / budget
-        self._bound = bound = problem.max_staleness + 1
-        self.has = self._has(load.training, load.busy)
+        spent = np.nan_to_num(load.prices) / budget
+        bound = problem.max_staleness + 1
+        blocks = np.ones((len(load.busy), len(load.scarce)))  # those of a trainer are not counted
+        left = (load.stock - load.training) / load.stock
+        has = np.column_stack([left, blocks, 1 - load.training @ spent, 1 - load.busy / bound])
+        self.has = np.where(np.abs(has) < _ROUNDING, 0.0, has)
         """(P, G + S + 2): at least what each plan leaves of the limits."""
         whole, scarce = load.sizes[:, None] * load.of_type.T, np.array([count for *_, count in load.scarce])
         self.uses = np.column_stack([whole / load.stock, load.in_blocks.T / scarce, whole @ spent])
@@ -86,31 +89,20 @@ class PriceBounds:
         assert found is not None, "all prices may be zero or as high as they need to be"
         return ShadowPrices(limits=np.maximum(found.x[:limits], 0), real=float(real))
 
-    def room(self, training: Floats, busy: Floats, prices: ShadowPrices, cost: float = 0.0) -> Floats:
-        """Return (P,): how much more plans that use these devices (P, G) and are busy for a part of the time (P,) could
-        pay than they must, with ``real`` costs up to a total of ``cost``; below zero if they cannot carry the load."""
-        spent = training @ self.load.costs / self.unit
-        must = self._must(prices, busy)
-        return self._has(training, busy) @ prices.limits - must + prices.real * (cost / self.unit - spent)
+    def room(self, prices: ShadowPrices, cost: float = 0.0) -> Floats:
+        """Return (P,): how much more each plan could pay than it must, with ``real`` costs up to a total of ``cost``;
+        below zero if it cannot carry the load."""
+        return self.has @ prices.limits - self._must(prices) + prices.real * (cost / self.unit - self.training)
 
     def promise(self, plans: Sequence[int]) -> float:
         """Return how much more than the load the best of ``plans`` might carry, relative; below zero where none can."""
-        prices, which = self.prices(plans), list(plans)
-        return float(self.beyond(self.load.training[which], self.load.busy[which], prices).max())
+        return float(self.beyond(self.prices(plans))[list(plans)].max())
 
-    def beyond(self, training: Floats, busy: Floats, prices: ShadowPrices) -> Floats:
-        """Return (P,): how much more than the load any plans might carry, relative: no prices promise too little. It is
+    def beyond(self, prices: ShadowPrices) -> Floats:
+        """Return (P,): how much more than the load each plan might carry, relative: no prices promise too little. It is
         infinite where a load costs nothing, as on a type without a price that only a quicker trainer leaves in time."""
-        must = self._must(prices, busy)
-        can = self._has(training, busy) @ prices.limits
+        must, can = self._must(prices), self.has @ prices.limits
         return np.divide(can, must, out=np.full(len(must), np.inf), where=must > 0) - 1
-
-    def _has(self, training: Floats, busy: Floats) -> Floats:
-        load = self.load
-        left = (load.stock - training) / load.stock
-        blocks = np.ones((len(busy), len(load.scarce)))  # those of a trainer are not counted
-        has = np.column_stack([left, blocks, 1 - training @ self._spent, 1 - busy / self._bound])
-        return np.where(np.abs(has) < _ROUNDING, 0.0, has)
 
     def most(self, prices: ShadowPrices, plan: int, room: float) -> Floats:
         """Return (C,): the number of replicas of each kind that ``plan`` can pay for with ``room``: those of a poor
@@ -121,13 +113,12 @@ class PriceBounds:
         loss = self._charge(prices) - earns
         return np.where(loss > _LOSS, np.floor(room / np.maximum(loss, _LOSS) + _LOSS), np.inf)
 
-    def _must(self, prices: ShadowPrices, busy: Floats) -> Floats:
-        """Return (P,): the cost of all samples on the kinds that are in time beside plans ``busy`` for that part of the
-        time."""
+    def _must(self, prices: ShadowPrices) -> Floats:
+        """Return (P,): the cost of all samples on the kinds that are in time beside each plan."""
         load = self.load
         worth, order = np.where(load.usable, self._worth(prices), np.inf), np.argsort(load.longest, kind="stable")
         least = np.r_[np.inf, np.minimum.accumulate(worth[order])]
-        must: Floats = least[np.searchsorted(load.longest[order], load.left_s(busy), side="right")]
+        must: Floats = least[np.searchsorted(load.longest[order], load.left_s(load.busy), side="right")]
         return must
 
     def _charge(self, prices: ShadowPrices) -> Floats:

@@ -56,7 +56,7 @@ def test_a_stock_too_small_is_named_with_the_devices_that_would_do() -> None:
 
 def test_a_fleet_that_only_trains_is_told_how_many_more_would_roll_out() -> None:
     one = replace(problem(), supplies=tuple(replace(s, count=1) for s in problem().supplies[:1]))
-    one = replace(one, mixtures=(), plans=tuple(p for p in one.plans if p.count("a") == p.num_devices == 1))
+    one = replace(one, plans=tuple(p for p in one.plans if p.count("a") == p.num_devices == 1))
     one = replace(one, replica_kinds=tuple(c for c in one.replica_kinds if c.device == "a" and c.num_devices == 1))
     assert solve(one) is None
     assert why_infeasible(one) == "no plan satisfies all limits:\n  stock: 1 more a would be enough"

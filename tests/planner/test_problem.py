@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from rollover.devices.costs.rollout import replica_costs
-from rollover.devices.costs.training import trainer_costs, training_plan
+from rollover.devices.costs.training import TrainerCosts, trainer_costs, training_plan
 from rollover.errors import PlanError
 from rollover.planner.problem import stock_problem
 from tests.planner.kit import MODEL, device, workload
@@ -61,6 +62,24 @@ def test_one_type_trains_as_fast_as_any_shape_of_it_can() -> None:
                 if trainer.fits():
                     every.append(training_plan((trainer,)).cycle_s)
     assert offered == pytest.approx(min(every))
+
+
+def test_two_types_train_together_about_as_fast_as_any_shapes_of_them_can() -> None:
+    """For every number of devices, against every pair of shapes."""
+    plans = stock_problem(TWO, MODEL, workload(), max_staleness=1).plans
+    shapes = list(product(range(1, 9), (1, 2, 4, 8), (1, 2, 4), (False, True), (False, True)))
+    sides: list[list[TrainerCosts]] = []
+    for made in TWO:
+        parts = [
+            replace(plans[0].parts[0], device=made.name, dp=dp, tp=tp, pp=pp, sharded=sharded, recompute=recompute)
+            for dp, tp, pp, sharded, recompute in shapes
+            if dp * tp * pp <= 8 and (dp > 1 or not sharded)
+        ]
+        every = [trainer_costs(MODEL, workload(), made, part) for part in parts]
+        sides.append([trainer for trainer in every if trainer.fits()])
+    for pair in product(*sides):
+        within = [p for p in plans if all(p.count(t.part.device) <= t.part.num_devices for t in pair)]
+        assert min(p.cycle_s for p in within) <= 1.01 * training_plan(pair).cycle_s
 
 
 def test_sharding_and_recomputation_come_when_memory_is_short() -> None:

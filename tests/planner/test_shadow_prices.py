@@ -36,7 +36,7 @@ def test_what_can_be_done_is_bearable_at_any_prices(problem: Problem, tail: str,
             for plans in (able, [index], able[:1], able[-1:]):
                 for real in (False, True):
                     prices = bounds.prices(plans, real=real)
-                    room = float(bounds.room(load.training, load.busy, prices, used @ load.costs)[index]) + ROUNDING
+                    room = float(bounds.room(prices, used @ load.costs)[index]) + ROUNDING
                     assert room >= 0
                     assert np.all(replicas <= bounds.most(prices, index, room))
 
@@ -66,7 +66,7 @@ def test_a_bound_without_time_for_the_longest_response_has_no_rate(rate: float) 
     assert not load.in_time(able).any()
     for real in (False, True):
         prices = bounds.prices(able, real=real)
-        assert np.all(bounds.room(load.training, load.busy, prices, 1e6)[able] == -np.inf)
+        assert np.all(bounds.room(prices, 1e6)[able] == -np.inf)
     assert bounds.promise(able) == -1
     assert solve(problem) is None
 
@@ -79,11 +79,11 @@ def test_a_plan_is_priced_on_just_the_replicas_that_it_may_use(problem: Problem,
     for plan in load.able():
         possible = bool(load.in_time([plan]).any(axis=0).all())
         some = ShadowPrices(limits=np.ones(len(load.stock) + 2), real=0.0)
-        assert bool(np.isfinite(PriceBounds(load).room(load.training, load.busy, some)[plan])) == possible
+        assert bool(np.isfinite(PriceBounds(load).room(some)[plan])) == possible
 
 
 def test_a_load_that_costs_nothing_is_promised_without_end() -> None:
     problem = stock_problem({device(): 4}, MODEL, workload(), max_staleness=1)
     load = RateLoad(problem, 0.1 / max(plan.cycle_s for plan in problem.plans))
     free = ShadowPrices(limits=np.zeros(len(load.stock) + 2), real=0.0)
-    assert np.all(PriceBounds(load).beyond(load.training, load.busy, free) == np.inf)
+    assert np.all(PriceBounds(load).beyond(free) == np.inf)

@@ -7,11 +7,8 @@ budget are compared as fractions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
-from itertools import product
 
-from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
 from rollover.planner.records import Problem, Solution
 
 ROUNDING = 1e-6
@@ -29,7 +26,7 @@ def violations(problem: Problem, solution: Solution) -> list[str]:
 
 def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
     """Check stock, roles, budget and the trainer."""
-    if solution.plan not in problem.plans and not _is_mixed(problem, solution.plan):
+    if solution.plan not in problem.plans:
         yield "the training plan is none of the problem's"
     if any(y < 0 for y in solution.replicas):
         yield "a number of replicas is negative"
@@ -47,27 +44,6 @@ def _counts(problem: Problem, solution: Solution) -> Iterator[str]:
             cost += (rolling + training) * Fraction(supply.price_per_hour)
     if problem.budget_per_hour is not None and cost > Fraction(problem.budget_per_hour) * Fraction(1 + ROUNDING):
         yield f"costs {float(cost)} an hour, budget {problem.budget_per_hour}"
-
-
-def _is_mixed(problem: Problem, plan: TrainingPlan) -> bool:
-    """Return True if one of the problem's mixtures stands for the plan: each part is a choice that ends in time with
-    its share, and the shares add up to the batch."""
-    if abs(sum(part.share for part in plan.parts) - 1) > ROUNDING or len(plan.parts) != 2:
-        return False
-    for mixture in problem.mixtures:
-        step_s = plan.step_s - mixture.across_s
-        choices = {c.part: part.share * c.batch_s + c.fixed_s for c, part in _choices(mixture, plan)}
-        ends = list(choices.values())
-        if len(ends) == 2 and plan.sync_s == mixture.sync_s:
-            return all(0 < part.share < 1 for part in plan.parts) and max(ends) <= step_s * (1 + ROUNDING)
-    return False
-
-
-def _choices(mixture: Mixture, plan: TrainingPlan) -> Iterator[tuple[PartCost, TrainingPart]]:
-    """The choices that the plan's parts are, beside them."""
-    for side, part in product((mixture.first, mixture.second), plan.parts):
-        alone = replace(part, share=1.0)
-        yield from ((choice, part) for choice in side if choice.part == alone)
 
 
 def _production(problem: Problem, solution: Solution) -> Iterator[str]:

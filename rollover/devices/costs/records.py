@@ -113,19 +113,3 @@ class PartCost:
     """Seconds for a whole batch: compute, tensor-parallel traffic, gathered weights."""
     fixed_s: float
     """Seconds regardless of the share: filling the pipeline, reducing gradients, the optimizer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """All training plans over two device types: any of the first parts with any of the second.
-
-    They are too many to list: ``rollover.planner.mixtures`` lists those that may be optimal.
-
-    Example: 3 parts in ``first`` and 4 in ``second`` stand for 12 plans.
-    """
-
-    first: tuple[PartCost, ...]
-    second: tuple[PartCost, ...]
-    across_s: float
-    """Seconds in which the two types sum their gradients."""
-    sync_s: float

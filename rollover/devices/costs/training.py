@@ -9,7 +9,7 @@ from functools import cached_property
 
 from rollover.devices.costs.links import all_reduce_s, narrowest, transfer_s, weight_update_s
 from rollover.devices.costs.passes import batch_tokens, extra_passes, longest_tokens, step_flops
-from rollover.devices.costs.records import Mixture, PartCost, TrainingPart, TrainingPlan
+from rollover.devices.costs.records import PartCost, TrainingPart, TrainingPlan
 from rollover.devices.records import BF16_BYTES, Device, Link, ModelShape, WorkloadSpec
 
 LOGIT_CHUNK_TOKENS = 1024
@@ -170,17 +170,6 @@ def training_plan(
     step_s += _across_s(trainers, across)
     parts = tuple(replace(t.part, share=share) for t, share in zip(trainers, shares, strict=True))
     return TrainingPlan(parts=parts, step_s=step_s, sync_s=_sync_s(trainers, sync_link))
-
-
-def training_mixture(first: Sequence[TrainerCosts], second: Sequence[TrainerCosts], across: Link | None) -> Mixture:
-    """Describe what ``training_plan`` makes of any of the first beside any of the second, each side of one type."""
-    one = (first[0], second[0])
-    return Mixture(
-        first=tuple(trainer.cost for trainer in first),
-        second=tuple(trainer.cost for trainer in second),
-        across_s=_across_s(one, across),
-        sync_s=_sync_s(one, None),
-    )
 
 
 def _sync_s(trainers: Sequence[TrainerCosts], link: Link | None) -> float:

@@ -268,11 +268,7 @@ def solve_finely(problem: Problem, devices: Iterable[Device], model: ModelShape)
     kinds: list[ReplicaKind] = []
     for kind in [problem.replica_kinds[c] for c in (*first.active, *_promising(load))]:
         kinds += [*finer(kind, named[kind.device], model, problem.workload), kind]
-    near = replace(
-        problem,
-        replica_kinds=tuple({kind.key: kind for kind in kinds}.values()),
-        plans=tuple(dict.fromkeys((*problem.plans, first.plan))),
-    )
+    near = replace(problem, replica_kinds=tuple({kind.key: kind for kind in kinds}.values()))
     second = solve(near)
     if second is None:
         return None if known is None else (problem, known)

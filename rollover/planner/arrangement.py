@@ -180,10 +180,8 @@ class _Graph:
         )
 
     def score(self, train: Ints, rollout: Ints) -> float:
-        """Sum traffic x bandwidth over pairs of training devices, and over training-rollout pairs.
-
-        A sum is a stand-in: collectives run at their narrowest link, which only re-costing on the real links sees.
-        """
+        """Sum traffic x bandwidth over pairs of training devices, and over training-rollout pairs. A sum is a stand-in:
+        collectives run at their narrowest link, which only re-costing on the real links sees."""
         pairs = (train @ self.links @ train - train @ self.links.diagonal()) / 2
         return float(self.train_weight * pairs + self.sync_weight * (train @ self.links @ rollout))
 
@@ -191,11 +189,8 @@ class _Graph:
         self, train: Ints, rollout: Ints, pulls: tuple[Floats, Floats], free: Bools
     ) -> tuple[float, int, int]:
         """Return (gain, i, j) of the best exchange of shares between two free islands of a class; the gain is -inf
-        where there is none.
-
-        ``pulls`` are links @ train and links @ rollout. The gain is a term of i, a term of j and their link's: of many
-        islands those with the largest own terms are tried, as Kernighan and Lin do.
-        """
+        where there is none. ``pulls`` are links @ train and links @ rollout. The gain is a term of i, a term of j and
+        their link's: of many islands those with the largest own terms are tried, as Kernighan and Lin do."""
         best = (-math.inf, 0, 0)
         labels = np.stack([self.classes, train, rollout], axis=1)
         kinds = [(label, np.flatnonzero(free & (labels == label).all(axis=1))) for label in np.unique(labels, axis=0)]

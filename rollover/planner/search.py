@@ -71,10 +71,9 @@ def make_plan(fleet: Fleet, spec: PlanSpec) -> Plan:
 
 
 def _typings(fleet: Fleet) -> Iterator[Fleet]:
-    """Yield the fleet with its devices divided into types in different ways.
-
-    All pipelines of a type have one shape, and shards stay within a type, so each way allows other plans: equal devices
-    are a type; in fleets of few nodes also equal devices in nodes of equal size, then the devices of each node."""
+    """Yield the fleet with its devices divided into types in different ways. All pipelines of a type have one shape,
+    and shards stay within a type, so each way allows other plans: equal devices are a type; in fleets of few nodes also
+    equal devices in nodes of equal size, then the devices of each node."""
     alike = [replace(node.device, name="", node_size=1) for node in fleet.nodes]
     ways: list[list[Hashable]] = [[*alike]]
     if len(fleet.nodes) <= _SOME_NODES:
@@ -130,12 +129,9 @@ def _may_beat(spec: PlanSpec, part: Fleet, best: Plan, inside: tuple[str, ...] =
 
 
 def _parts(fleet: Fleet) -> list[tuple[int, ...]]:
-    """List the nodes of each part that may deserve a plan of its own, the smallest first, never all of them.
-
-    Of nodes that stand alike, any number: every combination of numbers, if there are no more than ``_MOST_PARTS``,
-    else one node, half of them or all, of one kind or two. Further the islands: nodes joined by links of some width or
-    more.
-    """
+    """List the nodes of each part that may deserve a plan of its own, the smallest first, never all of them. Of nodes
+    that stand alike, any number: every combination of numbers, if there are no more than ``_MOST_PARTS``, else one
+    node, half of them or all, of one kind or two. Further the islands: nodes joined by links of some width or more."""
     if len(fleet.nodes) == 1:
         return []
     topology = Topology.of(fleet)

@@ -65,7 +65,6 @@ class PriceBounds:
 
     def prices(self, plans: Sequence[int], *, real: bool = False) -> ShadowPrices:
         """Return the prices that bound the best of ``plans`` most tightly: with ``real`` costs its cost, else its rate.
-
         Variables: a price for every limit, the worth of all samples, and the means of the richest plan."""
         limits = self.has.shape[1]
         c = np.flatnonzero(self.load.in_time(plans))

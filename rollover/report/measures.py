@@ -136,10 +136,8 @@ class StepWindow:
 
 
 def windows(timeline: Timeline, *, num_steps: int, max_windows: int) -> tuple[StepWindow, ...]:
-    """Cut the run into stretches of ``num_steps`` steps; of many, return ``max_windows`` spread evenly.
-
-    The first and the last stretch are always there. A run without a batch is one window with steps -1.
-    """
+    """Cut the run into stretches of ``num_steps`` steps; of many, return ``max_windows`` spread evenly. The first and
+    the last stretch are always there. A run without a batch is one window with steps -1."""
     steps = timeline.steps
     if not steps:
         if not timeline.samples:
@@ -181,10 +179,8 @@ def visible(samples: Iterable[SampleTrace], window: StepWindow) -> tuple[SampleT
 
 
 def lanes(samples: Iterable[SampleTrace], window: StepWindow) -> dict[int, list[SampleTrace]]:
-    """Pack samples into few rows without overlap: row number to its samples, in time order.
-
-    A sample keeps its row from its first token to its end, parked time included.
-    """
+    """Pack samples into few rows without overlap: row number to its samples, in time order. A sample keeps its row from
+    its first token to its end, parked time included."""
     bounded = [(bounds, sample) for sample in samples if (bounds := _bounds(sample, window)) is not None]
     bounded.sort(key=lambda entry: (entry[0][0], entry[1].sample_id))
     rows: dict[int, list[SampleTrace]] = {}

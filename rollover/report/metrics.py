@@ -90,10 +90,9 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> tuple[MetricRow, ...]:
-    """Return the rows of the run's current history, in the order they were written; empty when there is no file.
-
-    A row that goes back to an earlier step of its kind replaces that step and what had followed it. A torn last line is
-    left out. Raises ``RunError`` if a line before the last is not a metrics row; the message names file and line."""
+    """Return the rows of the run's current history, in the order they were written; empty when there is no file. A row
+    that goes back to an earlier step of its kind replaces that step and what had followed it. A torn last line is left
+    out. Raises ``RunError`` if a line before the last is not a metrics row; the message names file and line."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return ()

@@ -80,10 +80,8 @@ def label(text: str) -> str:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the centred moving mean over a tenth of the run, at least five steps, narrower towards the ends.
-
-    Being symmetric everywhere it leaves a straight line alone: it neither lags behind a rise nor lifts the start.
-    """
+    """Return the centred moving mean over a tenth of the run, at least five steps, narrower towards the ends. Being
+    symmetric everywhere it leaves a straight line alone: it neither lags behind a rise nor lifts the start."""
     half = max(2, len(values) // 20)
     halves = (min(half, i, len(values) - 1 - i) for i in range(len(values)))
     return [sum(values[i - h : i + h + 1]) / (2 * h + 1) for i, h in enumerate(halves)]

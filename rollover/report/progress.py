@@ -75,11 +75,9 @@ class Progress:
         self._update("rollout", min(ready, needed), needed, text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Show that one training step is done. ``metrics`` is the row that was logged.
-
-        What is shown are means since the last line, or over as many steps: where several batches are trained from one
-        round, a single step is fast or slow, and its answers long or short, by its place among them.
-        """
+        """Show that one training step is done. ``metrics`` is the row that was logged. What is shown are means since
+        the last line, or over as many steps: where several batches are trained from one round, a single step is fast or
+        slow, and its answers long or short, by its place among them."""
         self._rollout_from = None
         done = self._done("train") + 1
         self._recent = [*self._recent, metrics][-self._every :]

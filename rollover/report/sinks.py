@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 def open_sinks(
     config: LoggingConfig, run_dir: Path, *, run_config: Mapping[str, Any], resume_step: int | None = None
 ) -> tuple[Sink, ...]:
-    """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked.
-
-    ``resume_step`` is the training step from which a resumed run continues: what an earlier process wrote at that step
-    and after is superseded. Raises ``MissingExtra`` if the tracker's package is not installed."""
+    """Open one sink per tracker switched on. ``run_config`` is sent along with secrets blanked. ``resume_step`` is the
+    training step from which a resumed run continues: what an earlier process wrote at that step and after is
+    superseded. Raises ``MissingExtra`` if the tracker's package is not installed."""
     name = config.run_name or run_dir.resolve().name
     sinks: list[Sink] = []
     if config.tensorboard:

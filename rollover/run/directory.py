@@ -161,9 +161,7 @@ class RunDir:
 
 def create(config: RunConfig, path: Path, argv: Sequence[str] = (), *, job: str = "train") -> RunDir:
     """Create and lock a new run directory and write ``config.json``. Only the runs of the job ``train`` can be resumed.
-
-    Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full.
-    """
+    Raises ``RunError`` when ``path`` is in use or not empty, ``ResourceError`` when its disk is full."""
     try:
         made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         path.mkdir(parents=True, exist_ok=True)
@@ -198,9 +196,7 @@ def _held(path: Path, config: RunConfig) -> str:
 
 def open_for_resume(path: Path, overrides: Sequence[str] = (), argv: Sequence[str] = ()) -> tuple[RunConfig, RunDir]:
     """Lock an existing run directory and return the config that ``saved_config`` gives. ``RunDir.settle`` records it.
-
-    Raises ``RunError`` as ``saved_config`` does, and when the directory is in use.
-    """
+    Raises ``RunError`` as ``saved_config`` does, and when the directory is in use."""
     job = _read(path)[1].get("job", "train")
     if job != "train":
         raise RunError(
@@ -227,10 +223,8 @@ def reopen(config: RunConfig, path: Path, argv: Sequence[str] = ()) -> RunDir:
 
 
 def saved_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config of the run in ``path`` with ``overrides`` applied.
-
-    Raises ``RunError`` when there is no run, or when an override changes a setting that may not change.
-    """
+    """Return the config of the run in ``path`` with ``overrides`` applied. Raises ``RunError`` when there is no run, or
+    when an override changes a setting that may not change."""
     kind = _read(path)[0].get("rollout", {}).get("strategy")
     if isinstance(kind, str) and kind in SIMULATED_ONLY:
         raise RunError(

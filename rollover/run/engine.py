@@ -46,11 +46,9 @@ async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: C
 
 
 def check_engine(config: RunConfig) -> list[str]:
-    """Return what a user should know about the engine. This needs no weights, and so comes before the warm-up.
-
-    Raises ``ModelError`` or ``ConfigError`` for what the engine would refuse when it is opened (see
-    ``EngineKind.preflight``), or a cluster that is not there or too small.
-    """
+    """Return what a user should know about the engine. This needs no weights, and so comes before the warm-up. Raises
+    ``ModelError`` or ``ConfigError`` for what the engine would refuse when it is opened (see ``EngineKind.preflight``),
+    or a cluster that is not there or too small."""
     rollout, places = config.rollout, None
     if config.cluster is not None and config.cluster.num_engines:
         from rollover.run.placed_engines import check_places

@@ -112,10 +112,8 @@ class Trust:
 
     def verdicts(self, step: int, drift: Mapping[str, Drift]) -> dict[str, str]:
         """Return the engines, by name, that can no longer be trusted after the batch of ``step``, each with the reason.
-
         A replayed batch shows nothing, since the engine that sampled it may have been fixed meanwhile. So a resumed run
-        begins with empty windows.
-        """
+        begins with empty windows."""
         if not self._judges_drift or step in self._replayed:
             return {}
         return {

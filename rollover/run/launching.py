@@ -46,10 +46,8 @@ class Placed:
 
 
 def read_plan(file: Path) -> Plan:
-    """Read the output of ``rollover plan --json``.
-
-    Raises ``PlanError`` when it is not a plan or cannot be run; the message says why.
-    """
+    """Read the output of ``rollover plan --json``. Raises ``PlanError`` when it is not a plan or cannot be run; the
+    message says why."""
     if file.suffix == ".toml":
         raise PlanError(
             f"{file} is a TOML file, not a plan: the plan comes first, as in rollover launch plan.json {file.name}"

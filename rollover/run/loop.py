@@ -69,10 +69,8 @@ async def train(session: Session, interrupt: Interrupt) -> None:
 
 
 async def _train(session: Session, batch: Batch) -> TrainedStep:
-    """Train on ``batch``, or skip it if the user decided so, and journal what became of its tokens.
-
-    Raises ``RolloverError`` when the batch cannot be trained, with a note about the way around it.
-    """
+    """Train on ``batch``, or skip it if the user decided so, and journal what became of its tokens. Raises
+    ``RolloverError`` when the batch cannot be trained, with a note about the way around it."""
     if batch.step in session.driver.ledger.skipped:
         trained = session.trainer.skip(batch)
         session.observe(

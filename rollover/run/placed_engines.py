@@ -19,10 +19,8 @@ _PROBE = "probe"
 
 
 def check_places(cluster: ClusterConfig, trainer: TrainerConfig, engine: ServerConfig) -> list[str]:
-    """Return lines that say where the servers will go.
-
-    Raises ``ConfigError`` when there is no such cluster, or when it can never hold them beside the trainer's ranks.
-    """
+    """Return lines that say where the servers will go. Raises ``ConfigError`` when there is no such cluster, or when it
+    can never hold them beside the trainer's ranks."""
     from rollover.cluster.ranks import rank_demand
 
     demand = rank_demand(cluster, trainer, alive_nodes(connect(cluster)))

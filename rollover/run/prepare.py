@@ -66,10 +66,8 @@ def initial_policy(config: RunConfig, folder: Path, progress: Progress, metrics:
 
 def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
     """Check that ``folder`` holds the model that the run began with; a new run records it. Once there is a checkpoint,
-    its weights are needed only for the algorithm's reference policy and beside adapters.
-
-    Raises ``ModelError`` naming what is different.
-    """
+    its weights are needed only for the algorithm's reference policy and beside adapters. Raises ``ModelError`` naming
+    what is different."""
     if run.began_with.is_file():
         check_began_with(run.began_with, folder, needs_weights=needs_weights)
     else:  # the run begins, or was begun by an earlier version of Rollover
@@ -77,10 +75,8 @@ def check_model(run: RunDir, folder: Path, *, needs_weights: bool) -> None:
 
 
 def check_began_with(record: Path, folder: Path, *, needs_weights: bool = True) -> None:
-    """Check that ``folder`` holds the model whose fingerprint a run left in the file ``record``.
-
-    Raises ``ModelError`` naming what is different.
-    """
+    """Check that ``folder`` holds the model whose fingerprint a run left in the file ``record``. Raises ``ModelError``
+    naming what is different."""
     found = fingerprint(folder)
     try:
         began_with = dict(parse_json(record.read_text())["model"])

@@ -67,10 +67,8 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
 
 
 def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, progress: Progress) -> RankLauncher | None:
-    """Return what starts the ranks of the trainer or of the warm-up on the cluster; ``None`` without a cluster.
-
-    Raises ``ConfigError`` when there is no such cluster, or it could never take the ranks.
-    """
+    """Return what starts the ranks of the trainer or of the warm-up on the cluster; ``None`` without a cluster. Raises
+    ``ConfigError`` when there is no such cluster, or it could never take the ranks."""
     if config.cluster is None:
         return None
     from rollover.cluster.ranks import RayLauncher
@@ -81,10 +79,8 @@ def cluster_launcher(config: RunConfig, section: TrainerConfig | SFTConfig, prog
 
 def check_devices(config: RunConfig) -> list[str]:
     """Return what a user should know about the trainer's devices. This loads nothing, and so comes before the warm-up.
-
     Raises ``ConfigError`` for devices that are not there, and for settings that do not suit the model, ``ModelError``
-    for a model that cannot be trained or whose routes cannot be replayed.
-    """
+    for a model that cannot be trained or whose routes cannot be replayed."""
     model = model_shape(config)
     sections = [section for section in (config.sft, config.trainer) if section is not None]
     for section in sections:

@@ -46,10 +46,7 @@ class WeightSync:
 
     async def make_room(self) -> None:
         """Let an engine on the trainer's devices release its memory until weights are published; one on devices of its
-        own is left alone.
-
-        Raises ``EngineError`` naming the process that still holds memory.
-        """
+        own is left alone. Raises ``EngineError`` naming the process that still holds memory."""
         if self.sleeper is not None:
             await self.sleeper.sleep()
 
@@ -63,9 +60,7 @@ class WeightSync:
 
     async def publish(self) -> None:
         """Load the trainer's weights into the engines under the trainer's version, and check the engines' log-probs.
-
-        Raises ``EngineError`` when no engine takes the weights, or none samples from them.
-        """
+        Raises ``EngineError`` when no engine takes the weights, or none samples from them."""
         version, began_s = self.trainer.version, time.perf_counter()
         weights = await self.publisher.stage(await asyncio.to_thread(self._weights))
         self.measured("weights/bytes", weights.manifest.num_bytes)
@@ -94,10 +89,8 @@ class WeightSync:
         return sent if sent is not None else self.trainer.weight_source()
 
     async def judge_engines(self, batch: Batch, trained: TrainedStep) -> None:
-        """Stop using the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens.
-
-        Raises ``EngineError`` when no engine is left.
-        """
+        """Stop using the engines whose log-probs in ``batch`` are not the trainer's, and drop their tokens. Raises
+        ``EngineError`` when no engine is left."""
         for name, reason in self.trust.verdicts(batch.step, trained.drift).items():
             take_out = partial(self.trust.part_with, name, reason)
             self._dropped(name, await self.driver.drop_tokens_of(name, take_out))

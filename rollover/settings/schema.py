@@ -33,10 +33,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def build(schema: type[T], document: Document, overrides: Sequence[Override] = ()) -> T:
-    """Build an instance of ``schema`` from a document, with overrides applied.
-
-    Raises ``ConfigError`` with one line for each mistake.
-    """
+    """Build an instance of ``schema`` from a document, with overrides applied. Raises ``ConfigError`` with one line for
+    each mistake."""
     from pydantic import ValidationError
 
     data, overridden = _overridden(schema, document.data, overrides)

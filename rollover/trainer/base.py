@@ -34,10 +34,8 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: Batch) -> TrainedStep:
-        """Train one batch and count it. A batch in which no token has a gradient is counted without an update.
-
-        Raises ``RolloverError`` when the batch cannot be trained; then continue from the last checkpoint.
-        """
+        """Train one batch and count it. A batch in which no token has a gradient is counted without an update. Raises
+        ``RolloverError`` when the batch cannot be trained; then continue from the last checkpoint."""
         ...
 
     def skip(self, batch: Batch) -> TrainedStep:
@@ -58,10 +56,8 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint from which training continues bit for bit; ``extra`` is JSON kept in its manifest.
-
-        Raises ``ResourceError`` when the disk is full; an earlier folder in its place is then intact.
-        """
+        """Write a checkpoint from which training continues bit for bit; ``extra`` is JSON kept in its manifest. Raises
+        ``ResourceError`` when the disk is full; an earlier folder in its place is then intact."""
         ...
 
     def rest(self) -> None:

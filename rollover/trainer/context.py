@@ -86,10 +86,7 @@ class ContextGroup:
 
 def open_context(world: World, size: int) -> ContextGroup | None:
     """Return the group of this rank if ``size`` ranks share each row; ``None`` if rows are not shared. All ranks call
-    it.
-
-    ``size`` divides the number of ranks.
-    """
+    it. ``size`` divides the number of ranks."""
     return None if size == 1 else ContextGroup(world, size)
 
 

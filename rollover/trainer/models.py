@@ -47,11 +47,9 @@ def load_policy(
     device: torch.device | None = None,
     gradient_checkpointing: bool = False,
 ) -> Any:
-    """Load a causal language model that runs packed rows (see ``logprobs.response_logprobs``).
-
-    ``dtype`` is float32 when left out. Dropout is off. Raises ``ModelError`` for folders that
-    ``read_model_config`` refuses and for weights that do not fit their config.
-    """
+    """Load a causal language model that runs packed rows (see ``logprobs.response_logprobs``). ``dtype`` is float32
+    when left out. Dropout is off. Raises ``ModelError`` for folders that ``read_model_config`` refuses and for weights
+    that do not fit their config."""
     from transformers import AutoModelForCausalLM
 
     folder = resolve_model(name)

@@ -38,11 +38,8 @@ def write_moments(world: World, folder: Path, hf: Any, optimizer: AdamW) -> None
 
 
 def read_moments(world: World, folder: Path, hf: Any, optimizer: AdamW) -> None:
-    """Read this rank's rows of the moments into ``optimizer``.
-
-    Raises ``ModelError`` naming the first tensor that does not fit the model, ``DamagedCheckpoint`` for files that
-    cannot be read.
-    """
+    """Read this rank's rows of the moments into ``optimizer``. Raises ``ModelError`` naming the first tensor that does
+    not fit the model, ``DamagedCheckpoint`` for files that cannot be read."""
     infos: dict[str, TensorInfo] = {}
     for path in optimizer_files(folder):
         try:

@@ -19,11 +19,9 @@ END_TOKEN = "<|end|>"
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().vocab_size) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most ``vocab_size`` entries.
-
-    Any text survives encoding and decoding: all 256 bytes are entries. Each digit is a token of its own, so that
-    numbers look alike wherever they appear. ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1.
-    """
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` entries. Any text survives encoding and decoding: all
+    256 bytes are entries. Each digit is a token of its own, so that numbers look alike wherever they appear.
+    ``<|pad|>`` is entry 0 and ``<|end|>`` (end of text) entry 1."""
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,10 +45,8 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = ScratchConfig().v
 def build_scratch_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, config: ScratchConfig, *, seed: int = 0
 ) -> None:
-    """Write a randomly initialised Qwen3 model with the tokenizer's vocabulary to ``folder`` (float32).
-
-    The same config, seed and vocabulary size give the same weights.
-    """
+    """Write a randomly initialised Qwen3 model with the tokenizer's vocabulary to ``folder`` (float32). The same
+    config, seed and vocabulary size give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(

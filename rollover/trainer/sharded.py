@@ -121,10 +121,7 @@ def _parameters(hf: Any) -> list[str]:
 
 def sharded_tensors(model: OneForward) -> dict[str, Tensor]:
     """Return the parameters by their names in the model, in their sharded form, and its buffers; a tied matrix appears
-    once.
-
-    All are sharded: a parameter that is not was left behind by a pass, and changes to it would be lost.
-    """
+    once. All are sharded: a parameter that is not was left behind by a pass, and changes to it would be lost."""
     whole = [name for name, parameter in model.hf.named_parameters() if not isinstance(parameter, DTensor)]
     assert not whole, f"{whole[0]} is not sharded"
     return named_tensors(model.hf)

@@ -113,11 +113,9 @@ class ShardedLoraPolicy:
 
 
 def _adapt(hf: Any, lora: LoraConfig, put: Any) -> dict[str, Tensor]:
-    """Put adapters beside the matrices of a model without memory, and return their first values.
-
-    peft moves adapters to the device of their matrix. So while it draws them, each matrix is on the CPU, with all its
-    values in one place in memory; afterwards it and the adapters have no memory again.
-    """
+    """Put adapters beside the matrices of a model without memory, and return their first values. peft moves adapters to
+    the device of their matrix. So while it draws them, each matrix is on the CPU, with all its values in one place in
+    memory; afterwards it and the adapters have no memory again."""
     targets = [m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in lora.targets]
     for module in targets:
         module.weight = nn.Parameter(torch.zeros((), dtype=module.weight.dtype).expand(module.weight.shape))

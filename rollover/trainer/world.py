@@ -117,10 +117,8 @@ class World:
         return self._neighbours[size]
 
     def together(self, what: str, collective: Callable[[], Any], *, among: Sequence[int] | None = None) -> None:
-        """Run an operation that involves other ranks: all of them, or the ranks in ``among``.
-
-        Raises ``PeerLost``, naming the ranks that this one has waited for, when it fails.
-        """
+        """Run an operation that involves other ranks: all of them, or the ranks in ``among``. Raises ``PeerLost``,
+        naming the ranks that this one has waited for, when it fails."""
         self.tick()
         started_s = time.monotonic()
         try:

@@ -181,10 +181,8 @@ async def _of_either(client: HTTPClient, path: str, older: str) -> bytes:
 
 
 def _with_spans(answer: LentGeneration, call: GenerationCall, num_sent: int | None = None) -> LentGeneration:
-    """Return an answer in the form of newer servers: with ids and, at its end, with spans of labels.
-
-    Raises ``EngineError`` when it does not say which weights sampled its tokens.
-    """
+    """Return an answer in the form of newer servers: with ids and, at its end, with spans of labels. Raises
+    ``EngineError`` when it does not say which weights sampled its tokens."""
     meta = answer.meta_info
     pairs = meta.output_token_logprobs or []
     num_tokens = meta.completion_tokens

@@ -100,8 +100,7 @@ class LentWeights:
         self._changed: str | None = None
 
     def version_of(self, label: str | None, request_id: str) -> int:
-        """Return the version of tokens with a label. Raises ``EngineError`` for any label other than the
-        rollout's."""
+        """Return the version of tokens with a label. Raises ``EngineError`` for any label other than the rollout's."""
         if label is not None and not self._is_ours(label):
             shown = self._client.reader.shown(label)
             raise EngineError(
@@ -286,10 +285,8 @@ class LentServers:
         return f"the servers behind {self._config.urls[0]}"
 
     async def begin(self) -> str:
-        """Find the workers and return the label of the weights that all of them serve.
-
-        Raises ``EngineError`` when a worker cannot be used, or they disagree.
-        """
+        """Find the workers and return the label of the weights that all of them serve. Raises ``EngineError`` when a
+        worker cannot be used, or they disagree."""
         assert self._pool is None, "the rollout before has not ended"
         urls = await workers(self._config, self._transport)
         clients = [HTTPClient(url, self._config, transport=self._transport) for url in urls]

@@ -169,12 +169,13 @@ def _se(accuracy: Accuracy) -> str:
 
 
 def _learning(page: Page, record: RunRecord) -> None:
+    named = [(title, run_figures.by_name(record, prefix)) for prefix, title in _BY_NAME]
     page.section(
         "Learning",
         _LEARNING,
         page.figure("Over steps", run_figures.learning(record, over_time=False), "Nothing measured yet."),
         page.figure("Over wall-clock", run_figures.learning(record, over_time=True), "Nothing measured yet."),
-        *(page.figure(title, run_figures.by_name(record, prefix), "") for prefix, title in _named(record)),
+        *(page.figure(title, figure, "") for title, figure in named if figure is not None),
     )
 
 
@@ -184,12 +185,6 @@ _BY_NAME = (
     ("pass_rate/source/", "Pass rate by source, smoothed"),
 )
 """Metrics of which there is one for each name, and the titles of their figures."""
-
-
-def _named(record: RunRecord) -> list[tuple[str, str]]:
-    """Return the entries of ``_BY_NAME`` that the run has measured."""
-    metrics = {name for row in record.metrics if row.kind == "step" for name in row.values}
-    return [entry for entry in _BY_NAME if any(name.startswith(entry[0]) for name in metrics)]
 
 
 def _timeline(page: Page, record: RunRecord) -> None:

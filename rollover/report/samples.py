@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -151,21 +151,11 @@ def _samples(journal: Path, step: int, group_ids: Sequence[int]) -> tuple[Traine
 
 def of_batch(batch: Batch, shaping: Callable[[int], float]) -> tuple[TrainedSample, ...]:
     """Return the samples of a batch. ``shaping``: what the algorithm adds to the reward of so many tokens."""
-    return compared(
-        [
-            TrainedSample(
-                sample_id=t.sample_id,
-                prompt=t.prompt,
-                segments=t.segments,
-                observations=t.observations,
-                step=batch.step,
-                reward=t.reward or 0.0,
-                shaping=shaping(t.num_tokens),
-                components=t.components,
-            )
-            for t in batch.trajectories
-        ]
-    )
+    found = []
+    for t in batch.trajectories:
+        own = {each.name: getattr(t, each.name) for each in fields(Trajectory)} | {"reward": t.reward or 0.0}
+        found.append(TrainedSample(**own, step=batch.step, shaping=shaping(t.num_tokens)))
+    return compared(found)
 
 
 def compared(samples: Iterable[TrainedSample]) -> tuple[TrainedSample, ...]:

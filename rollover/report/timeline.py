@@ -1,8 +1,7 @@
 """The timeline of every sample, read from the journal's events.
 
-``Timeline.of`` is one pass over the events that count . It keeps
-counts and times, never the tokens of responses, so the timeline of a long run stays small. The token account closes:
-``decoded = trained + wasted (by cause) + live``.
+``Timeline.of`` is one pass over the events that count. It keeps counts and times, never the tokens of responses, so the
+timeline of a long run stays small. The token account closes: ``decoded = trained + wasted (by cause) + live``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,14 @@ def dry_run(config: RunConfig) -> list[str]:
         DataError: a dataset or a reward function cannot be used, or the first row of one.
         ConfigError: prompts and responses do not fit the model or the engine.
     """
-    return [line for section in _SECTIONS for line in section(config)]
+    from rollover.run.engine import check_engine
+    from rollover.run.memory import memory_lines
+    from rollover.run.trainers import check_devices
+
+    parts: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
+        *(_model, check_devices, check_engine, _steps, _adapters, _biases, _variants, _sources, memory_lines),
+    )
+    return [line for part in parts for line in part(config)]
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -44,18 +51,6 @@ def _model(config: RunConfig) -> Iterator[str]:
     if isinstance(context := model.get("max_position_embeddings"), int):
         check_context(config, context)
     yield f"model: {config.model.path} ({model['model_type']})"
-
-
-def _trainer(config: RunConfig) -> Iterable[str]:
-    from rollover.run.trainers import check_devices
-
-    return check_devices(config)
-
-
-def _engine(config: RunConfig) -> Iterable[str]:
-    from rollover.run.engine import check_engine
-
-    return check_engine(config)
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
@@ -138,22 +133,3 @@ def _first_prompt(prompt: Prompt, reference: str | None, tokenizer: Any) -> Iter
     yield f"  first prompt, {len(prompt.token_ids)} tokens: {shown}"
     if reference is not None:
         yield f"  its reference answer: {json.dumps(reference, ensure_ascii=False)[:200]}"
-
-
-def _memory(config: RunConfig) -> Iterable[str]:
-    from rollover.run.memory import memory_lines
-
-    return memory_lines(config)
-
-
-_SECTIONS: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
-    _model,
-    _trainer,
-    _engine,
-    _steps,
-    _adapters,
-    _biases,
-    _variants,
-    _sources,
-    _memory,
-)

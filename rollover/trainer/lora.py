@@ -184,15 +184,13 @@ def merged_weights(model: nn.Module) -> MergedWeights:
         for name, tensor in named_tensors(model).items()
         if "lora_" not in name
     }
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "base_layer")}
-    adapters = {
-        f"{name}.weight": LowRank(
-            a_RI=layer.lora_A[_ADAPTER].weight.detach(),
-            b_OR=layer.lora_B[_ADAPTER].weight.detach(),
-            scale=float(layer.scaling[_ADAPTER]),
-        )
-        for name, layer in layers.items()
-    }
+    adapters = {}
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for name, layer in layers:
+        if hasattr(layer, "base_layer"):
+            (active,) = layer.active_adapters
+            a_RI, b_OR = layer.lora_A[active].weight.detach(), layer.lora_B[active].weight.detach()
+            adapters[f"{name}.weight"] = LowRank(a_RI=a_RI, b_OR=b_OR, scale=float(layer.scaling[active]))
     return MergedWeights(hub_weights(model, frozen), adapters)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rollover.errors import ModelError, RunError
 from rollover.hf.hub import resolve_model
-from rollover.trainer.hub_names import hub_weights, named_tensors
+from rollover.trainer.lora import merged_weights
 from rollover.trainer.models import named_weights
-from rollover.weights.adapters import AdapterWeights, LowRank, MergedWeights
+from rollover.weights.adapters import AdapterWeights
 from rollover.weights.base import WeightSource
 from rollover.weights.sources import MemoryWeights
 
@@ -32,40 +32,32 @@ def policy_source(model: Any, version: int) -> WeightSource:
     if not hasattr(model, "peft_config"):
         return MemoryWeights(version, named_weights(model))
     base = model.get_base_model()
-    layers = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
-    adapters = {f"{name}.weight": _low_rank(name, module) for name, module in layers.items()}
-    frozen = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in named_tensors(base).items()
-        if "lora_A." not in name and "lora_B." not in name
-    }
-    if left := [name for name in frozen if any(part in name for part in _OF_ADAPTERS)]:
+    for name, layer in base.named_modules():
+        if hasattr(layer, "base_layer"):
+            _check_plain(name, layer)
+    weights = merged_weights(base)
+    if left := [name for name in weights if any(part in name for part in _OF_ADAPTERS)]:
         raise ModelError(
             f"the model has adapters that cannot be merged into its weights, first {left[0]!r}: use LoRA on linear"
             " layers, without DoRA and modules_to_save"
         )
-    return AdapterWeights(version, MergedWeights(hub_weights(base, frozen), adapters))
+    return AdapterWeights(version, weights)
 
 
-def _low_rank(name: str, module: Any) -> LowRank:
-    active: Sequence[str] = list(getattr(module, "active_adapters", ()))
+def _check_plain(name: str, layer: Any) -> None:
+    active: Sequence[str] = list(getattr(layer, "active_adapters", ()))
     adapter = active[0] if len(active) == 1 else ""
     plain = (
-        adapter in getattr(module, "lora_A", {})
-        and isinstance(module.base_layer, torch.nn.Linear)
-        and not getattr(module, "use_dora", {}).get(adapter)
-        and not getattr(module, "lora_bias", {}).get(adapter)
+        adapter in getattr(layer, "lora_A", {})
+        and isinstance(layer.base_layer, torch.nn.Linear)
+        and not getattr(layer, "use_dora", {}).get(adapter)
+        and not getattr(layer, "lora_bias", {}).get(adapter)
     )
     if not plain:
         raise ModelError(
             f"the adapter of {name!r} is not plain LoRA on a linear layer (active: {', '.join(active) or 'none'}) and"
             " cannot be merged for the engine: use a single LoRA adapter without DoRA and bias"
         )
-    return LowRank(
-        a_RI=module.lora_A[adapter].weight.detach(),
-        b_OR=module.lora_B[adapter].weight.detach(),
-        scale=float(module.scaling[adapter]),
-    )
 
 
 def next_logits(model: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

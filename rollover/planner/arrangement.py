@@ -1,13 +1,11 @@
-"""Decides which islands take which shares: swaps inside a class of equal (type, size), so that no count ever changes
-(Kernighan and Lin 1970; Fiduccia and Mattheyses 1982).
-"""
+"""Decides which islands take which shares: exchanges inside a class of equal (type, size), so that no count ever
+changes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +14,13 @@ from rollover.errors import PlanError
 from rollover.planner.topology import Fabric, Floats
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
-_STARTS = 8
+_STARTS = 16
 """Number of starts that are refined."""
 _MANY_ISLANDS = 512
 """Number of islands above which one start is refined instead of several."""
-_PATIENCE = 64
-"""Number of swaps without improvement after which a pass ends."""
-_CANDIDATES = 32
-"""Number of islands of each share among which a swap is searched for."""
+_LEAST_GAIN = 1e-9
+"""Smallest gain for which shares are exchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,38 +180,15 @@ class _Graph:
         pairs = (train @ self.links @ train - train @ self.links.diagonal()) / 2
         return float(self.train_weight * pairs + self.sync_weight * (train @ self.links @ rollout))
 
-    def best_swap(
-        self, train: Ints, rollout: Ints, pulls: tuple[Floats, Floats], free: Bools
-    ) -> tuple[float, int, int]:
-        """Return (gain, i, j) of the best exchange of shares between two free islands of a class; the gain is -inf
-        where there is none. ``pulls`` are links @ train and links @ rollout. The gain is a term of i, a term of j and
-        their link's: of many islands those with the largest own terms are tried, as Kernighan and Lin do."""
-        best = (-math.inf, 0, 0)
-        labels = np.stack([self.classes, train, rollout], axis=1)
-        kinds = [(label, np.flatnonzero(free & (labels == label).all(axis=1))) for label in np.unique(labels, axis=0)]
-        for (one, givers), (other, takers) in combinations(kinds, 2):
-            if one[0] != other[0] or not len(givers) or not len(takers):
-                continue
-            dt, dr = int(other[1] - one[1]), int(other[2] - one[2])
-            u = self._term(givers, dt, dr, pulls)
-            v = self._term(takers, -dt, -dr, pulls)
-            u_top, v_top = np.argsort(-u, kind="stable")[:_CANDIDATES], np.argsort(-v, kind="stable")[:_CANDIDATES]
-            i, j = givers[u_top], takers[v_top]
-            apart = (self.train_weight * dt + 2 * self.sync_weight * dr) * dt
-            gains = u[u_top][:, None] + v[v_top][None, :] - apart * self.links[np.ix_(i, j)]
-            at = np.unravel_index(int(np.argmax(gains)), gains.shape)
-            if gains[at] > best[0]:
-                best = (float(gains[at]), int(i[at[0]]), int(j[at[1]]))
-        return best
-
-    def _term(self, islands: Ints, dt: int, dr: int, pulls: tuple[Floats, Floats]) -> Floats:
-        """Return what ``dt`` more training and ``dr`` more rollout devices in each of the islands add, all else as it
-        is."""
-        to_train, to_rollout, inside = pulls[0][islands], pulls[1][islands], self.links[islands, islands]
-        pairs = dt * (to_train + (dt - 1) * inside / 2)
-        cut = dt * to_rollout + dr * to_train + dt * dr * inside
-        term: Floats = self.train_weight * pairs + self.sync_weight * cut
-        return term
+    def gains(self, i: int, train: Ints, rollout: Ints, to_train: Floats, to_rollout: Floats) -> Floats:
+        """Return (islands,): how much an exchange of shares with island ``i`` adds to the score; -inf for those of
+        another class. ``to_train`` is links @ train, ``to_rollout`` is links @ rollout."""
+        dt, dr, own = train - train[i], rollout - rollout[i], self.links.diagonal()
+        pairs = dt * (to_train[i] - to_train + (dt - 1) * own[i] / 2 + (dt + 1) * own / 2 - dt * self.links[i])
+        cut = dt * (to_rollout[i] - to_rollout) + dr * (to_train[i] - to_train)
+        cut += dt * dr * (own[i] + own - 2 * self.links[i])
+        gains: Floats = self.train_weight * pairs + self.sync_weight * cut
+        return np.where(self.classes == self.classes[i], gains, -np.inf)
 
 
 def _assigned(graph: _Graph, train: Ints, rollout: Ints, order: Ints) -> tuple[Ints, Ints]:
@@ -243,29 +215,16 @@ def _grown(graph: _Graph, train: Ints, rollout: Ints, start: int) -> tuple[Ints,
 
 
 def _refine(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints]:
-    """Make passes of swaps until one brings nothing."""
-    while (better := _pass(graph, train, rollout)) is not None:
-        train, rollout = better
+    """Exchange the shares of two islands wherever that raises the score, until no exchange does."""
+    to_train, to_rollout = graph.links @ train, graph.links @ rollout
+    settled = 0
+    while settled < len(train):
+        for i in range(len(train)):
+            gains = graph.gains(i, train, rollout, to_train, to_rollout)
+            j = int(np.argmax(gains))
+            settled = 0 if gains[j] > _LEAST_GAIN else settled + 1
+            if gains[j] > _LEAST_GAIN:
+                for counts, pull in ((train, to_train), (rollout, to_rollout)):
+                    pull += (counts[j] - counts[i]) * (graph.links[:, i] - graph.links[:, j])
+                    counts[[i, j]] = counts[[j, i]]
     return train, rollout
-
-
-def _pass(graph: _Graph, train: Ints, rollout: Ints) -> tuple[Ints, Ints] | None:
-    """Swap the best pair, even at a loss, and lock it, again and again; the best state on the way, if it is better."""
-    train, rollout = train.copy(), rollout.copy()
-    pulls = (graph.links @ train, graph.links @ rollout)
-    free = np.ones(len(train), dtype=bool)
-    gained, best, since = 0.0, 1e-9, 0
-    found: tuple[Ints, Ints] | None = None
-    while since <= _PATIENCE:
-        gain, i, j = graph.best_swap(train, rollout, pulls, free)
-        if not math.isfinite(gain):
-            break
-        for counts, pull in zip((train, rollout), pulls, strict=True):
-            pull += (counts[j] - counts[i]) * (graph.links[:, i] - graph.links[:, j])
-            counts[[i, j]] = counts[[j, i]]
-        free[[i, j]] = False
-        gained, since = gained + gain, since + 1
-        if gained > best:
-            best, since = gained, 0
-            found = train.copy(), rollout.copy()
-    return found

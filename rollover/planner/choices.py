@@ -30,7 +30,7 @@ MAX_BATCH = 1024
 _CAPS = (4, 8, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724)
 """Batch caps to choose from."""
 _MIXED_SIZES = {2: 16, 3: 4}
-"""How many sizes of each type training plans over so many types are put together from."""
+"""Number of sizes of each type from which training plans over so many types are put together."""
 
 
 _remembered = lru_cache(maxsize=256)

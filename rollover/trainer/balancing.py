@@ -100,12 +100,7 @@ def pieces(
 
 
 def assign_rows(
-    samples: Sequence[TrainingSample],
-    members: Sequence[int],
-    *,
-    budget: int,
-    num_ranks: int,
-    quadratic: float,
+    samples: Sequence[TrainingSample], members: Sequence[int], *, budget: int, num_ranks: int, quadratic: float
 ) -> tuple[AssignedRows, ...]:
     """Assign ``members`` of a batch to ranks, packed into rows of at most ``budget`` input positions (a longer sample
     is a row of its own). There must be at least one member.
@@ -121,11 +116,7 @@ def assign_rows(
 
 
 def _assign(
-    samples: Sequence[TrainingSample],
-    parts: Sequence[tuple[int, ...]],
-    budget: int,
-    num_ranks: int,
-    quadratic: float,
+    samples: Sequence[TrainingSample], parts: Sequence[tuple[int, ...]], budget: int, num_ranks: int, quadratic: float
 ) -> tuple[AssignedRows, ...]:
     packed = []
     for assigned in by_longest_first([family_cost(samples, part, quadratic) for part in parts], num_ranks):

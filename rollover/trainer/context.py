@@ -68,9 +68,7 @@ class ContextGroup:
         parts_C = parts_C.contiguous()
         out_C = torch.empty_like(parts_C)
         self._world.together(
-            "exchange of a row",
-            lambda: dist.all_to_all_single(out_C, parts_C, group=self._group),
-            among=self._ranks,
+            "exchange of a row", lambda: dist.all_to_all_single(out_C, parts_C, group=self._group), among=self._ranks
         )
         return out_C
 

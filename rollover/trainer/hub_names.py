@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 
 from rollover.weights.base import unmade
 

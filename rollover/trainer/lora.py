@@ -54,13 +54,7 @@ class LoraPolicy:
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        base: Path,
-        *,
-        checkpoint: Path | None = None,
-        device: torch.device,
-        seed: int = 0,
+        self, config: TrainerConfig, base: Path, *, checkpoint: Path | None = None, device: torch.device, seed: int = 0
     ) -> None:
         require("peft", purpose="[trainer.lora]")
         assert config.lora is not None

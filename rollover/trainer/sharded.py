@@ -60,15 +60,7 @@ class ShardedPolicy:
 
     autocast = False  # the weights are gathered in the number format of the passes
 
-    def __init__(
-        self,
-        config: StepConfig,
-        folder: Path,
-        *,
-        initial: Path,
-        needs_ref: bool,
-        world: World,
-    ) -> None:
+    def __init__(self, config: StepConfig, folder: Path, *, initial: Path, needs_ref: bool, world: World) -> None:
         self._world = world
         load = partial(load_sharded, config=config, world=world, precision=_precision(config))
         self.model = load(folder)
@@ -209,10 +201,7 @@ def _may_be_one(infos: Mapping[str, TensorInfo]) -> bool:
     """Return whether the input and the output matrix can be one tensor: the files do not have two that differ."""
     if not {EMBEDDING, HEAD} <= infos.keys():
         return True
-    with (
-        safe_open(infos[EMBEDDING].file, framework="pt") as one,
-        safe_open(infos[HEAD].file, framework="pt") as other,
-    ):
+    with safe_open(infos[EMBEDDING].file, framework="pt") as one, safe_open(infos[HEAD].file, framework="pt") as other:
         embedding, head = one.get_slice(EMBEDDING), other.get_slice(HEAD)
         if embedding.get_shape() != head.get_shape():
             return False

@@ -217,25 +217,21 @@ class Feed:
         self.run(self._publish(version, load), None, f"publish version {version}")
 
     def trained(self, step: int, untrained: Mapping[WasteCause, int] | None = None) -> None:
-        """Record that the host has trained the batch of ``step``.
+        """Record that the host has trained the batch of ``step``. Raises ``RunError`` if this batch was not handed out,
+        is already trained or is no longer on record.
 
         Args:
             untrained: tokens of the batch that had no gradient, by cause. The others count as trained.
-
-        Raises:
-            RunError: this batch was not handed out, is already trained or is no longer on record.
         """
         self.run(self._trained(step, untrained or {}), self._deadlines.close_timeout_s, f"record step {step}")
 
     def saved(self, step: int) -> None:
         """Record that no restart will return to a checkpoint before ``step``. Batches of earlier steps are then
-        forgotten, and those of ``step`` and later are kept for such a restart.
+        forgotten, and those of ``step`` and later are kept for such a restart. Raises ``RunError`` if it is more
+        batches than were handed out.
 
         Args:
             step: how many batches the *oldest* checkpoint that the host keeps includes.
-
-        Raises:
-            RunError: it is more batches than were handed out.
         """
         self.run(self._saved(step), self._deadlines.close_timeout_s, f"record the checkpoint at step {step}")
 

@@ -75,14 +75,12 @@ Asked = str | Path | Mapping[str, Any] | None
 
 
 def hosted_config(asked: Asked, given: Mapping[str, Given], *, source: str) -> HostedConfig:
-    """Return the settings that a user asks for, combined with the settings that the host has decided.
+    """Return the settings that a user asks for, combined with the settings that the host has decided. Raises
+    ``ConfigError`` if they cannot work, or contradict the host's.
 
     Args:
         given: by dotted key: ``{"rollout.temperature": Given(1.0, "GRPOConfig.temperature")}``.
         source: where the user wrote them, for messages.
-
-    Raises:
-        ConfigError: they cannot work, or contradict the host's.
     """
     document = _document(asked, source)
     data = copy.deepcopy(document.data)
@@ -110,15 +108,12 @@ def refuse_other_versions(host: str, found: str, supported: Sequence[str], remed
 
 
 def split_options(asked: Any, options: type[T], source: str) -> tuple[T, dict[str, Any]]:
-    """Separate the settings that only one host has from the tables of an ordinary run.
+    """Separate the settings that only one host has from the tables of an ordinary run. Raises ``ConfigError`` if
+    ``asked`` is something else, or a setting of the host's own cannot work.
 
     Args:
         asked: the name of a strategy, a table of settings or nothing.
         options: the dataclass of the host's own settings.
-
-    Raises:
-        ConfigError: it is something else, or a setting of the host's own cannot work.
-
     Example: ``split_options({"weights_lag": 1, "rollout": {}}, SlimeOptions, "rollover")`` is
     ``(SlimeOptions(weights_lag=1), {"rollout": {}})``.
     """

@@ -29,15 +29,11 @@ DataSource = MilesDataSource
 
 
 class RolloutFn:
-    """A rollout function of miles.
+    """A rollout function of miles. Raises ``ConfigError`` if ``more`` is given.
 
     Args:
         input: with ``args`` and ``data_source``.
         more: passed when miles calls rollout functions as in its first version, with ``MILES_USE_LEGACY_ROLLOUT_V1``.
-
-    Raises:
-        ConfigError: ``more`` is given.
-
     Example: ``--rollout-function-path rollover.integrations.miles.RolloutFn --rollover april``
     """
 
@@ -65,9 +61,6 @@ class RolloutFn:
 
         Args:
             input: with ``rollout_id`` and ``evaluation``.
-
-        Raises:
-            RolloverError: the message says what to do.
         """
         args, data_source = self._input.args, self._input.data_source
         if not input.evaluation:

@@ -33,7 +33,8 @@ from rollover.version import __version__
 
 
 class HostedRun:
-    """The directory, locked by this process until ``close``. It is a context manager.
+    """The directory, locked by this process until ``close``. It is a context manager. Raises ``RunError`` if the
+    directory holds a run that is not to be resumed or had other settings or facts, or another process works there.
 
     Example: ``HostedRun(Path("out/rollover"), config, host="trl 1.16.0", resume=False).journal`` is
     ``out/rollover/journal.sqlite``.
@@ -45,10 +46,6 @@ class HostedRun:
         remedy: how a user of this host resumes a run, for messages.
 
     A directory without a journal belongs to a run that has not begun, and can be used for another.
-
-    Raises:
-        RunError: the directory holds a run that is not to be resumed or had other settings or facts, or another process
-            works there.
     """
 
     def __init__(

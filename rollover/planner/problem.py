@@ -36,14 +36,11 @@ class PlanSpec:
 def fleet_problem(
     fleet: Fleet, spec: PlanSpec, networks: Mapping[str, Link] | None = None, *, inside: Collection[str] = ()
 ) -> Problem:
-    """Build the planning problem of a fleet.
+    """Build the planning problem of a fleet. Raises ``PlanError`` if the model fits nowhere.
 
     Args:
         networks: links between nodes by device type, if they differ from the fleet's.
         inside: types that train a whole copy in each of their nodes, so that new weights do not leave it.
-
-    Raises:
-        PlanError: the model fits nowhere.
     """
     built = stock_problem(
         with_networks(fleet.stock, networks or {}),
@@ -76,15 +73,13 @@ def stock_problem(
     inside: Mapping[str, int] | None = None,
     launchable: Server | None = None,
 ) -> Problem:
-    """Build the problem of ``stock``, the number of devices of each type, without a budget.
+    """Build the problem of ``stock``, the number of devices of each type, without a budget. Raises ``PlanError`` if the
+    model fits nowhere.
 
     Args:
         node_sizes: number of devices of each node of a type, if not all nodes but one have the type's.
         across: links between types, if they are not the narrower of their networks.
         inside: number of nodes of each type that trains a whole copy in each node, so that new weights do not leave it.
-
-    Raises:
-        PlanError: the model fits nowhere.
     """
     if max_staleness < 0:
         raise PlanError(f"max_staleness must be at least 0, got {max_staleness}")

@@ -40,13 +40,11 @@ class TracePrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Prompts in the order in which they were drawn.
+    """Prompts in the order in which they were drawn. Raises ``DataError`` if there is no sample, or a length is not
+    between 1 and the cap.
 
     Example: a trace of two prompts with samples of 210 and 512, and of 90 tokens has ``num_samples`` 3 and
     ``group_size`` 2.
-
-    Raises:
-        DataError: there is no sample, or a length is not between 1 and the cap.
     """
 
     name: str

@@ -34,9 +34,6 @@ class DataSource:
 
     Example: with ``--data-source-path rollover.integrations.slime.DataSource``, a run that is killed resumes from its
     checkpoint with the same batches, and no prefix is decoded twice.
-
-    Args:
-        args: slime's.
     """
 
     host: ClassVar[Host] = SLIME
@@ -95,9 +92,6 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
         args: slime's, with Rollover's settings under ``rollover`` (``--custom-config-path``).
         data_source: the source of the prompts.
         evaluation: whether to evaluate, which slime's own rollout function does.
-
-    Raises:
-        RolloverError: the message says what to do.
     """
     if evaluation:
         stock = SLIME.module("rollout.sglang_rollout")

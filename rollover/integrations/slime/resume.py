@@ -101,15 +101,13 @@ class Beginning:
 
 
 def beginning(load: str | None, save: str | None, rollout_id: int) -> Beginning:
-    """Return where a run begins, and copy its directory if it is to continue elsewhere.
+    """Return where a run begins, and copy its directory if it is to continue elsewhere. Raises ``RunError`` if the
+    directory is damaged, or the directory of another run is in the way.
 
     Args:
         load: slime's ``--load``.
         save: slime's ``--save``. A run without it resumes with slime's prompts only.
         rollout_id: the last rollout that slime's checkpoint includes, -1 without a checkpoint.
-
-    Raises:
-        RunError: the directory is damaged, or the directory of another run is in the way.
     """
     folder = None if save is None else Path(save) / FOLDER
     source = None if folder is None else _find(load, folder)

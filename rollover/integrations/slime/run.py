@@ -51,16 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 class SlimeRun:
-    """One run. Its methods are for the thread of slime's rollout manager.
+    """One run. Its methods are for the thread of slime's rollout manager. Raises ``RolloverError`` for settings,
+    servers or a journal that cannot be used.
 
     Args:
         groups: slime's data source.
         start: the point from which it resumes.
 
     Example: ``run.rollout(7)`` returns the groups of slime's rollout 7 and its metrics.
-
-    Raises:
-        RolloverError: settings, servers or journal that cannot be used; the message says what to do.
     """
 
     def __init__(

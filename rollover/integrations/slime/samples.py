@@ -35,15 +35,13 @@ _STATUS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 
 
 def prompt_of(group: Sequence[Sample], number: int, encode: Callable[[str], Sequence[int]]) -> Prompt:
-    """Return the prompt of a group from slime's data source, with everything needed to build its samples again.
+    """Return the prompt of a group from slime's data source, with everything needed to build its samples again. Raises
+    ``DataError`` if the samples contain images, already have a response, or have values that JSON cannot hold; the
+    message names the group.
 
     Args:
         number: how many groups were drawn before.
         encode: returns the ids of a text, without special tokens.
-
-    Raises:
-        DataError: the samples contain images, already have a response, or have values that JSON cannot hold; the
-            message names the group.
     """
     name = f"group {group[0].group_index} of the data source"
     for sample in group:

@@ -55,14 +55,12 @@ _FIRST_LOOK_S, _MAX_LOOK_S = 0.02, 1.0
 
 
 def served_model(model: str, context: int | None = None) -> ModelFolder:
-    """Return the sizes against which calls are checked; those of its text model if the model contains one.
+    """Return the sizes against which calls are checked; those of its text model if the model contains one. Raises
+    ``ModelError`` if its config has no sizes.
 
     Args:
         model: a Hugging Face folder, or the name of one on the hub.
         context: the longest context of the servers, if slime has the setting; otherwise it is the model's.
-
-    Raises:
-        ModelError: its config has no sizes.
     """
     config: Mapping[str, Any]
     if Path(model).exists():

@@ -119,13 +119,10 @@ def encoder(tokenizer: Any, options: Mapping[str, Any]) -> Callable[[Any], Encod
 
 def fingerprint(rows: TableRows) -> str:
     """Return a fingerprint that distinguishes datasets: the number of rows and a hash of some of them, spread over the
-    dataset, with all columns.
+    dataset, with all columns. Raises ``DataError`` if a row has no prompt.
 
     Example: ``fingerprint([{"prompt": "1+1=", "answer": "2"}])`` is "1 rows, " and sixteen hexadecimal digits, which
     differ for the answer "3".
-
-    Raises:
-        DataError: a row has no prompt.
     """
     num = len(rows)
     looked_at = sorted({i * (num - 1) // max(1, _NUM_LOOKED_AT - 1) for i in range(_NUM_LOOKED_AT)}) if num else []

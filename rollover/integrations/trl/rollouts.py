@@ -33,7 +33,7 @@ from rollover.weights.sources import MemoryWeights
 
 
 class HostedRollouts:
-    """Hands out batches and accounts for them.
+    """Hands out batches and accounts for them. Raises ``RolloverError`` if the engine cannot be opened.
 
     Example: one step of a trainer::
 
@@ -51,9 +51,6 @@ class HostedRollouts:
         number_format: the one in which the trainer computes log-probs, by torch's name.
         step: how many batches the trainer's checkpoint includes.
         observer: called on the feed's thread after each event.
-
-    Raises:
-        RolloverError: the engine cannot be opened; the message says what to do.
     """
 
     def __init__(

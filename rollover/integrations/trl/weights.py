@@ -90,13 +90,11 @@ def number_format(model: Any, args: Any) -> str:
 
 def model_folder(model: Any, tokenizer: Any, place: Path, *, is_untrained: bool) -> Path:
     """Return a folder with config, tokenizer and some weights of ``model``, from which an engine is opened: the one
-    that it was loaded from, or ``place``, to which it is written if there is none.
+    that it was loaded from, or ``place``, to which it is written if there is none. Raises ``RunError`` if the run began
+    with another model.
 
     Args:
         is_untrained: whether no batch was trained. The model in ``place`` must then be this one.
-
-    Raises:
-        RunError: the run began with another model.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     if name := getattr(base.config, "_name_or_path", ""):

@@ -11,7 +11,7 @@ from rollover.errors import ConfigError
 
 class AgentLoopManager:
     """Replaces verl's manager of agent loops. Its prompts wait until ``rollover.integrations.verl.ReplayBuffer`` uses
-    them.
+    them. Raises ``ConfigError`` for a client that hides aborts, and for teachers, which are not supported here.
 
     Example: ``+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rollover.integrations.verl.AgentLoopManager``
 
@@ -20,9 +20,6 @@ class AgentLoopManager:
         llm_client: the plain client of its replicas.
         reward_loop_worker_handles: of its reward workers; ``None`` if its trainer computes rewards.
         evaluation: verl's own manager, for evaluations.
-
-    Raises:
-        ConfigError: a client that hides aborts, or teachers, which are not supported here.
     """
 
     def __init__(

@@ -85,16 +85,14 @@ class VerlScorer(HostScorer[dict[str, Any]]):
 
 
 class VerlRun:
-    """One run. Its methods are for the thread of verl's trainer.
+    """One run. Its methods are for the thread of verl's trainer. Raises ``RolloverError`` for settings or a
+    directory that cannot be used.
 
     Args:
         first_step: verl's number of the last training step that its checkpoint includes; 0 without one.
         folder: the directory of the run.
 
     Example: ``run.batch(global_steps=21)`` is the first batch of a run that resumes after verl's step 20.
-
-    Raises:
-        RolloverError: settings or a directory that cannot be used; the message says what to do.
     """
 
     def __init__(

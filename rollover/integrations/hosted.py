@@ -29,8 +29,7 @@ T = TypeVar("T")
 class HostedConfig:
     """The settings of rollouts inside another trainer.
 
-    Example:
-        ``hosted_config("april", given, source="rollover=").rollout.strategy.kind`` is ``"april"``.
+    Example: ``hosted_config("april", given, source="rollover=").rollout.strategy.kind`` is ``"april"``.
     """
 
     seed: int = 0

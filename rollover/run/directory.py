@@ -59,9 +59,8 @@ MIN_FREE_BYTES = 256 * 2**20
 class RunDir:
     """A run directory, locked by this process until ``close``. It is a context manager.
 
-    Example:
-        ``with create(config, Path("runs/first")) as run:`` makes ``runs/first``, and ``run.journal`` is
-        ``runs/first/journal.sqlite``.
+    Example: ``with create(config, Path("runs/first")) as run:`` makes ``runs/first``, and ``run.journal`` is
+    ``runs/first/journal.sqlite``.
     """
 
     def __init__(self, path: Path) -> None:

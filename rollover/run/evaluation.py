@@ -32,9 +32,8 @@ _SEED = 0
 class Evaluation:
     """The outcome of one evaluation.
 
-    Example:
-        Of 200 prompts with one sample each, 84 were solved: ``evaluation.metrics()["accuracy"]`` is 0.42 and
-        ``["accuracy_se"]`` is 0.035.
+    Example: of 200 prompts with one sample each, 84 were solved: ``evaluation.metrics()["accuracy"]`` is 0.42 and
+    ``["accuracy_se"]`` is 0.035.
     """
 
     rows: tuple[EvalRow, ...]

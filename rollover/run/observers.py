@@ -23,8 +23,7 @@ from rollover.run.evaluation import Evaluation
 class StepEnded:
     """A batch was trained and its weights are in the engines.
 
-    Example:
-        ``StepEnded(step=3, batch=batch, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
+    Example: ``StepEnded(step=3, batch=batch, time_s=41.5, metrics={"reward/mean": 0.42, "time/train_s": 1.3})``
     """
 
     step: int
@@ -38,8 +37,7 @@ class StepEnded:
 class Evaluated:
     """The weights of ``version`` were evaluated on the held-out prompts.
 
-    Example:
-        ``Evaluated(version=20, time_s=305.0, evaluation=evaluation)``
+    Example: ``Evaluated(version=20, time_s=305.0, evaluation=evaluation)``
     """
 
     version: int
@@ -51,8 +49,7 @@ class Evaluated:
 class Notice:
     """Something happened that the user should know.
 
-    Example:
-        ``Notice("groups with tokens of http://gpu-2:8000 are dropped, 5,120 tokens in all")``
+    Example: ``Notice("groups with tokens of http://gpu-2:8000 are dropped, 5,120 tokens in all")``
     """
 
     text: str

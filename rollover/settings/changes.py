@@ -24,8 +24,7 @@ Refusal = Callable[[Any, Any], str | None]
 class OnResume:
     """Says, inside ``Annotated``, whether a setting may change when a run is resumed.
 
-    Example:
-        ``steps: Annotated[int, OnResume(lambda before, after: None, "may change on resume")]``
+    Example: ``steps: Annotated[int, OnResume(lambda before, after: None, "may change on resume")]``
     """
 
     refusal: Refusal

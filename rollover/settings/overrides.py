@@ -12,8 +12,7 @@ from rollover.errors import ConfigError
 class Override:
     """One ``--section.key value`` of the command line.
 
-    Example:
-        ``--rollout.group_size 16`` is ``Override(path=("rollout", "group_size"), text="16")``.
+    Example: ``--rollout.group_size 16`` is ``Override(path=("rollout", "group_size"), text="16")``.
     """
 
     path: tuple[str, ...]

@@ -31,8 +31,7 @@ def dotted(path: KeyPath) -> str:
 class Document:
     """A parsed file: its values and the line of each key.
 
-    Example:
-        ``parse("steps = 4", "run.toml")`` has ``data == {"steps": 4}`` and ``lines == {("steps",): 1}``.
+    Example: ``parse("steps = 4", "run.toml")`` has ``data == {"steps": 4}`` and ``lines == {("steps",): 1}``.
     """
 
     name: str

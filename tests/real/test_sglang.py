@@ -135,7 +135,6 @@ class SGLang(EngineContract):
     gives_kept = True
     endless = 500
     server = "url"
-    kv_on_update = "recompute"
     stream_interval_tokens = 1
 
     @pytest.fixture(autouse=True)
@@ -146,7 +145,7 @@ class SGLang(EngineContract):
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[FullEngine]:
-        settings = {"kv_on_update": self.kv_on_update, "stream_interval_tokens": self.stream_interval_tokens}
+        settings = {"stream_interval_tokens": self.stream_interval_tokens}
         async with opened(self.url, self.initial, **settings) as engine:
             yield engine
 
@@ -162,10 +161,6 @@ class SGLang(EngineContract):
 
 class TestSGLangThatRecomputesKeepsTheContract(SGLang):
     pass
-
-
-class TestSGLangThatKeepsItsCacheKeepsTheContract(SGLang):
-    kv_on_update = "keep"
 
 
 class TestSGLangThatStreamsIncrementsInPiecesKeepsTheContract(SGLang):

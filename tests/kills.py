@@ -134,12 +134,14 @@ class Case:
     deterministic: bool = False
     adapters: bool = False
     """Adapters are trained, and published alone."""
+    overlap: bool = False
+    """Rounds overlap with training."""
     episodes: Literal["", "class", "agent"] = ""
     """An environment answers each turn, or a program asks for each."""
 
     @property
     def name(self) -> str:
-        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters
+        ends = "-deterministic" * self.deterministic + "-adapters" * self.adapters + "-overlapped" * self.overlap
         return f"{self.strategy}-{self.unit}{ends}{self.episodes and f'-{self.episodes}'}"
 
     @property
@@ -148,6 +150,7 @@ class Case:
             *("--rollout.strategy", self.strategy, "--rollout.unit", self.unit),
             *(("--algorithm.advantage", "history") if self.unit == "sample" else ()),
             *(("--deterministic", "true") if self.deterministic else ()),
+            *(("--rollout.strategy.overlap", "true") if self.overlap else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
             *{"": (), "class": EPISODES, "agent": AGENTS}[self.episodes],
         )
@@ -160,6 +163,7 @@ def cases() -> list[Case]:
         for unit in ("group", "sample"):
             made.append(Case(strategy=strategy, unit=unit))
             made += [] if config().overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
+    made += [Case(strategy="rollover", unit=unit, overlap=True) for unit in ("group", "sample")]
     for kind in ("class", "agent"):
         made += [Case(strategy=name, episodes=kind) for name in ("april", "bounded_async")]
         made.append(Case(strategy="april", deterministic=True, episodes=kind))

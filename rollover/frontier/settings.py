@@ -97,9 +97,11 @@ def _turned(name: str, setup: Setup, value: float | None) -> SimulatedRollout:
         whole = max(1, round(value * {"groups": groups, "samples": groups * size, "plain": 1}[knob.scale]))
         most = setup.scenario.max_running if knob.scale == "samples" else whole
         changes[knob.key] = value if float in types_at(SIMULATED[kind], [knob.key]) else min(whole, most)
-    told = setup.scenario.capabilities.prefill_tokens_per_iteration
-    if SIMULATED[kind] is RolloverConfig and setup.unit == "s" and math.isfinite(told):
-        changes["prefill_tokens_per_iteration"] = float(f"{told:.2g}")
+    if SIMULATED[kind] is RolloverConfig:
+        changes["overlap"] = setup.has_own_trainer
+        told = setup.scenario.capabilities.prefill_tokens_per_iteration
+        if setup.unit == "s" and math.isfinite(told):
+            changes["prefill_tokens_per_iteration"] = float(f"{told:.2g}")
     return SimulatedRollout.of(
         kind,
         rollout_batch_size=groups,

@@ -121,6 +121,11 @@ class Setup:
     """True if one device both trains and decodes: generation during training would slow training down."""
 
     @property
+    def has_own_trainer(self) -> bool:
+        """Return whether the trainer takes time, on devices of its own."""
+        return not (self.scenario.colocated or self.one_device or self.scenario.trainer.is_zero)
+
+    @property
     def cap_tokens(self) -> int:
         return self.lengths.cap_tokens
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollover.rollout.records import GroupRecord
     from rollover.rollout.statistics import RecentLengths
 
-_MOST_BATCHES = 64
+MOST_BATCHES = 64
 """Maximum number of batches in a round."""
 _LEVELS = np.linspace(0.3, 1.0, 36)
 """Shares of groups that may end within a round."""
@@ -64,6 +64,8 @@ class Round:
     """K."""
     prefilled_per_batch: float
     """Response tokens of resumed samples, if caches are lost between rounds."""
+    num_untrained: int = 0
+    """g: batches that may still be untrained when the next round begins, if it overlaps with training."""
 
 
 ONE_BY_ONE = Round(num_batches=1, iterations=0, ratio=1.0, lag=0.0, iterations_per_batch=0.0, prefilled_per_batch=0.0)
@@ -92,8 +94,14 @@ def best_rounds(
     """
     if not lengths.groups:
         return ONE_BY_ONE, ONE_BY_ONE
+    rounds = rounds_within(lengths, max_staleness, batch_size, num_running)
+    return around(target_lag, rounds, prefill_tokens_per_iteration)
+
+
+def around(target_lag: float, rounds: list[Round], prefill_tokens_per_iteration: float) -> tuple[Round, Round]:
+    """Return the two corners of the lower hull of cost over lag between which ``target_lag`` lies."""
     hull = _hull(
-        rounds_within(lengths, max_staleness, batch_size, num_running),
+        rounds,
         lambda r: (
             (r.iterations_per_batch + r.prefilled_per_batch / prefill_tokens_per_iteration)
             * (_SAME if r.ratio > 1 else 1)
@@ -105,16 +113,13 @@ def best_rounds(
 
 def rounds_within(lengths: RecentLengths, max_staleness: int, batch_size: int, num_running: float) -> list[Round]:
     """Return the rounds that keep the staleness bound."""
-    tokens_PG = _some_of(lengths)
+    tokens_PG = some_of(lengths, _ENOUGH)
     size = tokens_PG.shape[1]
     longest_P, tokens = tokens_PG.max(axis=1), float(tokens_PG.sum())
-    stops = np.unique(
-        np.concatenate([np.quantile(longest_P, _LEVELS, method="higher"), longest_P.max() / np.arange(1, 5)])
-    )
     found = []
-    for stop in np.ceil(stops[stops >= 1]):
+    for stop in stops_of(longest_P, _LEVELS):
         ratio, most, carried, again = _carried(tokens_PG, longest_P, stop)
-        for m in range(1, min((max_staleness + 1) // int(most), _MOST_BATCHES) + 1):
+        for m in range(1, min((max_staleness + 1) // int(most), MOST_BATCHES) + 1):
             waiting = max(0.0, m * ratio * batch_size * size - num_running) * tokens / tokens_PG.size
             found.append(
                 Round(
@@ -155,11 +160,18 @@ def stratified(groups: Sequence[GroupRecord], batch_size: int) -> list[GroupReco
     return [ordered[ends[i + 1] - 1 if i % 2 else ends[i]] for i in range(batch_size)]
 
 
-def _some_of(lengths: RecentLengths) -> NDArray[np.float64]:
+def stops_of(longest_P: NDArray[np.float64], levels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the numbers of iterations after which a round may be stopped: those by which these shares of the groups
+    have ended, and parts of the longest."""
+    stops = np.concatenate([np.quantile(longest_P, levels, method="higher"), longest_P.max() / np.arange(1, 5)])
+    return np.ceil(np.unique(stops[stops >= 1]))
+
+
+def some_of(lengths: RecentLengths, enough: int) -> NDArray[np.float64]:
     """Return a regular selection of the groups in order of their longest response, beginning with the longest; shorter
     groups are filled up with 0."""
     size = max(map(len, lengths.groups))
-    ordered = sorted(lengths.groups, key=max, reverse=True)[:: -(-len(lengths.groups) // _ENOUGH)]
+    ordered = sorted(lengths.groups, key=max, reverse=True)[:: -(-len(lengths.groups) // enough)]
     return np.array([g + (0,) * (size - len(g)) for g in ordered], dtype=np.float64)
 
 

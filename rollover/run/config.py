@@ -187,7 +187,7 @@ def check_capabilities(config: RunConfig, capabilities: Capabilities) -> None:
 def _asleep_in_training(config: RunConfig) -> str:
     others = ", ".join(kind for kind, strategy in STRATEGIES.items() if strategy.builds.on_full is not OnFull.KEEP)
     return (
-        f"rollout.strategy {config.rollout.strategy.kind!r} generates while the trainer trains, but with"
+        f"rollout.strategy {config.rollout.strategy.title} generates while the trainer trains, but with"
         " engine.colocated = true the engine sleeps meanwhile: choose a strategy that stops for the trainer"
         f" ({others}), or set engine.colocated = false"
     )
@@ -230,7 +230,7 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         yield _asleep_in_training(config)
     if config.deterministic and rollout.strategy.overlaps_training:
         yield (
-            f"deterministic = true is impossible with rollout.strategy {rollout.strategy.kind!r}, which trains and"
+            f"deterministic = true is impossible with rollout.strategy {rollout.strategy.title}, which trains and"
             " generates at the same time: use one that stops for the trainer, such as 'april'"
         )
     yield from engine.refusals(

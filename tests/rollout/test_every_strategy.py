@@ -28,13 +28,15 @@ from tests.virtual_time import run
 
 STEPS = 6
 DETERMINISTIC = [(name, True) for name in NAMES if not config_of(name).strategy.overlaps_training]
-CASES = [*((name, False) for name in NAMES), *DETERMINISTIC]
+OVERLAPPED = "rollover, overlapped"
+CASES = [*((name, False) for name in (*NAMES, OVERLAPPED)), *DETERMINISTIC]
 
 
 def rig_of(name: str, unit: str, state: RolloutState, *, deterministic: bool, journal: Journal | None = None) -> Rig:
     """Few places and long tails, so that samples are parked, run out of their budget and go on."""
     return make_rig(
-        name,
+        name.partition(",")[0],
+        **({"overlap": True} if name == OVERLAPPED else {}),
         unit=unit,
         state=state,
         journal=journal,

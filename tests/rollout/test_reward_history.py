@@ -96,21 +96,44 @@ def test_old_rewards_fade() -> None:
     assert history.baseline(prompt(-1)).mean == pytest.approx(1 - math.exp(-1), abs=0.05)
 
 
-def test_early_siblings_bias_a_baseline_and_history_does_not() -> None:
-    """All outcomes of two samples of one prompt, enumerated: a response is short and wrong, or long and right, with
-    probability p = sigmoid(theta). The longer one is consumed later. The gradient of the mean reward is p (1 - p)."""
-    p = 0.3
-    gradient = {"siblings": 0.0, "history": 0.0}
-    for first, second in itertools.product((0, 1), repeat=2):
-        probability = math.prod(p if x else 1 - p for x in (first, second))
-        for own, other in ((first, second), (second, first)):
-            score = own - p  # d log pi / d theta
-            scored_before = [float(other)] if other < own else []
-            by_siblings = sum(scored_before) / len(scored_before) if scored_before else 0.5
-            gradient["siblings"] += probability * score * (own - by_siblings) / 2
-            gradient["history"] += probability * score * (own - 0.5) / 2
-    assert gradient["history"] == pytest.approx(p * (1 - p))
-    assert abs(gradient["siblings"] - p * (1 - p)) > 0.05
+@pytest.mark.parametrize("size", range(2, 9))
+def test_siblings_that_had_finished_before_a_sample_opened_do_not_bias(size: int) -> None:
+    """All outcomes of the samples of a prompt, enumerated: a response is short and wrong, or long and right, with
+    probability p. Two run at a time, in a fixed order; whichever ends first makes room for the next, whose baseline
+    then knows it. The gradient of the mean reward by the logit of p is p (1 - p)."""
+    p, gradient, known = 0.3, 0.0, set[float]()
+    for rewards in itertools.product((0, 1), repeat=size):
+        history = RewardHistory()
+        now, running = 0, list[tuple[int, int]]()
+        for index, reward in enumerate(rewards):
+            if len(running) == 2:
+                now, ended = running.pop(running.index(min(running)))
+                history.add(prompt(0), float(rewards[ended]))
+            running.append((now + 1 + 3 * reward, index))
+            baseline = history.baseline(prompt(0)).mean
+            known.add(baseline)
+            probability = math.prod(p if x else 1 - p for x in rewards)
+            gradient += probability * (reward - baseline) * (reward - p) / size
+    assert abs(gradient - p * (1 - p)) < 1e-12
+    assert len(known) > 1 or size == 2
+
+
+@pytest.mark.parametrize(("p", "expected"), [(0.05, 0.28), (0.3, 0.28), (0.7, 0.22), (0.95, 0.15)])
+def test_siblings_that_have_finished_by_now_bias_the_gradient(p: float, expected: float) -> None:
+    """Four outcomes: right with probability p or wrong, and long with a probability of 0.2 if right and 0.8 if wrong.
+    The mean of those of three siblings that end no later, or p if none does, depends on a sample's own length. Bias
+    over gradient, both with respect to the four logits."""
+    outcomes = list(itertools.product((0, 1), (False, True)))
+    chances = [(p if right else 1 - p) * (0.8 if right != long else 0.2) for right, long in outcomes]
+    bias = [0.0] * 4
+    for own, *siblings in itertools.product(range(4), repeat=4):
+        by_now = [outcomes[i][0] for i in siblings if outcomes[i][1] <= outcomes[own][1]]
+        baseline = sum(by_now) / len(by_now) if by_now else p
+        probability = math.prod(chances[i] for i in (own, *siblings))
+        for i in range(4):
+            bias[i] -= probability * baseline * ((i == own) - chances[i])
+    gradient = [chances[i] * (outcomes[i][0] - p) for i in range(4)]
+    assert math.hypot(*bias) / math.hypot(*gradient) == pytest.approx(expected, abs=0.005)
 
 
 def test_a_sample_carries_the_baseline_of_the_moment_it_was_opened() -> None:

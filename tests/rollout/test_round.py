@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.rollout.round import ONE_BY_ONE, Round, best_rounds, stratified
-from rollover.rollout.statistics import RecentLag, RecentLengths
+from rollover.rollout.statistics import RecentLengths, RecentMean
 from tests.rollout.kit import strategy_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -113,7 +113,7 @@ def test_a_quarter_of_a_version_is_two_rounds_in_three_of_one_batch() -> None:
     """Lengths of which many reach the cap: (1, 1, 2) batches are 0, 0, 0 and 1 versions old."""
     younger, older = best(((100,),) * 12, target=0.25)
     assert (younger.num_batches, younger.lag, older.num_batches, older.lag) == (1, 0.0, 2, 0.5)
-    lag, batches = RecentLag(), []
+    lag, batches = RecentMean(), []
     for _ in range(30):
         found = older if lag.mean <= 0.25 else younger
         batches.append(found.num_batches)
@@ -176,7 +176,7 @@ def test_rounds_take_turns_about_the_target(mean: float, num_batches: int, monke
         for m in (1, 2)
     )
     monkeypatch.setattr("rollover.rollout.strategies.rollover.best_rounds", lambda lengths, **_: pair)
-    lag = RecentLag(num_batches=8.0, sum_of_lags=8.0 * mean)
+    lag = RecentMean(num_batches=8.0, total=8.0 * mean)
     view = SimpleNamespace(statistics=SimpleNamespace(lag=lag, lengths=None), ledger=SimpleNamespace(next_step=100))
     strategy = strategy_of("rollover", rollout_batch_size=4, lag_target=1.0)
     assert strategy.round(view).num_batches == num_batches  # type: ignore[attr-defined]

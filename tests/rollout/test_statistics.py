@@ -9,7 +9,7 @@ import pytest
 from rollover.batch import Baseline
 from rollover.rollout.events import CheckpointSaved, Event, SampleScored
 from rollover.rollout.state import RolloutState
-from rollover.rollout.statistics import RecentLag, RecentLengths, Statistics
+from rollover.rollout.statistics import RecentLengths, RecentMean, Statistics
 from rollover.types import SampleId
 from tests.rollout.test_ledger import STOP, consumed, dropped, ended, failed, opened, published, restarted, started
 
@@ -30,11 +30,11 @@ def decoded(group_id: int, *segments: tuple[int, int], index: int = 0, reward: f
 
 def test_the_lag_is_that_of_batches_and_earlier_ones_count_less() -> None:
     state = RolloutState([opened(0), opened(1), *decoded(0, (60, 0)), consumed(0, 0), published(1)])
-    assert state.statistics.lag == RecentLag(num_batches=1.0, sum_of_lags=0.0)
+    assert state.statistics.lag == RecentMean(num_batches=1.0, total=0.0)
     for event in [*decoded(1, (40, 0), (60, 1)), consumed(1, 1)]:  # 40 tokens are one version old in step 1
         state.apply(event)
     kept = 63 / 64
-    assert state.statistics.lag == RecentLag(num_batches=1 + kept, sum_of_lags=0.4)
+    assert state.statistics.lag == RecentMean(num_batches=1 + kept, total=0.4)
     assert state.statistics.lag.mean == pytest.approx(0.4 / 1.984375)
 
 

@@ -10,13 +10,13 @@ from tests.kills import Case, cases, kill_and_resume
 
 
 def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
-    assert len(cases()) == 8 * 2 + 6 * 2 + 6
+    assert len(cases()) == 8 * 2 + 6 * 2 + 2 + 6
 
 
 @pytest.mark.parametrize(
     ("case", "num_kills"),
     [
-        (Case(strategy="inflight", unit="sample"), 3),
+        (Case(strategy="rollover", unit="sample", overlap=True), 3),
         (Case(strategy="april", deterministic=True, adapters=True), 3),
         (Case(strategy="bounded_async", episodes="agent"), 2),
     ],

@@ -97,7 +97,7 @@ def slime_settings(args: Namespace, host: Host = SLIME) -> SlimeSettings:
     strategy = hosted.rollout.strategy
     if strategy.overlaps_training:
         raise ConfigError(
-            f"{SOURCE}: strategy {strategy.kind!r} decodes while the trainer trains, and {host.name} changes weights"
+            f"{SOURCE}: strategy {strategy.title} decodes while the trainer trains, and {host.name} changes weights"
             " only while its servers are idle: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
         )
     if not isinstance(hosted.engine, SGLangConfig) or not isinstance(hosted.engine.max_running, int):

@@ -81,7 +81,7 @@ def verl_settings(config: Any) -> VerlSettings:
     hosted = hosted_config(asked, given, source=SOURCE)
     if hosted.rollout.strategy.overlaps_training:
         raise ConfigError(
-            f"{SOURCE}: strategy {hosted.rollout.strategy.kind!r} decodes while the trainer trains, and verl's replicas"
+            f"{SOURCE}: strategy {hosted.rollout.strategy.title} decodes while the trainer trains, and verl's replicas"
             " sleep then: use 'april', 'rollover', 'concurrency', 'oversample' or 'sync'"
         )
     return VerlSettings(hosted=hosted, options=options)

@@ -56,6 +56,11 @@ class StrategyConfig:
         """Return the strategy with these options, for an engine with these capabilities."""
         return self.builds(**self.arguments(shared, engine))
 
+    @property
+    def title(self) -> str:
+        """Return the name of the strategy in messages, with the option that makes it overlap with training."""
+        return repr(self.kind)
+
     def describe(self, shared: SharedConfig) -> str:
         """Return how much is started, in words for the plan of a run."""
         return f"{shared.rollout_batch_size} groups in flight at the start of a round"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rollover.engine.base import Capabilities
 from rollover.rollout import staleness
+from rollover.rollout.overlap import Machine, best_overlapped_rounds
 from rollover.rollout.round import Round, best_rounds, stratified
 from rollover.rollout.shared import SharedConfig
 from rollover.rollout.strategies.config import Knob, StrategyConfig
@@ -31,6 +32,9 @@ from rollover.settings.changes import Inexact
 from rollover.types import UNBOUNDED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollover.rollout.records import GroupRecord
     from rollover.rollout.state import View
 
 _RAMP_STEPS = 5
@@ -63,10 +67,13 @@ class Rollover(Strategy):
         return max(0, min(launched - view.ledger.num_unconsumed, self.headroom(view)))
 
     def select_batch(self, view: View) -> tuple[int, ...] | None:
-        ready = view.ledger.ready
-        if not _is_collected(view, self.batch_size) and len(ready) < self.batch_size * self.round(view).num_batches:
+        wanted = self.batch_size * self.round(view).num_batches
+        if not _is_collected(view, self.batch_size) and len(view.ledger.ready) < wanted:
             return None
-        chosen = {group.group_id for group in stratified(list(ready.values()), self.batch_size)}
+        return self._stratified(view, list(view.ledger.ready.values()))
+
+    def _stratified(self, view: View, groups: Sequence[GroupRecord]) -> tuple[int, ...] | None:
+        chosen = {group.group_id for group in stratified(groups, self.batch_size)}
         return staleness.choose_batch(
             view.ledger,
             batch_size=self.batch_size,
@@ -76,15 +83,62 @@ class Rollover(Strategy):
 
     def round(self, view: View) -> Round:
         """Return the round that is being collected. It changes only when a batch is consumed."""
-        younger, older = best_rounds(
+        younger, older = self._best(view, self.target_lag * min(1.0, view.ledger.next_step / _RAMP_STEPS))
+        return older if view.statistics.lag.mean <= self.target_lag else younger
+
+    def _best(self, view: View, target_lag: float) -> tuple[Round, Round]:
+        return best_rounds(
             view.statistics.lengths,
-            target_lag=self.target_lag * min(1.0, view.ledger.next_step / _RAMP_STEPS),
+            target_lag=target_lag,
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
             num_running=self.num_running,
             prefill_tokens_per_iteration=self.prefill_tokens_per_iteration,
         )
-        return older if view.statistics.lag.mean <= self.target_lag else younger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappedRollover(Rollover):
+    """Begins a round while the last batches of the one before are trained, and loads each version under running
+    samples. A batch is trained as soon as enough groups are whole.
+
+    Example: with rounds of two batches of which one may be untrained when the next round begins, 64 groups are opened
+    at a time, once all earlier ones are whole and all but 32 of them are trained.
+    """
+
+    on_full = OnFull.KEEP
+
+    def groups_to_open(self, view: View) -> int:
+        ledger, size, found = view.ledger, self.batch_size, self.round(view)
+        launched = math.ceil(size * found.num_batches * found.ratio)
+        is_collected = len(ledger.open) <= launched - size * found.num_batches
+        collected, left_over = divmod(len(ledger.ready), size)
+        if not is_collected or collected + ledger.next_step - ledger.policy_version > found.num_untrained:
+            return 0
+        return max(0, min(launched - len(ledger.open) - left_over, self.headroom(view)))
+
+    def select_batch(self, view: View) -> tuple[int, ...] | None:
+        """Take groups that started under old weights first, so that none waits behind those of a later round."""
+        in_order = sorted(view.ledger.ready.values(), key=lambda group: group.start_version or 0)
+        if len(in_order) < self.batch_size:
+            return None
+        newest = in_order[self.batch_size - 1].start_version
+        return self._stratified(view, [g for g in in_order if (g.start_version or 0) <= (newest or 0)])
+
+    def _best(self, view: View, target_lag: float) -> tuple[Round, Round]:
+        statistics = view.statistics
+        return best_overlapped_rounds(
+            statistics.lengths,
+            target_lag=target_lag,
+            max_staleness=self.max_staleness,
+            batch_size=self.batch_size,
+            machine=Machine(
+                training=statistics.training_iterations,
+                b0=statistics.pace.b0,
+                num_running=self.num_running,
+                prefill_tokens_per_iteration=self.prefill_tokens_per_iteration,
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +151,10 @@ class RolloverConfig(StrategyConfig):
     kind: Literal["rollover"] = "rollover"
     lag_target: float = 1.0
     """Target for the mean lag of batches, in versions."""
+    overlap: bool = False
+    """Go on decoding while a batch is trained, for a trainer with devices of its own: the next round begins while the
+    last batches are trained, if that shortens a step enough for its lag. New weights are loaded under running
+    samples."""
     prefill_tokens_per_iteration: Inexact[Annotated[float | None, UNBOUNDED]] = None
     """Weighs the cost of recomputing KV caches: response tokens that the engine, or all servers together, can prefill
     in the time of a decode iteration with few samples. When left out: 20 for the embedded engine on a CPU, 150 for it
@@ -107,6 +165,17 @@ class RolloverConfig(StrategyConfig):
         prefilled = self.prefill_tokens_per_iteration
         if prefilled is not None and not prefilled > 0:
             raise ValueError(f"rollout.strategy.prefill_tokens_per_iteration must be above 0, got {prefilled}")
+
+    @property
+    def overlaps_training(self) -> bool:
+        return self.overlap
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind!r} with overlap = true" if self.overlap else repr(self.kind)
+
+    def build(self, shared: SharedConfig, engine: Capabilities) -> Strategy:
+        return (OverlappedRollover if self.overlap else Rollover)(**self.arguments(shared, engine))
 
     def describe(self, shared: SharedConfig) -> str:
         return f"a mean lag of {self.lag_target:g}"

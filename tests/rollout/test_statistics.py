@@ -15,8 +15,8 @@ from tests.rollout.test_ledger import STOP, consumed, dropped, ended, failed, op
 
 
 def numbers_of(statistics: Statistics) -> dict[str, Any]:
-    """All that the statistics know, comparable."""
-    return {name: repr(value) for name, value in vars(statistics).items()}
+    """All that the statistics know, comparable, but for the batch whose training is being timed."""
+    return {name: repr(value) for name, value in vars(statistics).items() if name != "_taken"}
 
 
 def decoded(group_id: int, *segments: tuple[int, int], index: int = 0, reward: float = 0.5) -> list[Event]:
@@ -36,6 +36,16 @@ def test_the_lag_is_that_of_batches_and_earlier_ones_count_less() -> None:
     kept = 63 / 64
     assert state.statistics.lag == RecentMean(num_batches=1 + kept, total=0.4)
     assert state.statistics.lag.mean == pytest.approx(0.4 / 1.984375)
+
+
+def test_a_training_step_is_timed_unless_its_batch_was_handed_out_again() -> None:
+    state = RolloutState([opened(0), opened(1), *decoded(0, (3, 0)), *decoded(1, (5, 0))])
+    for event in (consumed(0, 0)._replace(time_s=2.0), published(1)._replace(time_s=9.0)):
+        state.apply(event)
+    assert state.statistics.training_s == RecentMean(num_batches=1.0, total=7.0)
+    for event in (consumed(1, 1), restarted(1), consumed(1, 1), published(2)._replace(time_s=99.0)):
+        state.apply(event)
+    assert state.statistics.training_s == RecentMean(num_batches=1.0, total=7.0)
 
 
 def test_without_a_batch_there_is_no_lag() -> None:

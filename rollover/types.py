@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from rollover.kept import MAX_KEPT
@@ -250,6 +250,9 @@ class Observation(NamedTuple):
     """Run clock when the environment began to act, and when its answer came."""
     state: str = ""
     """State of the environment behind the answer in JSON, for one that goes on from there after a crash."""
+    parent: int | None = None
+    """Number of the turn that the next turn goes on from, counted from 0; ``None`` for the latest one. Requests of a
+    program can branch, and then the turns of an episode form a tree."""
 
     def packed(self) -> Observation:
         return self._replace(token_ids=array("i", self.token_ids)) if isinstance(self.token_ids, tuple) else self
@@ -315,6 +318,15 @@ class Trajectory:
         ((7, 3, 8), (7, 3, 19, 6, 8), (True, True, False, False, True))
         >>> episode.finish_reason.value, episode.num_turns
         ('stop', 2)
+
+        A program that asked for two alternatives, of which it took up the first. The opening turn is empty:
+
+        >>> start = Segment(6, (), (), FinishReason.TURN, 6, 0.0, 0.0)
+        >>> asked = (Observation((19, 6)), Observation((19, 6), parent=0), Observation((4,), parent=1))
+        >>> parts = {"segments": (start, replied, replied, replied), "observations": (*asked, answers[1])}
+        >>> tree = Trajectory(sample_id=SampleId(0, 2), prompt=prompt, **parts)
+        >>> tree.paths, tree.before(3)
+        (((0, 2), (0, 1, 3)), (15, 10, 22, 19, 6, 8, 4))
     """
 
     sample_id: SampleId
@@ -352,6 +364,33 @@ class Trajectory:
     def is_sampled(self) -> tuple[bool, ...]:
         """Return, for each of ``response_ids``, whether it was sampled."""
         return tuple(isinstance(part, Segment) for part in self.stretches for _ in part.token_ids)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Return for each turn after the first the number of the turn that it goes on from."""
+        return tuple(turn if o.parent is None else o.parent for turn, o in enumerate(self.observations))
+
+    def path(self, turn: int) -> tuple[int, ...]:
+        """Return the turns from the first one to ``turn``, each of which goes on from the one before it."""
+        parents, path = self.parents, [turn]
+        while path[-1]:
+            path.append(parents[path[-1] - 1])
+        return tuple(reversed(path))
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Return the path to each turn from which no other goes on, in the order of these turns; one unless requests
+        branched. Each is a row to train."""
+        num_turns = len(self.turns)
+        followed = {*self.parents[: max(num_turns - 1, 0)]}
+        return tuple(self.path(turn) for turn in range(num_turns) if turn not in followed)
+
+    def before(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens that the model reads before a turn: the prompt, and all on the path to the turn."""
+        turns, ids = self.turns if turn else (), [*self.prompt.token_ids]
+        for earlier, later in pairwise(self.path(turn)):
+            ids += (*turns[earlier], *self.observations[later - 1].token_ids)
+        return tuple(ids)
 
     @property
     def num_turns(self) -> int:

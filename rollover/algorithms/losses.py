@@ -74,7 +74,8 @@ def aggregation_weights(algorithm: Algorithm, tokens: TokenBatch, denominators: 
         case "token-mean":
             return ones_T / denominators.num_tokens
         case "seq-mean-token-mean":
-            return ones_T / (denominators.num_samples * trained_tokens_B(tokens)[tokens.sample_T])
+            share_T = ones_T if tokens.share_B is None else tokens.share_B[tokens.sample_T]
+            return share_T / (denominators.num_samples * trained_tokens_B(tokens)[tokens.sample_T])
         case "seq-mean-token-sum":
             return ones_T / denominators.num_samples
         case "seq-mean-token-sum-norm":

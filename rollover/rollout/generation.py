@@ -172,11 +172,13 @@ def is_begun_by_environment(trajectory: Trajectory) -> bool:
 
 def turn_sampling(trajectory: Trajectory, sampling: SamplingParams, turn_limit: int | None) -> SamplingParams:
     """Return the settings of the turn that goes on: its limit is that of a turn, and what is left of the response's
-    for an episode, whose observations count too."""
+    for an episode, whose observations count too. In a tree of turns, the response's limit holds for each path, and for
+    all that is sampled."""
     if turn_limit is None:
         return sampling
-    left = sampling.max_new_tokens - len(trajectory.response_ids) + len(trajectory.turn_ids)
-    return replace(sampling, max_new_tokens=min(turn_limit, left))
+    path = len(trajectory.before(len(trajectory.observations))) - len(trajectory.prompt.token_ids)
+    used = max(path, trajectory.num_tokens - len(trajectory.turn_ids))
+    return replace(sampling, max_new_tokens=min(turn_limit, sampling.max_new_tokens - used))
 
 
 def generation_request(
@@ -193,7 +195,6 @@ def generation_request(
     """Return a request to continue after the tokens so far. Engines know no episodes: in its later turns, what came
     before the turn is the prompt. ``seed`` is the run's, and ``sampling`` the turn's."""
     sample_id, turn, turn_ids = trajectory.sample_id, len(trajectory.observations), trajectory.turn_ids
-    before = trajectory.response_ids[: -len(turn_ids)] if turn_ids else trajectory.response_ids
     if start.token_budget is not None:
         limit = min(sampling.max_new_tokens, len(turn_ids) + start.token_budget)
         sampling = replace(sampling, max_new_tokens=limit)
@@ -201,7 +202,7 @@ def generation_request(
         request_id=request_id,
         sample_key=sample_key(sample_id, turn),
         prompt_key=f"{trajectory.prompt.prompt_id}.",
-        prompt_ids=trajectory.prompt.token_ids + before,
+        prompt_ids=trajectory.before(turn),
         response_ids=turn_ids,
         params=sampling,
         seed=sample_seed(seed, sample_id, turn),

@@ -69,8 +69,9 @@ def _encode(event: Event) -> tuple[str, str, bytes]:
     if isinstance(event, Observed):
         observation = body["observation"] = event.observation._asdict()
         blob = array("i", observation.pop("token_ids")).tobytes()
-        if not observation["state"]:
-            del observation["state"]
+        for name in ("state", "parent"):
+            if observation[name] == event.observation._field_defaults[name]:
+                del observation[name]
     for name in _LATER.get(type(event), ()):
         if body[name] == event._field_defaults[name]:
             del body[name]

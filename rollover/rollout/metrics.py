@@ -46,13 +46,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _episodes(batch: Batch) -> dict[str, float]:
-    """Return the means over episodes of their turns, of the tokens that they observed, and of the time in which their
-    environments acted; nothing if there are none."""
+    """Return the means over episodes of their turns, of the rows that train them, of the tokens that they observed, and
+    of the time in which their environments acted; nothing if there are none."""
     episodes = [t for t in batch.trajectories if t.num_turns]
     if not episodes:
         return {}
     return {
         "episode/turns": statistics.fmean(t.num_turns for t in episodes),
+        "episode/rows": statistics.fmean(len(t.paths) for t in episodes),
         "episode/observed_tokens": statistics.fmean(sum(len(o.token_ids) for o in t.observations) for t in episodes),
         "episode/environment_s": statistics.fmean(sum(o.end_s - o.start_s for o in t.observations) for t in episodes),
     }

@@ -368,7 +368,7 @@ class LocalTrainer:
         except LossError as error:
             if error.sample_index is None:
                 raise
-            sample_id = data.sample_ids[row.samples_B[error.sample_index]]
+            sample_id = data.sample_ids[int(data.sample_P[row.samples_B[error.sample_index]])]
             raise RolloverError(f"sample {sample_id} cannot be trained on: {error}") from error
 
     def _agree(self, refused: RolloverError | None) -> None:
@@ -393,12 +393,12 @@ def _route_metrics(data: BatchTensors, config: TrainerConfig) -> dict[str, float
     """Return the share of the batch's tokens whose recorded routes were replayed."""
     if not config.replay_routes:
         return {}
-    return {"routes/replayed": sum(bool(route) for s in data.samples for route in s.routes) / data.num_tokens}
+    return {"routes/replayed": sum(bool(route) for path in data.paths for route in path.routes) / data.num_tokens}
 
 
 def _kept_metrics(data: BatchTensors, mass_T: NDArray[np.float64]) -> dict[str, float]:
     """Return the mean size of the batch's kept sets, and the mean probability that the policy now gives them; nothing
     if all tokens were drawn from the whole vocabulary."""
-    if not (kept := [one for sample in data.samples for one in sample.kept]):
+    if not (kept := [one for path in data.paths for one in path.kept]):
         return {}
     return {"kept/tokens": mean_kept(kept), "kept/mass": float(np.nanmean(mass_T))}

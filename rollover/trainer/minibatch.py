@@ -33,9 +33,15 @@ class BatchTensors:
     ``group_B`` of ``(0, 0, 1, 1)`` and ``sample_T`` of ``(0, 0, 0, 1, 1, 2, 2, 2, 2, 3)``.
     """
 
-    samples: tuple[TrainingSample, ...]
+    paths: tuple[TrainingSample, ...]
+    """The sequences to compute, ``P`` in all: a sample has several if its turns form a tree."""
+    sample_P: Tensor
+    share_P: Tensor
+    """Weight of a path's mean in that of its sample: the path's share of the tokens or, if one ratio counts for all of
+    a sequence, an equal one."""
     sample_ids: tuple[SampleId, ...]
     samples_per_group: tuple[int, ...]
+    paths_per_group: tuple[int, ...]
     rewards_B: Tensor
     """Rewards as scored, float64."""
     lengths_B: Tensor
@@ -76,6 +82,12 @@ class BatchTensors:
             assert t.reward is not None and t.finish_reason is not None, f"sample {t.sample_id} is not scored"
             rewards.append(t.reward)
             masks.append(float(algorithm.trains_sample(t.finish_reason)))
+        paths = [TrainingSample.all_of(t, replays_routes=replays_routes) for t in trajectories]
+        num_paths = [len(of_sample) for of_sample in paths]
+        if algorithm.ratio_level == "token":
+            shares = [path.num_sampled / n for of_sample, n in zip(paths, lengths, strict=True) for path in of_sample]
+        else:
+            shares = np.repeat(1 / np.array(num_paths), num_paths).tolist()
         versions_T = np.array([v for t in trajectories for v in t.policy_versions], dtype=np.int64)
         assert (versions_T <= step).all(), f"the batch of step {step} has tokens of a later version"
         sizes = [len(g.trajectories) for g in groups]
@@ -85,9 +97,12 @@ class BatchTensors:
             return torch.as_tensor(values, dtype=dtype).to(device)
 
         return cls(
-            samples=tuple(TrainingSample.of(t, replays_routes=replays_routes) for t in trajectories),
+            paths=tuple(path for of_sample in paths for path in of_sample),
+            sample_P=put(np.repeat(np.arange(len(paths)), num_paths), torch.int64),
+            share_P=put(shares, torch.float32),
             sample_ids=tuple(t.sample_id for t in trajectories),
             samples_per_group=tuple(sizes),
+            paths_per_group=tuple(sum(part) for part in np.split(num_paths, np.cumsum(sizes)[:-1])),
             rewards_B=put(rewards, torch.float64),
             lengths_B=put(lengths, torch.int64),
             group_B=put(np.repeat(np.arange(len(sizes)), sizes), torch.int64),
@@ -171,7 +186,7 @@ class MiniBatch:
     ) -> TokenBatch:
         """Return the tokens of one row, with the row's log-probs under the trainer. ``as_proximal``: use those as the
         proximal ones too."""
-        members = torch.tensor(row.samples_B, device=data.group_B.device)
+        paths = torch.tensor(row.samples_B, device=data.group_B.device)
         proximal_T, ref_T = constants.proximal_logprobs_T, constants.ref_logprobs_T
         return TokenBatch(
             trainer_logprobs_T=trainer_logprobs_T,
@@ -183,7 +198,8 @@ class MiniBatch:
             staleness_T=data.staleness_T[row.token_T],
             is_only_choice_T=None if row.kept is None else row.kept.counts_T == 1,
             sample_T=row.sample_T,
-            group_B=data.group_B[members] - self.first_group,
+            group_B=data.group_B[data.sample_P[paths]] - self.first_group,
+            share_B=data.share_P[paths],
         )
 
 
@@ -212,15 +228,15 @@ def split(
     """Split a batch into ``num`` mini-batches of whole groups, as equal in groups as possible, packed into rows of
     ``budget`` tokens. Each rank of ``world`` gets its own rows, and the ranks of a ``context`` the same ones.
     ``quadratic``: see ``balancing.family_cost``."""
-    sizes = np.array(data.samples_per_group)
+    sizes = np.array(data.paths_per_group)
     ends = np.cumsum(sizes)
-    lengths_B = np.array([s.num_sampled for s in data.samples])
+    lengths_P = np.array([path.num_sampled for path in data.paths])
     minis = []
     for groups in np.array_split(np.arange(len(sizes)), num):
         members = range(int(ends[groups[0]] - sizes[groups[0]]), int(ends[groups[-1]]))
-        per_group = tuple(int(lengths_B[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
+        per_group = tuple(int(lengths_P[ends[g] - sizes[g] : ends[g]].sum()) for g in groups)
         rows, padding, positions = rows_of_rank(
-            data.samples,
+            data.paths,
             members,
             budget=budget,
             world=world,
@@ -235,7 +251,7 @@ def split(
                 num_positions=positions,
                 denominators=Denominators(
                     num_tokens=sum(per_group),
-                    num_samples=len(members),
+                    num_samples=sum(data.samples_per_group[g] for g in groups),
                     num_groups=len(groups),
                     tokens_per_group=per_group,
                     max_response_tokens=max_response_tokens,

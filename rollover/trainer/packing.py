@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One prompt and one response: the part of a trajectory that a forward pass needs.
+    """One prompt and one response: the part of a trajectory that a forward pass needs. An episode whose turns form a
+    tree has one for each path.
 
     Example: ``TrainingSample(prompt_ids=(15, 10, 22), response_ids=(31, 4))``
     """
@@ -39,6 +41,9 @@ class TrainingSample:
     """Kept set of each sampled token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
     routes: tuple[bytes, ...] = ()
     """Route of each sampled token (``rollover.routes``) if they are replayed."""
+    places: tuple[int, ...] = ()
+    """Place of each sampled token in the trajectory, counted from the number of tokens that are sampled in its earlier
+    paths; empty if they are one after the other."""
 
     def __post_init__(self) -> None:
         assert len(self.is_sampled) in (0, len(self.response_ids)), "a response token of which nothing is known"
@@ -51,20 +56,36 @@ class TrainingSample:
             )
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, replays_routes: bool = False) -> TrainingSample:
-        """Return what a forward pass needs of a trajectory. Tokens observed before the first turn belong to the prompt,
-        and those observed after the last turn are left out, since nothing was sampled after them; routes, unless they
-        are replayed."""
-        ids, is_sampled = trajectory.response_ids, trajectory.is_sampled if trajectory.observations else ()
-        end = len(is_sampled) - is_sampled[::-1].index(True) if is_sampled else len(ids)
-        start = is_sampled.index(True) if is_sampled else 0
-        return cls(
-            prompt_ids=trajectory.prompt.token_ids + ids[:start],
-            response_ids=ids[start:end],
-            is_sampled=() if all(is_sampled[start:end]) else is_sampled[start:end],
-            kept=trajectory.kept,
-            routes=trajectory.routes if replays_routes else (),
-        )
+    def all_of(cls, trajectory: Trajectory, *, replays_routes: bool = False) -> tuple[TrainingSample, ...]:
+        """Return what forward passes need of a trajectory, path by path. A turn of several paths is sampled in the
+        first, and observed in the others. Tokens observed before the first sampled one belong to the prompt, and those
+        observed after the last turn are left out, since nothing was sampled after them; routes, unless they are
+        replayed."""
+        turns, kept, routes = trajectory.turns, trajectory.kept, trajectory.routes if replays_routes else ()
+        first = [0, *accumulate(map(len, turns))]
+        found, seen, num_seen = list[TrainingSample](), set[int](), 0
+        for path in trajectory.paths:
+            ids, places = [*trajectory.prompt.token_ids], list[int]()
+            is_sampled = [False] * len(ids)
+            for turn in path:
+                observed = trajectory.observations[turn - 1].token_ids if turn else ()
+                ids += (*observed, *turns[turn])
+                is_sampled += [False] * len(observed) + [turn not in seen] * len(turns[turn])
+                places += () if turn in seen else range(first[turn], first[turn + 1])
+            seen.update(path)
+            start, moved = is_sampled.index(True) if places else len(ids), tuple(place - num_seen for place in places)
+            num_seen += len(places)
+            found.append(
+                cls(
+                    prompt_ids=tuple(ids[:start]),
+                    response_ids=tuple(ids[start:]),
+                    is_sampled=() if all(is_sampled[start:]) else tuple(is_sampled[start:]),
+                    kept=tuple(kept[place] for place in places) if kept else (),
+                    routes=tuple(routes[place] for place in places) if routes else (),
+                    places=() if moved == tuple(range(len(moved))) else moved,
+                )
+            )
+        return tuple(found)
 
     @property
     def num_sampled(self) -> int:
@@ -238,7 +259,7 @@ def _row(
     buckets, unpad_N = _attention_layout(lines, len(input_ids))
     answers = [samples[i].num_sampled for i in members]
     targets = [samples[i].sampled(np.array(samples[i].response_ids, dtype=np.int64)) for i in members]
-    tokens = [first_token_B[i] + np.arange(n) for i, n in zip(members, answers, strict=True)]
+    tokens = [first_token_B[i] + np.array(samples[i].places or range(samples[i].num_sampled)) for i in members]
     kept = [k for i, n in zip(members, answers, strict=True) for k in samples[i].kept or (b"",) * n]
     return PackedRow(
         samples_B=members,

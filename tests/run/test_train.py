@@ -61,7 +61,7 @@ def check_bound(run: Path, bound: int) -> None:
 def largest_logprob_error(run: Path, initial: Path, trajectories: Sequence[Trajectory]) -> float:
     """Between the log-probs on record and the trainer's forward pass under the version that each token is labelled
     with; every version has a checkpoint."""
-    samples = [TrainingSample.of(t) for t in trajectories]
+    samples = [path for t in trajectories for path in TrainingSample.all_of(t)]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
     rows = pack(samples, 1024)

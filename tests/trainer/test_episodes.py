@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
+import pytest
 import torch
 
 from rollover.algorithms import AlgorithmConfig, resolve
+from rollover.algorithms.losses import policy_loss
 from rollover.batch import Group
 from rollover.trainer.logprobs import all_logprobs, response_logprobs
-from rollover.trainer.minibatch import BatchTensors, split
+from rollover.trainer.minibatch import BatchTensors, StepConstants, split
 from rollover.trainer.models import load_policy
 from rollover.trainer.packing import TrainingSample, pack
 from rollover.types import FinishReason, Observation, SampleId, Segment, Trajectory
 from tests.trainer.builders import VOCAB, make_batch, make_folder, make_model, separate_logprobs, to_float64
 
 
-def episodes(num_groups: int = 4) -> list[Trajectory]:
-    """Siblings with one to four turns, parked within turns, and with an answer after the last one now and then."""
+def episodes(num_groups: int = 4, *, branch: bool = False) -> list[Trajectory]:
+    """Siblings with one to four turns, parked within turns, and with an answer after the last one now and then. If they
+    branch, a turn goes on from any of those before it."""
     rng = random.Random(3)
 
     def ids(most: int) -> tuple[int, ...]:
@@ -39,7 +43,8 @@ def episodes(num_groups: int = 4) -> list[Trajectory]:
                     segments.append(segment(FinishReason.ABORT, 2))
                 segments.append(segment(FinishReason.TURN, 3))
                 end = FinishReason.STOP if turn == turns - 1 else None
-                answers.append(Observation(ids(5) if end is None or rng.random() < 0.5 else (), "said", None, end))
+                answer = Observation(ids(5) if end is None or rng.random() < 0.5 else (), "said", None, end)
+                answers.append(answer._replace(parent=rng.randint(0, turn) if branch and end is None else None))
             made.append(
                 Trajectory(
                     sample_id=SampleId(group.group_id, index),
@@ -52,15 +57,18 @@ def episodes(num_groups: int = 4) -> list[Trajectory]:
     return made
 
 
-def test_sampled_tokens_are_predicted_after_all_that_came_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("branch", [False, True])
+def test_each_sampled_token_is_predicted_once_after_all_on_its_path(tmp_path: Path, branch: bool) -> None:
     model, policy = to_float64(make_model()), to_float64(load_policy(make_folder(tmp_path)))
-    found = episodes()
-    whole = [TrainingSample(prompt_ids=t.prompt.token_ids, response_ids=t.response_ids) for t in found]
-    is_sampled = torch.tensor([flag for t in found for flag in t.is_sampled])
-    expected = separate_logprobs(model, whole, 0.8)[is_sampled]
-    samples = [TrainingSample.of(t) for t in found]
+    found = episodes(branch=branch)
+    assert (max(len(t.paths) for t in found) > 2) == branch
+    alone = [
+        TrainingSample(prompt_ids=t.before(turn), response_ids=ids) for t in found for turn, ids in enumerate(t.turns)
+    ]
+    expected = separate_logprobs(model, alone, 0.8)
+    samples = [path for t in found for path in TrainingSample.all_of(t)]
     num_tokens = sum(t.num_tokens for t in found)
-    assert sum(s.num_sampled for s in samples) == num_tokens == len(expected) < len(is_sampled)
+    assert sum(s.num_sampled for s in samples) == num_tokens == len(expected)
     for budget in (1, 40, 10**6):
         got = all_logprobs(policy, pack(samples, budget), 0.8, num_tokens=num_tokens)
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)
@@ -73,8 +81,9 @@ def test_sampled_tokens_are_predicted_after_all_that_came_before(tmp_path: Path)
         torch.testing.assert_close(p.grad, q.grad, atol=1e-11, rtol=1e-9, msg=name)
 
 
-def test_every_count_of_a_batch_is_of_sampled_tokens() -> None:
-    found = episodes()
+@pytest.mark.parametrize("branch", [False, True])
+def test_every_count_of_a_batch_is_of_sampled_tokens(branch: bool) -> None:
+    found = episodes(branch=branch)
     groups = tuple(
         Group(group_id=g, prompt=found[3 * g].prompt, trajectories=tuple(found[3 * g : 3 * g + 3])) for g in range(4)
     )
@@ -84,10 +93,51 @@ def test_every_count_of_a_batch_is_of_sampled_tokens() -> None:
     assert data.staleness_T.tolist() == [3 - v for t in found for v in t.policy_versions]
     minis = split(data, 2, budget=60, max_response_tokens=99)
     assert sum(mini.denominators.num_tokens for mini in minis) == data.num_tokens
+    assert [mini.denominators.num_samples for mini in minis] == [6, 6]
     order = torch.cat([row.token_T for mini in minis for row in mini.rows])
     assert sorted(order.tolist()) == list(range(data.num_tokens))
     ids = torch.cat([row.target_T for mini in minis for row in mini.rows])
     assert ids[order.argsort()].tolist() == [i for t in found for i in t.token_ids]
+
+
+@pytest.mark.parametrize(("name", "by_row"), [("grpo", False), ("gspo", True)])
+def test_a_tree_weighs_as_one_sample(name: str, by_row: bool) -> None:
+    """The mean over an episode is that over its tokens or, if a ratio is that of a sequence, over its paths."""
+    found = episodes(branch=True)
+    groups = [Group(group_id=0, prompt=found[0].prompt, trajectories=tuple(found))]
+    algorithm = resolve(AlgorithmConfig(name=name, aggregation="seq-mean-token-mean", correction="none"))
+    data = BatchTensors.of(groups, algorithm, step=3, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    proximal_T = -torch.rand(data.num_tokens)
+    now_T = (proximal_T + 0.02 * torch.randn(data.num_tokens)).requires_grad_()
+    advantages_T = torch.randn(len(found))[data.sample_T]
+    constants = StepConstants(proximal_logprobs_T=proximal_T, ref_logprobs_T=None, advantages_T=advantages_T)
+    (mini,) = split(data, 1, budget=30, max_response_tokens=99)
+    got = sum(
+        policy_loss(
+            algorithm, mini.token_batch(data, constants, row, now_T[row.token_T], as_proximal=False), mini.denominators
+        )[0]
+        for row in mini.rows
+    )
+    expected = torch.zeros(())
+    for place, trajectory in enumerate(found):
+        begin = int((data.sample_T < place).sum())
+        first, losses, seen = [0, *accumulate(map(len, trajectory.turns))], [], set[int]()
+        for path in trajectory.paths:
+            new = (
+                torch.tensor([i for turn in path if turn not in seen for i in range(first[turn], first[turn + 1])])
+                + begin
+            )
+            seen.update(path)
+            log_ratio_T = now_T[new] - proximal_T[new]
+            ratio_T = (log_ratio_T.mean().expand_as(log_ratio_T) if by_row else log_ratio_T).exp()
+            clipped_T = ratio_T.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            losses.append(-torch.minimum(ratio_T * advantages_T[new], clipped_T * advantages_T[new]))
+        mean = torch.stack([part.mean() for part in losses]).mean() if by_row else torch.cat(losses).mean()
+        expected = expected + mean / len(found)
+    torch.testing.assert_close(got, expected)
+    (got - expected).backward()
+    assert now_T.grad is not None and now_T.grad.abs().max() < 1e-7
 
 
 def test_a_truncated_episode_is_masked_as_a_truncated_response_is() -> None:
@@ -106,7 +156,7 @@ def test_what_is_observed_before_the_first_turn_is_the_prompt() -> None:
     trajectory = Trajectory(
         sample_id=SampleId(0, 0), prompt=prompt, segments=(begun, turn), observations=(Observation((5, 6, 7)),)
     )
-    assert TrainingSample.of(trajectory) == TrainingSample(prompt_ids=(5, 6, 7), response_ids=(8, 9))
+    assert TrainingSample.all_of(trajectory) == (TrainingSample(prompt_ids=(5, 6, 7), response_ids=(8, 9)),)
 
 
 def test_rewards_of_turns_stand_beside_their_tokens_and_add_up_to_the_reward() -> None:

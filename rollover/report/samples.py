@@ -68,14 +68,18 @@ class TrainedSample(Trajectory):
 
     def breaks(self, redact: Callable[[str], str]) -> list[tuple[int, str]]:
         """Return (number of tokens before it, description) of the places where the response was interrupted, or the
-        environment of an episode answered."""
+        environment of an episode answered. If its turns form a tree, they are numbered."""
         found, num_tokens, answers = [], 0, iter(self.observations)
+        is_tree, turn = any(answer.parent is not None for answer in self.observations), 0
         for before, after in pairwise((*self.segments, None)):
             assert before is not None
             num_tokens += len(before.token_ids)
             if before.finish_reason is FinishReason.TURN:
-                answer = next(answers, None)
-                found.append((num_tokens, f"environment: {printable(redact(answer.text)) if answer else ''}"))
+                answer, turn, by = next(answers, None), turn + 1, "environment"
+                if is_tree and answer is not None and answer.end is None:
+                    parent = turn - 1 if answer.parent is None else answer.parent
+                    by = f"turn {turn}, " + (f"after turn {parent}" if parent else "from the beginning")
+                found.append((num_tokens, f"{by}: {printable(redact(answer.text)) if answer else ''}"))
             elif after is not None:
                 parked = "parked" if before.finish_reason is FinishReason.ABORT else "new weights"
                 found.append((num_tokens, f"{parked}, version {before.policy_version} → {after.policy_version}"))

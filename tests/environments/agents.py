@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -57,10 +58,26 @@ def fails(row: Row) -> None:
     sys.exit(3)
 
 
-def forgets(row: Row) -> None:
-    """Asks a second time without what was said."""
-    for _ in range(2):
-        ask([{"role": "user", "content": "a"}])
+def branches(row: Row) -> None:
+    """Asks for two alternatives at once, goes on from the second, and with an edited one; then begins anew."""
+    first = {"role": "user", "content": "plan"}
+    with ThreadPoolExecutor() as pool:
+        plans = [response.json() for response in pool.map(ask, [[first]] * 2)]
+    said = max((plan["choices"][0]["message"] for plan in plans), key=lambda plan: plan["content"])
+    ask([first, said, {"role": "user", "content": "go"}])
+    ask([first, {**said, "content": "EDITED"}, {"role": "user", "content": "go"}])
+    ask([{"role": "user", "content": f"in short: {said['content']}"}])
+    post("/reward", {"reward": 1.0})
+
+
+def delegates(row: Row) -> None:
+    """Has two others work at the same time, and reports what they have said."""
+    parts = [[{"role": "user", "content": f"part {number}"}] for number in range(2)]
+    question = [{"role": "user", "content": "whole"}]
+    plan = ask(question).json()["choices"][0]["message"]
+    with ThreadPoolExecutor() as pool:
+        said = [response.json()["choices"][0]["message"]["content"] for response in pool.map(ask, parts)]
+    ask([*question, plan, {"role": "user", "content": " ".join(said)}])
 
 
 def differs(row: Row) -> None:

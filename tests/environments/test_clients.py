@@ -63,3 +63,15 @@ async def test_a_shell_script_is_an_agent() -> None:
         answers = await play(actor, "It is 3.", "Yes.")
     assert texts(answers) == ["1 + 2?", "Sure?", ""]
     assert answers[-1].reward == 0.5
+
+
+async def test_a_client_that_rewrites_its_history_begins_anew_each_time() -> None:
+    replies = [f'<tool_call>{{"name": "calc", "arguments": {{"a": {n}}}}}</tool_call>' for n in range(2)]
+    async with acting("rewritten", max_new_tokens=2000) as actor:
+        found = await test_agents.play(actor, *replies)
+    assert found.paths == ((0, 1), (0, 2))
+    calls = "[{'id': 'call_1_0', 'type': 'function', 'function': {'name': 'calc', 'arguments': {'a': 0}}}]"
+    begun = "be briefNew task:\n1 + 2?"
+    assert texts([*found.observations]) == [begun, f"{begun}Calling tools:\n{calls}Observation:\n3", ""]
+    async with acting("rewritten", max_new_tokens=2000) as actor:
+        assert await test_agents.play(actor, *replies, answers=found.observations[:2]) == found

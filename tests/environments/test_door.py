@@ -100,35 +100,44 @@ def ask(guest: Guest, *messages: Any, is_retry: bool = False, **more: Any) -> As
     return guest.ask(read_request(request(*messages, **more)), is_retry=is_retry)
 
 
-async def test_a_conversation_only_grows() -> None:
-    guest = Guest()
-    assert ask(guest, user("a")).new == [user("a")]
-    guest.answer(reply("b"))
-    said = {"role": "assistant", "content": "b"}
-    assert ask(guest, user("a"), said, user("c")).new == [user("c")]
-    assert guest.said == [user("a"), said] and guest.num_replies == 1
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def tell(guest: Guest, text: str) -> Asked:
+    """Reply to the first request that waits."""
+    asked, turn = guest.waiting[0], len(guest.said)
+    guest.take(asked, turn)
+    guest.answer(turn, lambda request: reply(text, turn))
+    return asked
 
 
 @pytest.mark.parametrize(
-    ("messages", "more", "problem"),
+    ("messages", "tools", "origin", "adds"),
     [
-        ([user("x"), {"role": "assistant", "content": "b"}, user("c")], {}, r"messages\[0\] is not what was said"),
-        ([user("a"), {"role": "assistant", "content": "x"}, user("c")], {}, r"messages\[1\] is not what was said"),
-        ([user("a")], {}, r"messages\[1\] is not what was said"),
-        ([user("a"), {"role": "assistant", "content": "b"}], {}, "adds nothing"),
-        ([user("a"), *[{"role": "assistant", "content": "b"}] * 2], {}, "a reply that was never given"),
-        ([user("a"), {"role": "assistant", "content": "b"}, user("c")], {"tools": [CALC]}, "has other tools"),
+        ([user("a"), said("b"), user("c")], [], 1, 1),
+        ([user("a"), said("b"), user("c"), said("d"), user("e")], [], 3, 1),
+        ([user("a"), said("B"), user("c")], [], 2, 1),
+        ([user("a"), said("b"), {"role": "tool", "content": "1"}, user("c")], [], 1, 2),
+        ([user("a"), said("b"), user("c"), user("f")], [], 1, 2),
+        ([user("a")], [], 0, 1),
+        ([user("x"), said("b"), user("c")], [], 0, 3),
+        ([user("a"), said("edited"), user("c")], [], 0, 3),
+        ([user("a"), said("b")], [], 0, 2),
+        ([user("a"), said("b"), user("c"), said("never said"), user("e")], [], 0, 5),
+        ([user("a"), said("b"), user("c")], [CALC], 0, 3),
     ],
 )
-async def test_a_request_that_does_not_extend_it_fails_the_episode(messages: Any, more: Any, problem: str) -> None:
+async def test_a_request_goes_on_from_the_deepest_turn_that_it_repeats(
+    messages: Any, tools: Any, origin: int, adds: int
+) -> None:
     guest = Guest()
-    ask(guest, user("a")).num_listening = 1
-    guest.answer(reply("b"))
-    with pytest.raises(RefusedRequest, match=problem):
-        ask(guest, *messages, **more)
-    assert guest.failure.startswith("its request 2 ")
-    with pytest.raises(RefusedRequest):
-        ask(guest, user("a"), {"role": "assistant", "content": "b"}, user("c"))
+    for asks, text in (([user("a")], "b"), ([user("a")], "B"), ([user("a"), said("b"), user("c")], "d")):
+        ask(guest, *asks).num_listening = 1
+        tell(guest, text)
+    asked = ask(guest, *messages, tools=tools).request
+    parent, new, offered = guest.origin(asked)
+    assert (parent, new, list(offered)) == (origin, asked.messages[-adds:], [] if origin else tools)
 
 
 async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_first() -> None:
@@ -137,14 +146,17 @@ async def test_a_request_is_joined_if_it_is_a_retry_or_nobody_waits_for_the_firs
     assert ask(guest, user("a")) is first, "its connection is gone"
     first.num_listening = 1
     assert ask(guest, user("a"), is_retry=True) is first
-    guest.answer(reply("b"))
-    assert ask(guest, user("a"), is_retry=True) is first, "the reply was lost on its way"
-    with pytest.raises(RefusedRequest, match=r"messages\[1\] is not"):
-        ask(guest, user("a"))
-    other = Guest()
-    ask(other, user("a")).num_listening = 1
-    with pytest.raises(RefusedRequest, match="came while another one had no reply"):
-        ask(other, user("a"))
+    second = ask(guest, user("a"))
+    assert second is not first, "another sibling"
+    first.num_listening, second.num_listening = 0, 1
+    tell(guest, "b")
+    assert second.reply.done() and not guest.waiting, "it was asked again before the first was seen to be gone"
+    assert ask(guest, user("a"), is_retry=True) is second, "the reply was lost on its way"
+    assert ask(guest, user("a")) is not second
+    lost = Guest()
+    first = ask(lost, user("a"))
+    tell(lost, "b")
+    assert ask(lost, user("a")) is first, "nobody has heard the reply"
 
 
 # -- over HTTP ----------------------------------------------------------------------------------------------------
@@ -164,10 +176,10 @@ async def visit(keep_alive_s: float = 60.0) -> AsyncIterator[tuple[Guest, httpx.
 
 
 async def asked(guest: Guest) -> Asked:
-    while guest.open is None:
+    while not guest.waiting:
         guest.changed.clear()
         await guest.changed.wait()
-    return guest.open
+    return guest.waiting[0]
 
 
 @pytest.mark.real_time
@@ -175,7 +187,7 @@ async def test_a_reply_comes_when_the_turn_is_over() -> None:
     async with visit() as (guest, client):
         post = asyncio.create_task(client.post("/chat/completions", content=request(user("a"))))
         assert (await asked(guest)).request.messages == [user("a")]
-        guest.answer(reply("b"))
+        tell(guest, "b")
         found = (await post).json()
         assert found["choices"][0]["message"] == {"role": "assistant", "content": "b"}
         assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
@@ -188,13 +200,12 @@ async def test_bytes_without_a_meaning_keep_a_connection_alive() -> None:
     """A client that allows less than the wait between two bytes gets its reply."""
     async with visit(keep_alive_s=0.01) as (guest, client):
         for number, streams in enumerate((False, True)):
-            messages = [*guest.said, user(str(number))]
-            body, got = request(*messages, stream=streams, stream_options={"include_usage": True}), b""
+            body, got = request(user(str(number)), stream=streams, stream_options={"include_usage": True}), b""
             async with client.stream("POST", "/chat/completions", content=body) as response:
                 async for piece in response.aiter_bytes():
                     if not got:
                         assert piece.strip() == (b": waiting" if streams else b"")
-                        guest.answer(reply(f"b{number}", number + 1))
+                        tell(guest, f"b{number}")
                     got += piece
             if streams:
                 lines = [line[6:] for line in got.decode().split("\n\n") if line.startswith("data: ")]
@@ -259,6 +270,6 @@ async def test_a_thousand_connections_wait_side_by_side() -> None:
     for guest in guests:
         await asked(guest)
     for number, guest in enumerate(guests):
-        guest.answer(reply(str(number)))
+        tell(guest, str(number))
     assert await asyncio.gather(*posts) == [str(number) for number in range(1000)]
     await door.close()

@@ -16,7 +16,7 @@ from rollover.report.sample_cards import sample_cards
 from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, in_order, read_batch
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
-from rollover.types import FinishReason, Prompt, SampleId, Segment
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment
 from tests.environments.words import char_tokenizer, ids
 
 
@@ -55,6 +55,12 @@ def test_a_batch_is_read_with_what_was_learned_from_it(run: Path) -> None:
     assert (right.components, parked.components) == ({"exact": 1.0, "style": 0.5}, {})
     assert (right.lag, parked.lag) == (1.0, 7 / 12)
     assert parked.breaks(str) == [(7, "parked, version 2 → 3")]
+    turns = tuple(segment._replace(finish_reason=FinishReason.TURN) for segment in parked.segments)
+    answers = (Observation((), "a", parent=0), Observation((), "b", end=FinishReason.STOP))
+    begun = (turns[0]._replace(token_ids=(), rollout_logprobs=()), *turns)
+    tree = replace(parked, segments=begun, observations=(Observation((), "p"), *answers))
+    described = [text for _, text in tree.breaks(str)]
+    assert described == ["turn 1, from the beginning: p", "turn 2, from the beginning: a", "environment: b"]
     assert in_order(batch.samples, "length") == [parked, right]
     assert in_order(batch.samples, "reward") == [right, parked]
 

@@ -38,6 +38,24 @@ client.post("/reward", json={"reward": count / 2}).raise_for_status()
 """
 """Asks three times, as far as it may."""
 
+TREE = """\
+import concurrent.futures
+
+def ask(*texts):
+    messages = [{"role": "user" if number % 2 == 0 else "assistant", "content": t} for number, t in enumerate(texts)]
+    response = client.post("/chat/completions", json={"model": "rollover", "messages": messages})
+    return response.json()["choices"][0]["message"]["content"] if response.status_code == 200 else None
+
+with concurrent.futures.ThreadPoolExecutor() as pool:
+    plans = list(pool.map(ask, [row["prompt"]] * 2))
+if None not in plans:
+    best = max(plans, key=lambda plan: (len(plan), plan))
+    ask(row["prompt"], best, "1=")
+    ask(row["prompt"], "#" + best, "2=")
+client.post("/reward", json={"reward": float(len(plans[0] or ""))}).raise_for_status()
+"""
+"""Takes the better one of two replies up, and edits it."""
+
 ENVIRONMENT = f"""\
 reward = {{kind = "environment"}}
 [tasks.train.environment]
@@ -122,7 +140,33 @@ def test_a_killed_run_answers_programs_from_the_record(agent: Path, processes: P
 
 def test_a_program_that_asks_otherwise_after_a_kill_fails_its_sample(agent: Path, processes: Processes) -> None:
     Path("agent.py").write_text(AGENT.replace("SALT", "str(os.getpid())[-4:]"))
+    Path("run.toml").write_text(Path("run.toml").read_text().replace("= 48", "= 48\nturn_timeout_s = 3"))
     assert processes.run("train", "run.toml", "--run-dir", "out", kill_at=Cue(Observed, 16)).code == -9
     assert processes.run("train", "--resume", "out").code == 0
     reasons = [event.reason for event in runs.events(Path("out")) if isinstance(event, SampleFailed)]
     assert reasons and all('started again, the program added \'{"messages"' in reason for reason in reasons)
+
+
+def test_branches_are_trained_once_each_and_survive_a_kill(agent: Path, processes: Processes) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    Path("agent.py").write_text(AGENT.partition("messages, count")[0] + TREE)
+    assert processes.run("train", "run.toml", "--run-dir", "out", kill_at=Cue(Observed, 24)).code == -9
+    assert processes.run("train", "--resume", "out").code == 0
+    assert runs.ledger(Path("out")).num_failed == 0
+    trained = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
+    whole = [t for t in trained if t.finish_reason is FinishReason.STOP]
+    assert whole and {t.paths for t in whole} <= {((0, 1), (0, 2, 3), (0, 4)), ((0, 2), (0, 1, 3), (0, 4))}
+    drifts = [row["drift"] for row in runs.rows(Path("out")) if "drift" in row]
+    assert drifts and max(drifts) < 1e-5, "the engine and the trainer read the same tokens"
+    assert max(row["episode/rows"] for row in runs.rows(Path("out")) if "episode/rows" in row) > 2
+    model, seen = AutoModelForCausalLM.from_pretrained("chat"), 0
+    for trajectory in (t for t in trained if set(t.policy_versions) == {0}):
+        logprobs = iter(trajectory.rollout_logprobs)
+        for turn, ids in enumerate(trajectory.turns[1:], start=1):
+            before, seen = trajectory.before(turn), seen + 1
+            logits = model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1].detach()
+            found = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+            torch.testing.assert_close(found, torch.tensor([next(logprobs) for _ in ids]), atol=1e-5, rtol=1e-5)
+    assert seen > 4

@@ -22,8 +22,8 @@ class AgentConfig(EnvironmentSettings):
     """Runs a program for each episode, whose chat completions are the model's turns.
 
     The program gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, and the row as JSON in ``ROLLOVER_ROW`` and on its
-    standard input. It writes its prompts itself, so ``rollout.max_new_tokens`` limits them too. Each request repeats
-    the conversation so far and adds to it. The episode ends when the program does, with exit code 0.
+    standard input. It writes its prompts itself, so ``rollout.max_new_tokens`` limits them too. A request goes on from
+    an earlier one and its reply, or begins anew. The episode ends when the program does, with exit code 0.
 
     A program that is lost, as when the run was killed, is started again, and its first requests are answered from the
     record. They have to be what they were.

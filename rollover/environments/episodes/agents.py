@@ -1,22 +1,25 @@
 """Acts in the episodes of agents' programs: starts a program, replies to its requests, and reports what it asks next.
 
-An episode begins with an empty turn. The program's first request answers it, and so holds the whole prompt; each later
-request answers the turn that was the reply to the one before. A program that is not alive, as after a restart of the
-run, is started and told the recorded replies to its first requests, which have to be those of the record.
+An episode begins with an empty turn, number 0. A request that goes on from the reply of an earlier turn is written
+behind it, and any other as a prompt of its own, behind turn 0. Requests become turns in the order in which they come,
+each when the turn before has ended: one answers the turn, and the rest wait. A program that is not alive, as after a
+restart of the run, is started and told the recorded replies to its first requests, which have to be those of the
+record, in any order: the second of two equal requests is the second of the record.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from rollover.environments.child import Child
 from rollover.environments.episodes.agent import AgentConfig
-from rollover.environments.episodes.conversation import Messages, record_of, reply_to
+from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, record_of, reply_to
 from rollover.environments.episodes.door import Door
 from rollover.environments.episodes.guest import Asked, Guest
 from rollover.environments.episodes.tools import call_reader
@@ -79,6 +82,24 @@ class _Life:
         await self.child.end()
         self.guest.leave()
 
+    async def wait(self, is_there: Callable[[], object], timeout_s: float) -> None:
+        """Wait until something is there, the program has ended, or the time is up.
+
+        Raises:
+            RewardError: the program fails.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_there() and not self.exited.done():
+                    self.guest.changed.clear()
+                    changed = asyncio.create_task(self.guest.changed.wait())
+                    try:
+                        await asyncio.wait([changed, self.exited], return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        changed.cancel()
+        if self.exited.done() and (code := self.exited.result()):
+            raise RewardError(f"the program {describe_exit(code)}")
+
     async def next_request(self, timeout_s: float) -> Asked | None:
         """Wait for the next request; ``None`` if the program ends instead.
 
@@ -86,30 +107,18 @@ class _Life:
             RewardError: it fails, or does neither in time.
         """
         guest = self.guest
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while guest.open is None and not guest.failure and not self.exited.done():
-                    guest.changed.clear()
-                    changed = asyncio.create_task(guest.changed.wait())
-                    try:
-                        await asyncio.wait([changed, self.exited], return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        changed.cancel()
-        if guest.failure:
-            raise RewardError(guest.failure)
+        await self.wait(lambda: guest.waiting, timeout_s)
         if self.exited.done():
-            if code := self.exited.result():
-                raise RewardError(f"the program {describe_exit(code)}")
-            if guest.open is not None:
+            if guest.waiting:
                 raise RewardError("the program ended before the reply to its request came")
             return None
-        if guest.open is None:
-            said = "reply" if guest.num_replies else "start"
+        if not guest.waiting:
+            said = "reply" if len(guest.said) > 1 else "start"
             raise RewardError(
                 f"the program asked nothing for {timeout_s:g} s after its {said}, and did not end"
                 " (environment.turn_timeout_s)"
             )
-        return guest.open
+        return guest.waiting[0]
 
 
 class AgentActor:
@@ -148,20 +157,28 @@ class AgentActor:
             if source.must_post_reward and observation.reward is None:
                 raise RewardError("the program ended without a reward (POST /v1/reward)")
             return observation
-        tools = () if trajectory.observations else asked.request.tools
-        text = record_of(asked.new, tools)
+        request, latest = asked.request, trajectory.num_turns - 1
+        parent, new, tools = life.guest.origin(request)
         try:
-            ids = self._written(source.writer, asked, trajectory)
+            if parent:
+                ids = source.writer.write(new, trajectory.turns[parent][-1], prompt.columns, request.tools)
+            else:
+                ids = source.writer.begin(new, tools, prompt.columns)
         except DataError as error:
             raise RewardError(str(error)) from None
-        refusal, size = "", len(trajectory.response_ids) + len(ids)
-        if trajectory.num_turns > source.config.max_turns:
+        size = len(trajectory.before(parent)) + len(trajectory.turns[parent]) + len(ids)
+        refusal = ""
+        if latest >= source.config.max_turns:
             refusal = f"the episode has had its {source.config.max_turns} turns (environment.max_turns)"
         elif size >= source.max_new_tokens:
             refusal = f"the conversation has {size} tokens, and an episode may have {source.max_new_tokens}"
+        elif trajectory.num_tokens >= source.max_new_tokens:
+            refusal = f"the model has written {trajectory.num_tokens} tokens, as many as it may in an episode"
         if not refusal:
-            return observation._replace(token_ids=ids, text=text, reward=None, end=None)
-        if trajectory.num_turns == 1:
+            life.guest.take(asked, latest + 1)
+            branch = None if parent == latest else parent
+            return Observation(ids, record_of(new, tools), start_s=now_s, parent=branch)
+        if latest == 0:
             raise RewardError(f"its first request cannot be answered: {refusal} (max_new_tokens)")
         await self._refuse(life, refusal, source.config.turn_timeout_s)
         return observation._replace(reward=life.guest.reward, end=FinishReason.LENGTH)
@@ -197,31 +214,35 @@ class AgentActor:
 
     async def _after_replies(self, life: _Life, trajectory: Trajectory, config: AgentConfig) -> Asked | None:
         """Give the program all replies that it has not had yet, and return what it asks next."""
-        size, timeout_s = 0, config.turn_timeout_s
-        turns = zip(trajectory.observations, trajectory.turns[1:], strict=True)
-        for number, (recorded, turn) in enumerate(turns, start=1):
-            size += len(recorded.token_ids)
-            if number > life.guest.num_replies:
-                asked = await life.next_request(timeout_s)
-                tools = () if number > 1 or asked is None else asked.request.tools
-                if asked is None or record_of(asked.new, tools) != recorded.text:
-                    was = "ended" if asked is None else f"added {record_of(asked.new, tools)!r:.120}"
-                    raise RewardError(
-                        f"started again, the program {was} at request {number}, where it had added"
-                        f" {recorded.text!r:.120}: its requests must depend on row and replies alone"
-                    )
-                text = self._tokenizer.decode(list(turn), skip_special_tokens=True)
-                read = self._readers[trajectory.prompt.source]
-                sizes = size, len(turn)
-                life.guest.answer(reply_to(asked.request, text, read, number=number, sizes=sizes))
-            size += len(turn)
-        return await life.next_request(timeout_s)
+        guest, parents, recorded = life.guest, trajectory.parents, [o.text for o in trajectory.observations]
 
-    def _written(self, writer: ConversationWriter, asked: Asked, trajectory: Trajectory) -> tuple[int, ...]:
-        columns, tools = trajectory.prompt.columns, asked.request.tools
-        if not trajectory.observations:
-            return writer.begin(asked.new, tools, columns)
-        return writer.write(asked.new, trajectory.turn_ids[-1], columns, tools)
+        def asked_again() -> int | None:
+            """Return the first recorded turn that the program asks for and was not told yet."""
+            for turn in missing:
+                asked = None if turn in guest.turns else guest.asked_again(parents[turn - 1], recorded[turn - 1])
+                if asked is not None:
+                    guest.take(asked, turn)
+                if turn in guest.turns:
+                    return turn
+            return None
+
+        while missing := [turn for turn in range(1, trajectory.num_turns) if turn not in guest.said]:
+            await life.wait(asked_again, config.turn_timeout_s)
+            if (turn := asked_again()) is None:
+                was = "ended" if life.exited.done() else "asked nothing"
+                if guest.waiting:
+                    was = f"added {record_of(*guest.origin(guest.waiting[0].request)[1:])!r:.120}"
+                raise RewardError(
+                    f"started again, the program {was} at request {missing[0]}, where it had added"
+                    f" {recorded[missing[0] - 1]!r:.120}: its requests must depend on row and replies alone"
+                )
+            guest.answer(turn, partial(self._reply, trajectory, turn))
+        return await life.next_request(config.turn_timeout_s)
+
+    def _reply(self, trajectory: Trajectory, turn: int, request: ChatRequest) -> ChatReply:
+        ids, read = trajectory.turns[turn], self._readers[trajectory.prompt.source]
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return reply_to(request, text, read, number=turn, sizes=(len(trajectory.before(turn)), len(ids)))
 
     async def _refuse(self, life: _Life, refusal: str, timeout_s: float) -> None:
         """Refuse the open request and all later ones, and let the program come to its end."""

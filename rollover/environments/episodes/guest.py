@@ -1,14 +1,15 @@
 """One life of an agent's program, as the door sees it: what it has asked, what it was told, and what it may still ask.
 
-A conversation only grows: each request repeats what was said, word for word, and adds to it.
+Requests may branch: each goes on from the deepest turn whose conversation it repeats, or begins anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from rollover.environments.episodes.conversation import ChatReply, ChatRequest, Messages, RefusedRequest, begins
 
@@ -17,12 +18,10 @@ from rollover.environments.episodes.conversation import ChatReply, ChatRequest, 
 class Asked:
     """A request that was let in.
 
-    Example: ``Asked(request, new, reply)``, where ``new`` are the messages with which the request extends the
-    conversation.
+    Example: ``Asked(request, reply)``, where ``reply`` is a future.
     """
 
     request: ChatRequest
-    new: Messages
     reply: asyncio.Future[ChatReply]
     num_listening: int = 0
     """Number of connections that wait for the reply: several if the client has tried again."""
@@ -30,84 +29,101 @@ class Asked:
     """True if a connection was there when the reply came."""
 
 
-@dataclass(slots=True)
-class Guest:
-    """Holds the conversation of one life of a program.
+class Said(NamedTuple):
+    """A conversation up to and with the reply of a turn.
 
-    Example: after ``guest.ask(request, is_retry=False)`` the request is ``guest.open``, and ``guest.answer(reply)``
-    lets its connections have the reply.
+    Example: ``Said([], ())`` is what precedes all that a program asks.
     """
 
-    said: Messages = field(default_factory=list)
-    """The conversation so far."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    open: Asked | None = None
-    """The request that has no reply yet."""
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]]
+
+    def goes_on_in(self, request: ChatRequest) -> bool:
+        """Return whether a request repeats the conversation and adds what is no reply."""
+        new = request.messages[len(self.messages) :]
+        adds = bool(new) and all(message["role"] != "assistant" for message in new)
+        return adds and begins(request.messages, self.messages) and list(request.tools) == list(self.tools)
+
+
+@dataclass(slots=True)
+class Guest:
+    """Holds the conversations of one life of a program.
+
+    Example: after ``guest.ask(request, is_retry=False)`` the request is the last of ``guest.waiting``. Once
+    ``guest.take(request, turn)`` has made it a turn, ``guest.answer(turn, reply)`` lets its connections have the reply.
+    """
+
+    said: dict[int, Said] = field(default_factory=lambda: {0: Said([], ())})
+    """The conversation behind each turn that was told, by its number. The turn 0 is empty."""
+    waiting: list[Asked] = field(default_factory=list)
+    """The requests that are no turns yet, in the order in which they came."""
+    turns: dict[int, Asked] = field(default_factory=dict)
+    """The request of each turn."""
     reward: float | None = None
-    failure: str = ""
-    """The reason for which the episode cannot go on."""
     refusal: str = ""
     """The reason for which nothing more is answered."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when something has been asked."""
-    num_replies: int = 0
-    _last: Asked | None = None
 
     def ask(self, request: ChatRequest, *, is_retry: bool) -> Asked:
-        """Let a request in, or find the one that it repeats.
+        """Let a request in, or find the one that it repeats: its client has tried again, or is gone without the reply.
 
         Raises:
-            RefusedRequest: it does not extend the conversation, which fails the episode, or nothing is answered now.
+            RefusedRequest: nothing is answered any more.
         """
-        if self.refusal or self.failure:
+        if self.refusal:
             raise self.refused()
-        for known in (self.open, self._last):
-            if known is not None and request == known.request:
-                lost = known.num_listening == 0 and not known.was_heard
-                if is_retry or lost:
-                    return known
-        if problem := self._problem(request):
-            self.failure = f"its request {self.num_replies + 1} {problem}"
-            self.changed.set()
-            raise RefusedRequest(f"this request {problem}")
-        self.tools = request.tools
-        new = request.messages[len(self.said) :]
-        self.open = Asked(request, new, asyncio.get_running_loop().create_future())
+        same = [known for known in (*self.turns.values(), *self.waiting) if known.request == request]
+        lost = [known for known in same if not known.num_listening and not known.was_heard]
+        if lost or (is_retry and same):
+            return (lost or same[::-1])[0]
+        parent, new, tools = self.origin(request)
+        said = self.said[parent]  # what a conversation repeats is held once
+        request = replace(request, messages=[*said.messages, *new], tools=said.tools if parent else tools)
+        asked = Asked(request, asyncio.get_running_loop().create_future())
+        self.waiting.append(asked)
         self.changed.set()
-        return self.open
+        return asked
 
-    def answer(self, reply: ChatReply) -> None:
-        """Reply to the open request."""
-        asked = self.open
-        assert asked is not None, "nothing was asked"
-        self.said += [*asked.new, reply.message]
+    def origin(self, request: ChatRequest) -> tuple[int, Messages, Sequence[Mapping[str, Any]]]:
+        """Return the number of the turn that a request goes on from, the messages that it adds, and the tools that it
+        offers if it begins anew."""
+        found = [turn for turn, said in self.said.items() if turn and said.goes_on_in(request)]
+        parent = max(found, key=lambda turn: (len(self.said[turn].messages), -turn), default=0)
+        return parent, request.messages[len(self.said[parent].messages) :], () if parent else request.tools
+
+    def asked_again(self, parent: int, recorded: str) -> Asked | None:
+        """Return the first waiting request that goes on from ``parent`` with what was recorded (``record_of``)."""
+        if (said := self.said.get(parent)) is None:
+            return None
+        record = json.loads(recorded)
+        messages, tools = [*said.messages, *record["messages"]], record.get("tools", list(said.tools))
+        requests = (one for one in self.waiting if one.request.messages == messages)
+        return next((one for one in requests if list(one.request.tools) == tools), None)
+
+    def take(self, asked: Asked, turn: int) -> None:
+        """Make a waiting request a turn."""
+        self.waiting.remove(asked)
+        self.turns[turn] = asked
+
+    def answer(self, turn: int, reply_to: Callable[[ChatRequest], ChatReply]) -> None:
+        """Reply to the request of a turn."""
+        asked = self.turns[turn]
+        again = (one for one in self.waiting if one.request == asked.request)
+        if not asked.num_listening and (twin := next(again, None)) is not None:
+            self.take(twin, turn)  # its client tried again before its connection was seen to be gone
+            asked = twin
+        reply = reply_to(asked.request)
+        self.said[turn] = Said([*asked.request.messages, reply.message], asked.request.tools)
         asked.was_heard = asked.num_listening > 0
         asked.reply.set_result(reply)
-        self.open, self._last = None, asked
-        self.num_replies += 1
 
     def leave(self, refusal: str = "the episode is over") -> None:
-        """Refuse the open request and all later ones."""
+        """Refuse the open requests and all later ones."""
         self.refusal = self.refusal or refusal
-        if self.open is not None:
-            self.open.reply.cancel()
+        for asked in (*self.waiting, *self.turns.values()):
+            asked.reply.cancel()
 
     def refused(self) -> RefusedRequest:
         """Return the answer to requests that get no reply any more."""
-        return RefusedRequest(self.refusal or self.failure, "context_length_exceeded" if self.refusal else None)
-
-    def _problem(self, request: ChatRequest) -> str:
-        if self.open is not None:
-            return "came while another one had no reply: a program asks one thing after the other"
-        if not begins(request.messages, self.said):
-            pairs = enumerate(zip(request.messages, self.said, strict=False))
-            place = next((i for i, (new, old) in pairs if new != old), len(request.messages))
-            return f"does not extend the conversation: messages[{place}] is not what was said before"
-        new = request.messages[len(self.said) :]
-        if not new:
-            return "adds nothing to the conversation"
-        if self.said and any(message["role"] == "assistant" for message in new):
-            return "has a reply that was never given"
-        if self.said and list(request.tools) != list(self.tools):
-            return "has other tools than the requests before it"
-        return ""
+        return RefusedRequest(self.refusal, "context_length_exceeded")

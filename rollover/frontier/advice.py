@@ -14,6 +14,8 @@ from rollover.settings.toml import dumps
 LEAST_LENGTH = 0.95
 """Minimum trained length, relative to synchronous rollout: a setting that trains shorter responses than it
 admits is not recommended, however fast it is."""
+_FASTER = 1.005
+"""Ratio of throughputs from which on a setting counts as faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,22 @@ def advise(points: Sequence[FrontierPoint], lag_budget: float | None = None) -> 
         return (point.gain.mean - 1) * best.lag - point.lag * gained
 
     return Advice(chosen=max(frontier(fair), key=above_chord), best=best, lag_budget=None)
+
+
+def instead(current: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
+    """Return what the fastest of ``points`` gains over the ``current`` setting without more lag; over a setting without
+    lag, what the knee gains."""
+    at_no_more = [p for p in points if p.lag <= current.lag and is_fair(p)]
+    best = max(at_no_more, key=lambda p: p.mean("tokens_per_s")) if current.lag else advise(points).chosen
+    ratio = best.mean("tokens_per_s") / current.mean("tokens_per_s")
+    name = label(current.config)
+    if ratio < _FASTER:
+        at = f" at its lag of {current.lag:.2f} versions" if current.lag else ""
+        return f"None of the settings tried is faster than {name}{at}."
+    return (
+        f"{label(best.config)} would train {ratio:.2f} times as many tokens as {name}, at a lag of {best.lag:.2f}"
+        f" versions instead of {current.lag:.2f}."
+    )
 
 
 def is_fair(point: FrontierPoint) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from rollover.errors import ConfigError
+from rollover.errors import ConfigError, RolloverError
 from rollover.frontier import engine, report
+from rollover.frontier.advice import instead
 from rollover.frontier.replay import Recorded, read_recorded
-from rollover.frontier.settings import check_strategies, default_strategies
+from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, read_scenario, shaped
 from rollover.frontier.study import Progress, Study, study
-from rollover.frontier.sweep import Length
+from rollover.frontier.sweep import FrontierPoint, Length, Trial, TrialResult, run_trials
 from rollover.report.page import write_page
+from rollover.report.timeline import Timeline
 from rollover.rollout.lag import LagOf
 from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.sim.strategies import SimulatedRollout
@@ -26,6 +28,9 @@ from rollover.workload.source import Lengths, capped, read_lengths
 
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
+_FEW_STEPS = 20
+_SOME_LAG = 0.5
+"""The lag of the settings that a run without lag is compared with."""
 _WARMUP_SHARE = 3
 """One step in this many is warm-up by default."""
 
@@ -75,7 +80,8 @@ class StudyRequest:
 def simulate(request: StudyRequest) -> None:
     """Simulate the strategies, print the results, and write the requested files."""
     console = Console(highlight=False)
-    setup, recorded = _setup(request)
+    recorded = read_recorded(request.run) if request.run else None
+    setup = _setup(request, recorded)
     names = request.strategies or default_strategies(setup)
     steps = request.steps or (recorded.num_steps if recorded else DEFAULT_STEPS)
     warmup = steps // _WARMUP_SHARE if request.warmup is None else request.warmup
@@ -98,11 +104,33 @@ def simulate(request: StudyRequest) -> None:
         console.print(f"data: {request.json}")
 
 
-def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
+def _points(
+    configs: Sequence[SimulatedRollout], setup: Setup, length: Length, baseline: tuple[TrialResult, ...] = ()
+) -> list[FrontierPoint]:
+    trials = [Trial(config=c, seed=0, lengths=setup.lengths, scenario=setup.scenario) for c in configs]
+    found = zip(configs, run_trials(trials, length, map), strict=True)
+    return [FrontierPoint(config=c, outcomes=(o,), baseline=baseline or (o,), lag_of=setup.lag_of) for c, o in found]
+
+
+def instead_of(run: Path, timeline: Timeline) -> str:
+    """Return a sentence on what another setting would have gained in a run with this ``timeline``, by few steps of
+    simulation. Empty if the run cannot be modelled."""
+    try:
+        recorded = read_recorded(run, timeline)
+        setup = _setup(StudyRequest(run=run), recorded)
+        length = Length(steps=min(_FEW_STEPS, recorded.num_steps), warmup=0)
+        (in_use,) = tried = _points([setup.rollout], setup, length)
+        lag = in_use.lag or _SOME_LAG
+        others = [setting("april", setup, 1 + lag), setting("rollover", setup, lag)]
+        return instead(in_use, [*tried, *_points(others, setup, length, baseline=in_use.outcomes)])
+    except RolloverError:
+        return ""
+
+
+def _setup(request: StudyRequest, recorded: Recorded | None) -> Setup:
     """Combine the options, the scenario file and the run; an option overrides the others."""
     file, file_cap = read_scenario(request.scenario) if request.scenario else (ScenarioFile(), None)
     cap = request.cap_tokens or file_cap
-    recorded = read_recorded(request.run) if request.run else None
     rollout = file.rollout or (recorded.rollout if recorded else SimulatedRollout())
     rollout = shaped(rollout, batch_size=request.batch_size, group_size=request.group_size)
     replicas = file.engine.replicas or request.replicas
@@ -115,7 +143,7 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         lengths = read_lengths(name, cap_tokens=cap)
         replica, note, unit = _engine(request, file, lengths, rollout, replicas)
         notes, known = (note,), Scenario(replicas=(replica,))
-    setup = Setup(
+    return Setup(
         name=name,
         lengths=lengths,
         rollout=replace(rollout, max_new_tokens=lengths.cap_tokens),
@@ -127,7 +155,6 @@ def _setup(request: StudyRequest) -> tuple[Setup, Recorded | None]:
         lag_of=request.lag_of or (recorded.lag_of if recorded else "batch"),
         one_device=recorded is not None and recorded.one_device and file.colocated is None,
     )
-    return setup, recorded
 
 
 def _engine(
@@ -159,6 +186,8 @@ def _say(console: Console, found: Study, checked: tuple[str, ...]) -> None:
     console.print(f"[dim]{report.legend()}[/]")
     for sentence in (*report.assumptions(found), *(f"{c}." for c in checked)):
         console.print(sentence, markup=False)
+    if found.instead:
+        console.print(f"\n{found.instead}", style="bold", markup=False)
     for advice in found.advice:
         console.print(f"\n{report.recommendation(advice)}", style="bold", markup=False)
         if compared := report.rivals(found, advice):

@@ -63,17 +63,17 @@ class Recorded:
         return sum(tokens) / sum(seconds)
 
 
-def read_recorded(path: Path) -> Recorded:
-    """Read the run in ``path``.
+def read_recorded(path: Path, timeline: Timeline | None = None) -> Recorded:
+    """Read the run in ``path``; ``timeline`` is read if it is not given.
 
     Raises:
         RunError: it is not a run, or is too short.
         DataError: the time of an iteration cannot be determined from it.
     """
-    trace = read_run(path)
     config = read_config(path)
+    timeline = read_timeline(path) if timeline is None else timeline
+    trace = read_run(path, timeline)
     rollout = _rollout(path, config)
-    timeline = read_timeline(path)
     tokens = {s.step: s.num_tokens for s in timeline.steps}
     rows = [r for r in read_metrics(path) if r.kind == "step" and "time/step_s" in r.values and r.step in tokens]
     if len(rows) < _MIN_STEPS:

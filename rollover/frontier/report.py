@@ -158,7 +158,7 @@ def render_study(study: Study, extra: tuple[str, ...] = ()) -> str:
         f"<pre>{escape(a.toml())}</pre></div>"
         for a in study.advice
     ]
-    page.section("Recommendation", "Ready to paste into a run's config.", *cards)
+    page.section("Recommendation", f"Ready to paste into a run's config. {study.instead}", *cards)
     head = [name.format(unit=study.setup.unit) for name in HEAD]
     numbers = f"{table([cells for _, cells in rows(study)], head)}<p class='caption'>{escape(legend())}</p>"
     drawn = page.figure("", figures.frontier(study), "")
@@ -212,6 +212,7 @@ def study_json(study: Study) -> str:
         "assumptions": assumptions(study),
         "ceiling_tokens_per_time": setup.ceiling,
         "theory": asdict(study.theory),
+        "instead": study.instead,
         "points": [_point_json(p) for p in study.points],
         "advice": [
             {"lag_budget": a.lag_budget, "sentence": a.sentence(), "share_of_gain": a.share, "toml": a.toml()}

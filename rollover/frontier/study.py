@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rollover.frontier.advice import Advice, advise
+from rollover.frontier.advice import Advice, advise, instead
 from rollover.frontier.refine import MOST_ROUNDS, next_setting
 from rollover.frontier.settings import is_asleep, name_of, place_of, setting, settings, value_of
 from rollover.frontier.setup import Setup
@@ -36,6 +36,8 @@ class Study:
     """The setting in use, or the default one."""
     advice: tuple[Advice, ...]
     """One recommendation for each lag budget, or a single one."""
+    instead: str
+    """A sentence on what another setting gains over the setting in use; empty if there is none in use."""
     theory: StepModel
 
     @property
@@ -61,7 +63,8 @@ def study(
     progress: Progress = lambda what, done, total: None,
 ) -> Study:
     """Simulate all of it. Raises ``RunError`` if a simulation cannot make progress."""
-    if not setup.is_in_use:
+    is_in_use = setup.is_in_use
+    if not is_in_use:
         setup = replace(setup, rollout=setting("april", setup, 2.0))
     current = setup.rollout
     place = place_of(current)
@@ -72,7 +75,11 @@ def study(
         bench = _Bench(setup, length, num_seeds, runner, progress)
         points = bench.points("settings", tried)
         budgets: list[float | None] = [*lag_budgets] or [None]
-        points = _ordered(_closer(bench, points, lag_budgets))
+        in_use = next(p for p in points if place_of(p.config) == place)
+        lags = [*lag_budgets, *[in_use.lag] * (is_in_use and in_use.lag > 0)]
+        if not lag_budgets:
+            points += bench.points("a closer look", _between(advise(points).config, points, setup))
+        points = _ordered(_at_lags(bench, points, lags))
         possible = [p for p in points if not is_asleep(name_of(p.config), setup)]
         advice = tuple(advise(possible, budget) for budget in budgets)
     return Study(
@@ -80,8 +87,9 @@ def study(
         length=length,
         num_seeds=num_seeds,
         points=tuple(points),
-        current=next(p for p in points if place_of(p.config) == place),
+        current=in_use,
         advice=advice,
+        instead=instead(in_use, possible) if is_in_use else "",
         theory=theory(setup),
     )
 
@@ -100,12 +108,8 @@ def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
-def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[float]) -> list[FrontierPoint]:
-    """Return ``points`` and more around the requested lags: settings of every strategy at those lags, or halfway to the
-    neighbours of the recommended one."""
-    if not lag_budgets:
-        near = _between(advise(points).config, points, bench.setup)
-        return [*points, *bench.points("a closer look", near)]
+def _at_lags(bench: _Bench, points: list[FrontierPoint], lags: Sequence[float]) -> list[FrontierPoint]:
+    """Return ``points`` and settings of every strategy at these lags."""
     for number in range(1, MOST_ROUNDS + 1):
         by_name: dict[str, list[FrontierPoint]] = {}
         for point in points:
@@ -113,7 +117,7 @@ def _closer(bench: _Bench, points: list[FrontierPoint], lag_budgets: Sequence[fl
         near = [
             config
             for of_strategy in by_name.values()
-            for lag in lag_budgets
+            for lag in lags
             if (config := next_setting(of_strategy, bench.setup, lag)) is not None
         ]
         if not near:

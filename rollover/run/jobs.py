@@ -105,6 +105,7 @@ def _estimate(estimate: MeanEstimate) -> str:
 
 def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | None = None) -> None:
     """Train one run and report; ``resume`` is the command that continues it."""
+    from rollover.frontier.job import instead_of
     from rollover.report.record import read_run
     from rollover.report.run_report import write_report
     from rollover.report.summary import summarize, summary_table
@@ -127,6 +128,8 @@ def _train(config: RunConfig, run: RunDir, *, resume: str, skip_batch: int | Non
     write_report(run.path, record)
     if interrupt.number is not None:
         raise Stopped(interrupt.number)
+    if sentence := instead_of(run.path, record.timeline):
+        progress.console.print(f"simulated: {sentence}", markup=False)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

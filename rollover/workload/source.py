@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollover.errors import ConfigError, DataError, RunError, nearest
 from rollover.report.record import JOURNAL, read_config, read_timeline
-from rollover.report.timeline import SampleTrace
+from rollover.report.timeline import SampleTrace, Timeline
 from rollover.settings import schema, toml
 from rollover.workload.files import FORMATS, read_file
 from rollover.workload.law import MAX_TOKENS, LengthLaw
@@ -116,8 +116,9 @@ def is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def read_run(path: Path) -> Trace:
-    """Return the trace of the run in ``path``, capped at its ``max_new_tokens``.
+def read_run(path: Path, timeline: Timeline | None = None) -> Trace:
+    """Return the trace of the run in ``path``, capped at its ``max_new_tokens``; ``timeline`` is read if it is not
+    given.
 
     Raises:
         RunError: it is not a run directory, or its journal cannot be read.
@@ -133,7 +134,7 @@ def read_run(path: Path) -> Trace:
         cap_tokens = min(MAX_TOKENS, int(config["rollout"]["max_new_tokens"]))
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path / 'config.json'} lacks rollout.max_new_tokens: is it the config of a run?") from None
-    return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt(read_timeline(path).samples))
+    return Trace(name=str(path), cap_tokens=cap_tokens, prompts=_by_prompt((timeline or read_timeline(path)).samples))
 
 
 def _by_prompt(samples: Iterable[SampleTrace]) -> tuple[TracePrompt, ...]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollover.frontier.advice import advise, bound, frontier
+from rollover.frontier.advice import advise, bound, frontier, instead
 from rollover.frontier.settings import settings
 from rollover.frontier.sweep import Length, Trial, run_trial
 from rollover.settings.schema import build
@@ -50,6 +50,15 @@ def test_where_nothing_is_faster_than_sync_it_stays() -> None:
     assert advice.chosen is SYNC
     assert "none of the settings tried is faster" in advice.sentence()
     assert tomllib.loads(advice.toml())["rollout"]["strategy"] == "sync"
+
+
+def test_a_setting_in_use_is_told_what_no_more_lag_would_gain() -> None:
+    assert "would train 1.50 times as many tokens as april r=2, at a lag of 0.50" in instead(point(0.8, 0.7), POINTS)
+    assert instead(DEAR, [DEAR, SLOW]).startswith(
+        "None of the settings tried is faster than april r=2 at its lag of 1.50"
+    )
+    assert "would train 1.80 times as many tokens as sync, at a lag of 1.00" in instead(SYNC, POINTS)
+    assert "None" in instead(SLOW, [SLOW, point(5.0, 0.1, length=0.8)])  # it trains short responses
 
 
 def test_a_setting_that_trains_single_samples_names_the_advantage_it_needs() -> None:

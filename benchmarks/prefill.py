@@ -19,23 +19,25 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from frontier import B0, config, ours
-
 from rollover.frontier.sweep import Length, MeanOverSeeds, Runner, Trial, TrialResult, run_trials, workers
 from rollover.sim.scenario import ReplicaModel, Scenario
+from rollover.sim.strategies import SimulatedRollout
 from rollover.workload.source import PRESETS
 
 HERE = Path(__file__).parent
+B0 = 256.0
 ENGINES = (17.0, 150.0, 1600.0)
-"""Tokens prefilled in the time of an iteration: measured on a CPU, a GPU by its roofline, ``frontier.py``."""
+"""Tokens prefilled in the time of an iteration: measured on a CPU, a GPU by its roofline, ``map.py``."""
 TOLD = (17.0, 50.0, 150.0, 500.0, 1600.0, math.inf)
 
 
 def study(preset: str, lag: float, unit: Any, num_seeds: int, length: Length, runner: Runner) -> dict[str, Any]:
     """Gains by engine and by what is told."""
     law = PRESETS[preset]
-    told = [ours(law.cap_tokens, lag, unit, prefill_tokens_per_iteration=rate) for rate in TOLD]
-    settings = [config("sync", law.cap_tokens), *told]
+    shape = {"rollout_batch_size": 32, "group_size": 8, "max_new_tokens": law.cap_tokens}
+    ours = shape | {"unit": unit, "lag_target": lag, "max_staleness": 60}
+    told = [SimulatedRollout.of("rollover", **ours, prefill_tokens_per_iteration=rate) for rate in TOLD]
+    settings = [SimulatedRollout.of("sync", **shape), *told]
     rows = []
     for rate in ENGINES:
         place = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=B0, prefill_tokens_per_s=rate),))

@@ -15,16 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equal_lag import SCENARIO, STEPS, WARMUP
-
 from rollover.rollout.round import Round, rounds_within
 from rollover.rollout.state import View
 from rollover.rollout.statistics import RecentLengths
 from rollover.rollout.strategies.rollover import Rollover
 from rollover.sim.run import simulate
+from rollover.sim.scenario import ReplicaModel, Scenario
 from rollover.workload.source import PRESETS
 
 N, G = 32, 8
+STEPS, WARMUP = 120, 24
+SCENARIO = Scenario(replicas=(ReplicaModel(c0_s=1.0, b0=256.0, prefill_tokens_per_s=1600.0),), kv_on_update="keep")
 ROUNDS = (
     *(("r1-16k", 2, 1.0), ("r1-16k", 4, 1.0), ("r1-16k", 1, 1.5)),
     *(("light-8k", 1, 1.1), ("light-8k", 2, 1.25), ("light-8k", 3, 1.1)),

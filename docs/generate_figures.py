@@ -13,7 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
-EQUAL_LAG = "benchmarks/results/equal-lag-2026-11-28.json"
+MAP = "benchmarks/results/map-2026-11-28.json"
+MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
@@ -49,19 +50,39 @@ def rollout() -> str:
     )
 
 
-def equal_lag() -> str:
-    """Return the table of ``rollover`` against ``april``."""
-    presets = record(EQUAL_LAG)["presets"]
-    head = " | ".join(f"`{preset}`" for preset in presets)
+def lag_map() -> str:
+    """Return the table of which strategy leads where, one replica each."""
+    rows = []
+    for name, cell in record(MAP)["cells"].items():
+        preset, caches, trainer, replicas = name.split("/")
+        if replicas == "1":
+            rows.append(f"| `{preset}` | {caches} | {trainer} | {_leaders(cell)} | {cell['ceiling']:.1f} |")
+    lags = " | ".join(f"at lag {lag:g}" for lag in MAP_LAGS)
+    head = [f"| lengths | caches | trainer | {lags} | ceiling |", "|---" * (4 + len(MAP_LAGS)) + "|"]
+    settings = record(MAP)["settings"]
+    length = f"{settings['steps']} steps, of which the first {settings['warmup']} are not counted"
+    return "\n".join([*head, *rows, "", f"Seeds per cell: {settings['seeds']}; {length} (`{MAP}`)."])
 
-    def cell(found: dict[str, Any]) -> str:
-        return f"{found['ratio']['mean']:.2f} ± {found['ratio']['margin']:.2f} at {found['lag']['april']:.2f}"
 
-    rows = [
-        f"| *r* = {ratio} | {' | '.join(cell(preset[ratio]) for preset in presets.values())} |"
-        for ratio in next(iter(presets.values()))
-    ]
-    return "\n".join([f"| `april` with | {head} |", "|---|" + "---|" * len(presets), *rows])
+def _leaders(cell: dict[str, Any]) -> str:
+    """Return the two fastest strategies at each lag, with their gains."""
+    shown = []
+    for lag in MAP_LAGS:
+        gains = [(round(of[f"{lag:g}"]["mean"], 2), kind) for kind, of in cell["gains"].items()]
+        gains.sort(key=lambda pair: (-pair[0], pair[1] != "rollover"))
+        shown.append(", ".join(f"`{kind}` {gain:.2f}" for gain, kind in gains[:2]))
+    return " | ".join(shown)
+
+
+def clairvoyant() -> str:
+    """Return the table of what no schedule exceeds."""
+    rows = []
+    for name, cell in record(MAP)["cells"].items():
+        preset, caches, trainer, replicas = name.split("/")
+        if (caches, trainer, replicas) == ("kept", "one", "1"):
+            gains = " | ".join(f"{gain:.2f}" for gain in cell["clairvoyant"].values())
+            rows.append(f"| `{preset}` | {gains} | {cell['ceiling']:.2f} |")
+    return "\n".join(["| all lengths known, lag | 0.25 | 0.5 | 1 | 2 | ceiling |", "|---|---|---|---|---|---|", *rows])
 
 
 def rounds() -> str:
@@ -139,7 +160,8 @@ def large() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
-    "equal_lag": equal_lag,
+    "lag_map": lag_map,
+    "clairvoyant": clairvoyant,
     "rounds": rounds,
     "learning": learning,
     "sampling": sampling,

@@ -50,8 +50,11 @@ SETTINGS: tuple[Setting, ...] = (
 
 def scenario(replicas: int, kept: bool, training: float) -> Scenario:
     model = ReplicaModel(c0_s=1.0, b0=B0 / replicas, prefill_tokens_per_s=PREFILL)
-    caches = "keep" if kept else "recompute"
-    return Scenario(replicas=(model,) * replicas, kv_on_update=caches, trainer=Latency(base_s=training))
+    return Scenario(
+        replicas=(model,) * replicas,
+        kv_on_update="keep" if kept else "recompute",
+        trainer=Latency(base_s=training),
+    )
 
 
 def run(preset: str, setting: Setting, where: Scenario, seed: int, length: Length) -> TrialResult:

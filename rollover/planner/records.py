@@ -107,14 +107,12 @@ class Problem:
 class Binding:
     """A limit that the solution reaches.
 
-    Example: ``Binding(row="stock", subject="h20", slack=0.0)``: every H20 is in use.
+    Example: ``Binding(row="stock", subject="h20")``: every H20 is in use.
     """
 
     row: Literal["replicas", "trainer", "stock", "budget", "staleness", "cache", "tail"]
     subject: str
     """The device type or kind of replica that is limited; empty for the other limits."""
-    slack: float
-    """Slack relative to the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

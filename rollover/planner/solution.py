@@ -142,7 +142,7 @@ def _bindings(load: RateLoad, replicas: Floats, point: ProgramPoint) -> tuple[Bi
 
     def note(row: Any, subject: str, slack: float) -> None:
         if slack <= TIGHT:
-            found.append(Binding(row=row, subject=subject, slack=max(0.0, slack)))
+            found.append(Binding(row=row, subject=subject))
 
     for c in np.flatnonzero(replicas):
         kind = problem.replica_kinds[c]

@@ -193,31 +193,28 @@ def _add_strategy(asked: dict[str, Any], args: Namespace) -> None:
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("custom_generate_function_path", bool, "samples are decoded here, one response to one prompt: leave it out"),
-    ("group_rm", bool, "responses are scored one by one, as each ends; give a reward for one sample"),
-    (
-        "buffer_filter_path",
-        bool,
-        "unfinished groups are in Rollover's journal, not in the data source's buffer: leave it out",
-    ),
-    ("rollout_all_samples_process_path", bool, "groups that are not trained are not handed out: leave it out"),
-    ("use_rollout_routing_replay", bool, "routed experts are not recorded: leave it out"),
-    ("use_rollout_indexer_replay", bool, "indexer choices are not recorded: leave it out"),
-    ("recompute_logprobs_via_prefill", bool, "log-probs are those of the engine when it sampled: leave it out"),
-    ("use_opd", bool, "log-probs of a teacher are not asked for: leave it out"),
-    (
-        "debug_rollout_only",
-        bool,
-        "its servers are given no weights, and so no label that tells their version: leave it out",
-    ),
-    ("multi_lora", bool, "requests name no adapter: leave it out"),
+_LORA = ("lora_rank", "lora_adapter_path")
+_ADAPTERS = "requests name no adapter, so the base model would answer them: leave it out, or merge the adapter"
+_UNSET = {
+    "custom_generate_function_path": "samples are decoded here, one response to one prompt: leave it out",
+    "group_rm": "responses are scored one by one, as each ends; give a reward for one sample",
+    "buffer_filter_path": "unfinished groups are in Rollover's journal, not in the data source's buffer: leave it out",
+    "rollout_all_samples_process_path": "groups that are not trained are not handed out: leave it out",
+    "use_rollout_routing_replay": "routed experts are not recorded: leave it out",
+    "use_rollout_indexer_replay": "indexer choices are not recorded: leave it out",
+    "recompute_logprobs_via_prefill": "log-probs are those of the engine when it sampled: leave it out",
+    "use_opd": "log-probs of a teacher are not asked for: leave it out",
+    "debug_rollout_only": "its servers are given no weights, and so no label that tells their version: leave it out",
+    "multi_lora": "requests name no adapter: leave it out",
+    "multimodal_keys": "prompts can only be text: choose a dataset without images",
+}
+"""Arguments of slime that this rollout function would ignore, with the reason."""
+_LIMITED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rollout_top_p", lambda p: p is not None and p != 1, "SGLang's log-probs are those before top-p: use 1"),
     ("rollout_top_k", lambda k: k is not None and k > 0, "SGLang's log-probs are those before top-k: use -1"),
-    ("multimodal_keys", bool, "prompts can only be text: choose a dataset without images"),
     ("update_weights_interval", lambda n: n is not None and n != 1, "a version is one training step: use 1"),
 )
-"""Arguments of slime that this rollout function would ignore, with the values concerned and the reason."""
+"""The same for arguments of which some values have an effect, with the values that have none."""
 
 
 def _refuse_a_context_that_cuts(args: Namespace) -> None:
@@ -241,19 +238,12 @@ def _refuse_what_has_no_effect(args: Namespace, host: Host) -> None:
             "--dynamic-sampling-filter-path cannot be used with Rollover's rollout function, except for"
             f" {' and '.join(host.filters)} (it is {chosen!r}): choose one of these or leave it out"
         )
-    for name, is_set, why in _REFUSED:
-        if is_set(getattr(args, name, None)):
+    unset = _UNSET if getattr(args, "lora_train_only", False) else _UNSET | dict.fromkeys(_LORA, _ADAPTERS)
+    for name, is_set, why in (*((name, bool, why) for name, why in unset.items()), *_LIMITED):
+        if is_set(value := getattr(args, name, None)):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)!r} cannot be used with Rollover's rollout function:"
-                f" {why}"
+                f"--{name.replace('_', '-')} {value!r} cannot be used with Rollover's rollout function: {why}"
             )
-    if not getattr(args, "lora_train_only", False):
-        for name in ("lora_rank", "lora_adapter_path"):
-            if value := getattr(args, name, None):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {value} cannot be used with Rollover's rollout function, whose"
-                    " requests name no adapter, so the base model would answer them: leave it out, or merge the adapter"
-                )
     if not getattr(args, "rollout_global_dataset", True):
         raise ConfigError(
             "--disable-rollout-global-dataset cannot be used with Rollover's rollout function, which would have no"

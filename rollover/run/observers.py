@@ -5,13 +5,15 @@ Invariants: they only listen. A run without any of them trains the same weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollover.batch import Batch
 from rollover.engine.base import EngineMetrics
-from rollover.report.metrics import MetricsWriter
+from rollover.report.alarms import RECENT, alarms
+from rollover.report.metrics import MetricRow, MetricsWriter
 from rollover.report.progress import Progress
 from rollover.report.samples import COLUMNS
 from rollover.rollout.events import Event
@@ -67,6 +69,27 @@ def samples_to(writer: MetricsWriter, every_steps: int, rows: Callable[[Batch], 
     def observe(event: RunEvent) -> None:
         if isinstance(event, StepEnded) and event.step % every_steps == 0:
             writer.write_samples(event.step, COLUMNS, rows(event.batch))
+
+    return observe
+
+
+def alarms_to(show: Callable[[str], None]) -> Observer:
+    """Return an observer that shows the alarms of a run after ten of its steps, and whenever twice as many have ended.
+
+    Example: of a run whose rewards are always 0, it shows so after 10, 20, 40 and 80 steps.
+    """
+    rows: deque[MetricRow] = deque(maxlen=20 * RECENT)
+    shown_at = RECENT
+
+    def observe(event: RunEvent) -> None:
+        nonlocal shown_at
+        if not isinstance(event, StepEnded):
+            return
+        rows.append(MetricRow(kind="step", step=event.step, time_s=event.time_s, values=event.metrics))
+        if event.step + 1 >= shown_at and len(rows) >= RECENT:
+            shown_at = 2 * (event.step + 1)
+            for alarm in alarms(rows):
+                show(f"alarm: {alarm}")
 
     return observe
 

@@ -39,7 +39,7 @@ from rollover.run.engine import open_engine_of
 from rollover.run.engine_trust import Trust
 from rollover.run.evaluation import Evaluator, IdleSlots
 from rollover.run.meter import StepMeter
-from rollover.run.observers import Observer, RunEvent, RunObserver, samples_to
+from rollover.run.observers import Observer, RunEvent, RunObserver, alarms_to, samples_to
 from rollover.run.prepare import check_model, initial_policy
 from rollover.run.trainers import logprob_format, open_trainer
 from rollover.run.weight_sync import WeightSync
@@ -234,6 +234,7 @@ def _observers(config: RunConfig, parts: _Parts, progress: Progress, idle: IdleS
             batch_size=config.rollout.rollout_batch_size * config.rollout.num_siblings,
             engine=parts.engine.metrics,
         ),
+        alarms_to(progress.message),
         idle.observe,
     ]
     if config.logging.samples_every_steps and (config.logging.wandb or config.logging.trackio):

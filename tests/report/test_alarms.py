@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rollover.batch import Batch
 from rollover.report.alarms import alarms
 from rollover.report.metrics import MetricRow, read_metrics
+from rollover.run.observers import StepEnded, alarms_to
 
 
 def rows(num_steps: int, **curves: Callable[[int], float] | float) -> tuple[MetricRow, ...]:
@@ -96,3 +98,13 @@ def test_the_quickstart_raises_no_alarm_at_any_of_its_steps() -> None:
     assert sum(row.kind == "step" for row in record) == 60
     for cut in range(len(record) + 1):
         assert alarms(record[:cut]) == ()
+
+
+def test_a_run_shows_its_alarms_whenever_its_steps_have_doubled() -> None:
+    shown: list[tuple[int, str]] = []
+    found = rows(50, reward__mean=0.0, reward__groups_with_signal=0.0)
+    observe = alarms_to(lambda text: shown.append((row.step + 1, text)))
+    for row in found:
+        observe(StepEnded(step=row.step, batch=Batch(step=row.step, groups=()), time_s=0.0, metrics=row.values))
+    assert [step for step, _ in shown] == [10, 20, 40]
+    assert {text[:51] for _, text in shown} == {"alarm: every reward of the last 10 steps is 0: noth"}

@@ -21,6 +21,9 @@ _MISSING_SURPRISE = 0.2
 """Share of the entropy by which tokens may be less surprising than the policy; batches of right answers alone stay
 below a tenth (docs/engines.md)."""
 
+_FEWEST_FAILED = 5
+"""Samples that must have failed before their lengths say anything."""
+
 _LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "response/truncated",
@@ -54,7 +57,7 @@ def alarms(rows: Sequence[MetricRow], *, filtered: float = 0.0) -> tuple[str, ..
     Example: after ten steps with ``reward/mean`` 0 and ``reward/groups_with_signal`` 0, the only alarm begins "every
     reward of the last 10 steps is 0".
     """
-    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows)]
+    found = [_signal(rows, filtered), _entropy(rows), _surprise(rows), _failures(rows)]
     for metric, is_wrong, text in _LIMITS:
         value = _recent(rows, metric)
         if value is not None and is_wrong(value):
@@ -118,6 +121,21 @@ def _surprise(rows: Sequence[MetricRow]) -> str | None:
         f"trained tokens are less surprising than the policy: {surprise:.2f} against an entropy of {entropy:.2f} nats."
         " An engine that draws from a part of the distribution does this: look for top_k, top_p, min_p or a"
         " temperature in its settings and in the model's generation_config.json."
+    )
+
+
+def _failures(rows: Sequence[MetricRow]) -> str | None:
+    """Look for failures that befall long responses, as time-outs do: what is left to train is shorter."""
+    trained, num_failed = _recent(rows, "response/mean_tokens"), _values(rows, "rollout/failed_samples")
+    if trained is None or num_failed[-1:] < [_FEWEST_FAILED]:
+        return None
+    failed = _values(rows, "rollout/failed_mean_tokens")[-1]
+    if failed < 1.5 * trained:
+        return None
+    return (
+        f"{num_failed[-1]:.0f} samples have failed, with {failed:.0f} tokens on average, and trained ones have"
+        f" {trained:.0f}: long responses are left out. If they were late, raise environment.turn_timeout_s or"
+        " reward.timeout_s."
     )
 
 

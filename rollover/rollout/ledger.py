@@ -128,8 +128,8 @@ class Ledger:
         self.num_consumed = 0
         self.dropped: Counter[WasteCause] = Counter()
         """Number of groups dropped, by cause."""
-        self.num_failed = 0
-        """Number of samples failed; those that no reward applies to are not among them."""
+        self.num_failed = self.num_failed_tokens = 0
+        """Number of samples failed, and of their tokens; those that no reward applies to are not among them."""
         self._proved: set[int] = set()
         """Consumed groups that ``check`` has found correct."""
         for event in events:
@@ -183,6 +183,7 @@ class Ledger:
                 assert sample.state not in SETTLED, f"{sample_id} is {sample.state} and cannot fail"
                 self._leave(sample_id, sample)
                 self.num_failed += cause is WasteCause.FAILED
+                self.num_failed_tokens += sample.num_tokens * (cause is WasteCause.FAILED)
                 sample.cause = cause
                 self.tokens.waste(cause, sample)
                 self._settle(sample_id, FAILED)

@@ -79,6 +79,7 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
     """Return the token account so far, and the work in flight.
 
     ``rollout/starvation_age`` is the age in versions of the oldest group that has started and was not consumed.
+    ``rollout/failed_mean_tokens`` is the mean length of the samples that have failed, if there are any.
     """
     tokens = ledger.tokens
     starts = [v for counts in (ledger.starts_of_open, ledger.starts_of_ready) for v, n in counts.items() if n]
@@ -88,6 +89,7 @@ def ledger_metrics(ledger: Ledger) -> dict[str, float]:
         "rollout/live_tokens": tokens.live,
         "rollout/reprefilled_tokens": tokens.reprefilled,
         "rollout/failed_samples": ledger.num_failed,
+        **({"rollout/failed_mean_tokens": ledger.num_failed_tokens / n} if (n := ledger.num_failed) else {}),
         "rollout/parked_samples": len(ledger.parked),
         "rollout/unconsumed_groups": ledger.num_unconsumed,
         "rollout/starvation_age": ledger.next_step - min(starts, default=ledger.next_step),

@@ -82,6 +82,16 @@ def test_a_share_beyond_its_limit_is_named(metric: str, bad: float, good: float,
     assert alarms(rows(10, **{metric: good})) == ()
 
 
+def test_failures_that_befall_long_responses_are_named_with_both_lengths() -> None:
+    def found(num_failed: int, tokens: float) -> tuple[str, ...]:
+        late = {"rollout__failed_samples": num_failed, "rollout__failed_mean_tokens": tokens}
+        return alarms(rows(6, response__mean_tokens=100, **late))
+
+    (alarm,) = found(5, 150)
+    assert alarm.startswith("5 samples have failed, with 150 tokens on average, and trained ones have 100: long")
+    assert found(4, 150) == found(5, 149) == alarms(rows(6, response__mean_tokens=100)) == ()
+
+
 def test_what_is_over_raises_no_alarm() -> None:
     assert alarms(rows(30, response__truncated=lambda step: 1.0 if step < 20 else 0.1)) == ()
     assert len(alarms(rows(30, response__truncated=lambda step: 0.1 if step < 20 else 1.0))) == 1

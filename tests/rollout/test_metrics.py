@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollover.batch import Batch, Group
-from rollover.rollout.events import GroupOpened, SampleStarted, SegmentEnded
+from rollover.rollout.events import GroupOpened, SampleFailed, SampleStarted, SegmentEnded
 from rollover.rollout.lag import weighted_quantile
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.metrics import batch_metrics, ledger_metrics
@@ -90,7 +90,11 @@ def test_the_account_of_a_ledger_is_its_own() -> None:
     assert numbers["rollout/starvation_age"] == 0
     ledger.next_step = 3  # three batches went by, and the group that was begun under version 0 was in none
     assert ledger_metrics(ledger)["rollout/starvation_age"] == 3
-    assert ledger_metrics(Ledger())["rollout/starvation_age"] == 0, "nothing has begun"
+    ledger.apply(SampleFailed(time_s=2, sample_id=SampleId(0, 0), reason="late"))
+    numbers = ledger_metrics(ledger)
+    assert (numbers["rollout/failed_samples"], numbers["rollout/failed_mean_tokens"]) == (1, 3)
+    empty = ledger_metrics(Ledger())
+    assert empty["rollout/starvation_age"] == 0 and "rollout/failed_mean_tokens" not in empty, "nothing has begun"
 
 
 def test_a_quantile_is_the_smallest_value_with_that_share_below() -> None:

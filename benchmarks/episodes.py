@@ -5,7 +5,8 @@
 The same episodes are decoded for real, by the driver over the embedded engine with tools that sleep, and simulated:
 over a model of that engine, and at the size of a real run. Engines have as many slots as a batch has samples, and
 `april` has twice as many samples in flight. Utilisation is the mean of running samples over slots. What is asked: a
-tool of 100 ms leaves `april` nine tenths of its utilisation, since a sample whose environment acts holds no slot.
+tool of 100 ms leaves `april` nine tenths of its utilisation, since a sample whose environment acts holds no slot. How
+many samples in flight that takes is foretold by Little's law and simulated (`--part in-flight`, a minute).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from rollover.workload.law import Generator, LengthLaw
 from rollover.workload.source import preset
 
 TOOL_S = (0.0, 0.1, 1.0)
+TIMES = (2, 3, 4)
+"""Samples in flight at the beginning of a round of `april`, in multiples of the slots."""
 OBSERVED = 12
 SHORT = LengthLaw(median_tokens=160, sigma=0.8, icc=0.5, loop_probability=0.0, cap_tokens=512, min_tokens=4)
 
@@ -69,6 +73,42 @@ def simulated(workload: Workload, model: ReplicaModel, turn: int, shape: tuple[i
     return found
 
 
+def num_running(in_flight: float, slots: int, turn_s: Callable[[float], float], tool_s: float) -> float:
+    """Return how many of the samples in flight run, by Little's law: R = M T(R) / (T(R) + Z), and at most the slots."""
+    least, most = 0.0, float(slots)
+    for _ in range(50):
+        running = (least + most) / 2
+        fewer = running * (turn_s(running) + tool_s) > in_flight * turn_s(running)
+        least, most = (least, running) if fewer else (running, most)
+    return least
+
+
+def in_flight(
+    workload: Generator, model: ReplicaModel, turn: int, shape: tuple[int, int], tool_s: float
+) -> dict[str, Any]:
+    """Return the share of its utilisation that `april` keeps with a tool, for several numbers of samples in flight. In
+    a round they fall from ``times`` times the slots to one time less, since a batch has as many samples as slots."""
+    slots = shape[0] * shape[1]
+    lengths = [length for i in range(500) for length in workload.group_lengths(i, shape[1])]
+    tokens = sum(lengths) / sum(-(-length // turn) for length in lengths)
+
+    def turn_s(running: float) -> float:
+        return tokens * model.c0_s * (1 + running / model.b0)
+
+    found: dict[str, Any] = {"tokens_of_a_turn": tokens, "turn_s": turn_s(slots), "tool_s": tool_s}
+    for times in TIMES:
+        options: dict[str, Any] = {"max_staleness": 8, "over_sampling_batch_size": times * shape[0]}
+        config = SimulatedRollout.of(
+            "april", rollout_batch_size=shape[0], group_size=shape[1], max_new_tokens=2 * workload.cap, **options
+        )
+        setting = Setting(name="april", config=config, max_running=slots)
+        turns = (Turns(tokens=turn, answer_s=seconds, observed_tokens=OBSERVED) for seconds in (0.0, tool_s))
+        plain, slow = (foretell(setting, workload, model, 100, one).after(20).mean_running for one in turns)
+        law = [num_running(slots * (times - part / 20), slots, turn_s, tool_s) / slots for part in range(21)]
+        found[f"{times}"] = {"kept": slow / plain, "law": sum(law) / len(law), "law_at_the_end": law[-1]}
+    return found
+
+
 async def decoded(folder: Path, turn: int, shape: tuple[int, int], steps: int) -> dict[str, Any]:
     """One setting and tool after another, since tools would go on while others take a step."""
     weights, found = [load_file(folder / "model.safetensors")], dict[str, Any]()
@@ -95,8 +135,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--part", choices=("all", "in-flight"), default="all")
     options = parser.parse_args()
     shape, turn = (4, 4), 64
+    if options.part == "in-flight":  # over the engine of the record
+        line = json.loads((Path(__file__).parent / "results/episodes-2026-11-28.json").read_text())["engine"]
+        small = ReplicaModel(c0_s=line["c0_s"], b0=line["B0"])
+        found = in_flight(Generator(SHORT, 0), small, turn, shape, 0.1)
+        record = {"command": sys.argv, "date": str(date.today()), "machine": machine(), "engine": line, **found}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(found, indent=1))
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model("3M", folder, "float32")

@@ -19,6 +19,7 @@ ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
+DOOR = "benchmarks/results/door-2026-11-28.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 GPU_GIB = 79.6
 """Memory of an H100 of 80 GB, as PyTorch reports it, less what its context takes."""
@@ -158,6 +159,33 @@ def large() -> str:
     return "\n".join([head, "|---|---|---|---|---|", *rows])
 
 
+def door() -> str:
+    """Return what a request and a waiting program cost."""
+    found = record(DOOR)
+    rows = [
+        f"| `{client}` | {row['door_ms']:.1f} ms | {row['echo_ms']:.1f} ms | {row['ratio']:.1f} |"
+        for client, row in found["requests"].items()
+    ]
+    waits, programs = found["connections"], found["programs"]
+    rows.append(
+        f"| {waits['number']:,} connections that wait together | {waits['door_ms']:.1f} ms | {waits['echo_ms']:.1f} ms"
+        f" | {waits['ratio']:.1f} |"
+    )
+    kib = f"{waits['kib_each']:.0f}"
+    plain, httpx, openai = (f"{programs[f'{name}_mib']:.0f}" for name in ("plain", "httpx", "openai"))
+    return "\n".join(
+        [
+            "| processor time of a request, client included | the door | an echo | ratio |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"While it waits, a program that needs nothing but Python takes {plain} MiB with that process, one with"
+            f" `httpx` {httpx} MiB\nand one with `openai` {openai} MiB, and the run takes {kib} KiB for it"
+            f"\n(`benchmarks/door.py`, `{DOOR}`).",
+        ]
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "lag_map": lag_map,
@@ -165,12 +193,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "rounds": rounds,
     "learning": learning,
     "sampling": sampling,
+    "door": door,
     "april": april,
     "large": large,
 }
 PAGES = (
     "README.md",
     "docs/engines.md",
+    "docs/how-to/agents.md",
     "docs/how-to/many-gpus.md",
     "docs/index.md",
     "docs/quickstart.md",

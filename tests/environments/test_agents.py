@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +21,8 @@ from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment,
 
 SUM = Prompt(prompt_id="s/0@0", token_ids=(), text="", source="s", columns={"question": "1 + 2 - 9", "answer": "-6"})
 HERE = "tests.environments.agents"
+CONTAINER = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""The command of docs/how-to/agents.md, which gives a program processes and mounts of its own."""
 pytestmark = pytest.mark.real_time
 
 
@@ -203,7 +206,12 @@ async def test_many_programs_wait_side_by_side() -> None:
         assert [content(one) for one in found] == ["start 5"] * 6
 
 
-async def test_a_command_gets_its_row_and_its_own_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("around", [(), CONTAINER], ids=["plain", "unshare"])
+async def test_a_command_gets_its_row_and_its_own_environment(
+    around: tuple[str, ...], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if around and subprocess.run([*around, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces are not allowed here")
     program = (
         "import json, os, sys, httpx\n"
         "assert json.load(sys.stdin) == json.loads(os.environ['ROLLOVER_ROW']) == {'start': 5}\n"
@@ -215,7 +223,7 @@ async def test_a_command_gets_its_row_and_its_own_environment(tmp_path: Any, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     plain: Any = Plain()
-    config = AgentConfig(command=(sys.executable, "-c", program))
+    config = AgentConfig(command=(*around, sys.executable, "-c", program))
     actor = EpisodeActor({"s": SourceEnvironment(config, plain, 500)}, plain, seed=1)
     assert content(await actor.act(episode(), 0.0)) == str(tmp_path), "and nothing of the run's"
     await actor.close()

@@ -7,10 +7,10 @@ All are frozen and none needs torch. A new stage of the flow makes a new value
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice, pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from rollover.kept import MAX_KEPT
@@ -314,8 +314,8 @@ class Trajectory:
         >>> answers = (Observation((19, 6)), Observation((), end=FinishReason.STOP))
         >>> parts = {"segments": (asked, replied), "observations": answers}
         >>> episode = Trajectory(sample_id=SampleId(0, 1), prompt=prompt, **parts)
-        >>> episode.token_ids, episode.response_ids, episode.is_sampled
-        ((7, 3, 8), (7, 3, 19, 6, 8), (True, True, False, False, True))
+        >>> episode.token_ids, episode.response_ids
+        ((7, 3, 8), (7, 3, 19, 6, 8))
         >>> episode.finish_reason.value, episode.num_turns
         ('stop', 2)
 
@@ -345,25 +345,10 @@ class Trajectory:
         return tuple(t for s in self.segments for t in s.token_ids)
 
     @property
-    def stretches(self) -> Iterator[Segment | Observation]:
-        """Yield the parts of the response in order: segments, and the observation after each turn."""
-        observations = iter(self.observations)
-        for segment in self.segments:
-            yield segment
-            if segment.finish_reason is FinishReason.TURN:
-                yield from islice(observations, 1)
-
-    @property
     def response_ids(self) -> tuple[int, ...]:
-        """Return all tokens that follow the prompt: sampled ones, and those of observations."""
-        if not self.observations:
-            return self.token_ids
-        return tuple(t for part in self.stretches for t in part.token_ids)
-
-    @property
-    def is_sampled(self) -> tuple[bool, ...]:
-        """Return, for each of ``response_ids``, whether it was sampled."""
-        return tuple(isinstance(part, Segment) for part in self.stretches for _ in part.token_ids)
+        """Return all tokens that follow the prompt: those of each turn, and of the observation after it."""
+        parts = zip_longest(self.turns, (o.token_ids for o in self.observations), fillvalue=())
+        return tuple(t for part in parts for ids in part for t in ids)
 
     @property
     def parents(self) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def tell(guest: Guest, text: str) -> Asked:
         ([user("a"), said("b"), user("c")], [CALC], 0, 3),
     ],
 )
-async def test_a_request_goes_on_from_the_deepest_turn_that_it_repeats(
+async def test_a_request_goes_on_from_the_last_reply_that_it_repeats(
     messages: Any, tools: Any, origin: int, adds: int
 ) -> None:
     guest = Guest()

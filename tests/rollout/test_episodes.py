@@ -294,5 +294,4 @@ def test_what_a_trajectory_says_of_its_turns() -> None:
         sample_id=SampleId(0, 0), prompt=prompt, segments=tuple(parts), observations=(Observation((5, 6)),)
     )
     assert (parked.turn_ids, parked.response_ids) == ((7,), (2, 3, 4, 5, 6, 7))
-    assert parked.is_sampled == (True, True, True, False, False, True)
     assert parked.finish_reason is FinishReason.ABORT

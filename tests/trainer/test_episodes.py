@@ -36,7 +36,7 @@ def episodes(num_groups: int = 4, *, branch: bool = False) -> list[Trajectory]:
     made = []
     for group in make_batch(step=3, num_groups=num_groups, group_size=3).groups:
         for index in range(3):
-            turns = rng.randint(1, 4)
+            turns = rng.randint(1, 6 if branch else 4)
             segments, answers = [], []
             for turn in range(turns):
                 if rng.random() < 0.5:
@@ -69,6 +69,7 @@ def test_each_sampled_token_is_predicted_once_after_all_on_its_path(tmp_path: Pa
     samples = [path for t in found for path in TrainingSample.all_of(t)]
     num_tokens = sum(t.num_tokens for t in found)
     assert sum(s.num_sampled for s in samples) == num_tokens == len(expected)
+    assert any(s.places for s in samples) == branch, "a path goes on behind turns of others"
     for budget in (1, 40, 10**6):
         got = all_logprobs(policy, pack(samples, budget), 0.8, num_tokens=num_tokens)
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-10)

@@ -1,6 +1,6 @@
 """One life of an agent's program, as the door sees it: what it has asked, what it was told, and what it may still ask.
 
-Requests may branch: each goes on from the deepest turn whose conversation it repeats, or begins anew.
+Requests may branch: each goes on from the last reply that it repeats, or begins anew.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Guest:
     def origin(self, request: ChatRequest) -> tuple[int, Messages, Sequence[Mapping[str, Any]]]:
         """Return the number of the turn that a request goes on from, the messages that it adds, and the tools that it
         offers if it begins anew."""
-        found = [turn for turn, said in self.said.items() if turn and said.goes_on_in(request)]
-        parent = max(found, key=lambda turn: (len(self.said[turn].messages), -turn), default=0)
+        found = (turn for turn, said in self.said.items() if turn and said.goes_on_in(request))
+        parent = min(found, default=0)  # several are equal: each ends with the last reply in the request
         return parent, request.messages[len(self.said[parent].messages) :], () if parent else request.tools
 
     def asked_again(self, parent: int, recorded: str) -> Asked | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollover.batch import Batch
 from rollover.rollout.generation import sample_seed
-from rollover.types import FinishReason, Observation, Prompt, SampleId
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 from tests.engine.fake import logprob_at, token_at
 from tests.rollout.kit import NAMES, ON_FULL, SEED, Prompts, Rig, play
 from tests.rollout.test_episodes import LIMIT, Game, assert_goes_on, killed_and_resumed
@@ -28,21 +28,26 @@ class Author(Game):
         return Observation((7, *sample_id), "asked") if turn == 1 else super().answer(sample_id, turn)
 
 
+def assert_decoded(trajectory: Trajectory) -> None:
+    """Every token behind an empty turn is what the engine's script has there."""
+    first, *rest = trajectory.segments
+    assert (first.token_ids, first.finish_reason) == ((), FinishReason.TURN)
+    turn, position = 1, 0
+    for segment in rest:
+        seed = sample_seed(SEED, trajectory.sample_id, turn)
+        for token, logprob in zip(segment.token_ids, segment.rollout_logprobs, strict=True):
+            assert token == token_at(seed, position, segment.policy_version)
+            assert logprob == logprob_at(seed, position, segment.policy_version)
+            position += 1
+        if segment.finish_reason is FinishReason.TURN:
+            turn, position = turn + 1, 0
+
+
 def assert_written(batches: dict[int, Batch], rig: Rig) -> None:
     for step, batch in batches.items():
         for trajectory in batch.trajectories:
-            first, *rest = trajectory.segments
-            assert (first.token_ids, first.finish_reason) == ((), FinishReason.TURN)
             assert trajectory.observations[0].token_ids == (7, *trajectory.sample_id)
-            turn, position = 1, 0
-            for segment in rest:
-                seed = sample_seed(SEED, trajectory.sample_id, turn)
-                for token, logprob in zip(segment.token_ids, segment.rollout_logprobs, strict=True):
-                    assert token == token_at(seed, position, segment.policy_version)
-                    assert logprob == logprob_at(seed, position, segment.policy_version)
-                    position += 1
-                if segment.finish_reason is FinishReason.TURN:
-                    turn, position = turn + 1, 0
+            assert_decoded(trajectory)
             assert all(0 <= step - v <= rig.strategy.max_staleness for v in trajectory.policy_versions)
     rig.ledger.check()
 

@@ -28,8 +28,8 @@ from edge import EdgeMachine
 from forked import Forks
 
 from rollover.run.loading import find
-from rollover.swarm.coordinator.status.snapshot import StatusFile
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import read_status
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 
 ARMS = ("co-located", "pull", "push-pull")
@@ -139,7 +139,7 @@ def _join(task: Task, run: Path, folder: Path, trainer: Any, forks: Forks) -> li
         if trainer.exitcode is not None or time.monotonic() > give_up_s:
             raise RuntimeError("the swarm was not opened")
         time.sleep(POLL_S)
-    url = StatusFile(status).read().url
+    url = read_status(status.parent).url
     credentials, key = Credentials(run / "swarm" / "workers.json"), open_key(run / "swarm" / "publisher.key")
     members = []
     for machine in task.machines:

@@ -46,9 +46,9 @@ from rollover.run.jobs import NEW_RECORDS
 from rollover.sim.strategies import SimulatedRollout
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.messages import Head
 from rollover.types import Prompt, SampleId, SamplingParams, Segment, Trajectory
 
@@ -89,7 +89,6 @@ async def swarm(case: Case, folder: Path) -> AsyncIterator[SwarmEngine]:
     coordinator = Coordinator(identity, head(0), ttl_s=config.lease_s, exact=False, checks=False)
     engine = SwarmEngine(config, coordinator, lambda version, source: head(version), SystemClock(), number_format="x")
     engine.gateway = Gateway(config, engine.shell, member_of=lambda header: (header or "")[7:], blobs=folder)
-    engine.gateway.bind()
     await engine.start()
     try:
         yield engine

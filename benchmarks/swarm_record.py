@@ -23,7 +23,6 @@ from rollover.rollout.events import CheckpointSaved, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.lag import BatchLag
 from rollover.rollout.state import RolloutState
-from rollover.swarm.coordinator.status.weight_log import FILE_NAME
 from rollover.trainer.checkpoint import list_checkpoints, read_manifest
 
 Record = dict[str, Any]
@@ -70,7 +69,7 @@ def record_of(run: Path, rooms: Mapping[str, int]) -> Record:
             "trainer": sum(row.values["time/rollout_s"] for row in steps) / (end_s - start_s),
             "members": {name: _idle(segments, name, room, start_s, end_s) for name, room in rooms.items()},
         },
-        "weights": _weights(run / "swarm" / FILE_NAME),
+        "weights": _weights(run / "swarm" / "weights.jsonl"),
         "batches": [fingerprint(batch) for batch in batches],
         "checkpoints": {
             str(read_manifest(folder).version): hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -18,8 +18,8 @@ from rollover.report.metrics import read_metrics
 from rollover.report.record import read_config
 from rollover.run.directory import derived_config
 from rollover.run.prepare import check_began_with
-from rollover.swarm.coordinator.status.snapshot import StatusFile
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import read_status
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.trainer.checkpoint import read_manifest
 from rollover.weights.adapters import AdapterSource
 from tests.test_wrong_input import Say, refused
@@ -122,7 +122,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("model.safetensors.index.json", weight_files),
     ("began_with.json", lambda folder: check_began_with(folder / "began_with.json", folder)),
     ("adapter_config.json", lambda folder: AdapterSource.read(1, folder)),
-    ("status.json", lambda folder: StatusFile(folder / "status.json").read()),
+    ("status.json", read_status),
     ("workers.json", lambda folder: Credentials(folder / "workers.json").hashes()),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,7 @@ def command(
     token = read_token(token_file, os.environ)
     if config.engine.declared.in_process:
         require("torch", "safetensors", purpose="the embedded engine of a worker")
-    from rollover.swarm.worker.joining import default_cache, join
+    from rollover.swarm.worker.joining import default_cache, work_for
 
     redactor = ctx.find_object(Redactor) or Redactor()
     redactor.value(token.text, "token")
@@ -97,17 +98,9 @@ def command(
     cache = cache or default_cache(token)
     stopping = _Stopping(say)
     with handled(stopping.on_signal):
-        join(
-            address,
-            token,
-            config,
-            open_on=opener(config, name=f"worker-{token.name}", root=cache),
-            cache=cache,
-            ca_file=ca_file,
-            software=f"rollover {__version__}",
-            say=say,
-            started=stopping.started,
-        )
+        open_on = opener(config, name=f"worker-{token.name}", root=cache)
+        software = f"rollover {__version__}"
+        asyncio.run(work_for(address, token, config, open_on, cache, ca_file, software, say, stopping.started))
 
 
 class _Stopping:

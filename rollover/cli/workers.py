@@ -14,7 +14,7 @@ from rollover.errors import ConfigError, RolloverError, require
 
 if TYPE_CHECKING:
     from rollover.swarm.coordinator.status.snapshot import SwarmStatus
-    from rollover.swarm.coordinator.trust.blocklist import Blocklist
+    from rollover.swarm.coordinator.trust import Blocklist
 
 
 _SILENT_S = 15.0
@@ -43,7 +43,7 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
     if add is not None:
         _add(run / "swarm", add, out)
     if revoke is not None:
-        from rollover.swarm.coordinator.trust.credentials import Credentials
+        from rollover.swarm.coordinator.trust import Credentials
 
         Credentials(run / "swarm" / "workers.json").revoke(revoke)
         click.echo(f"the token of {revoke} is rejected from now on")
@@ -51,20 +51,20 @@ def command(run: Path, add: str | None, out: Path | None, revoke: str | None, tr
         _blocklist(run).readmit(trust)
         click.echo(f"{trust} may join again: restart its worker")
     if (add, revoke, trust) == (None, None, None):
-        from rollover.swarm.coordinator.status.snapshot import StatusFile
+        from rollover.swarm.coordinator.status.snapshot import read_status
 
-        _show(run, StatusFile(run / "swarm" / "status.json").read())
+        _show(run, read_status(run / "swarm"))
 
 
 def _blocklist(run: Path) -> Blocklist:
-    from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
+    from rollover.swarm.coordinator.trust import Blocklist
 
-    return Blocklist(run / "swarm" / FILE_NAME)
+    return Blocklist(run / "swarm")
 
 
 def _add(root: Path, name: str, out: Path | None) -> None:
     from rollover.privacy import make_private
-    from rollover.swarm.coordinator.trust.credentials import Credentials
+    from rollover.swarm.coordinator.trust import Credentials
     from rollover.swarm.publication.keys import open_key
 
     if out is not None and out.exists():

@@ -69,7 +69,6 @@ class ClusterConfig:
 
     @property
     def num_engines(self) -> int:
-        """Return the number of engine servers on the cluster."""
         return self.engines if isinstance(self.engines, int) else sum(group.count for group in self.engines)
 
     def __post_init__(self) -> None:

@@ -42,11 +42,7 @@ class Look:
 
 
 class EngineKeeper:
-    """Keeps one server, in a worker process of Ray on the node where it has its place.
-
-    Example: ``await keeper.where()`` is ``("5f1c", "10.0.0.5")`` and ``await keeper.port()`` is 41237; after ``await
-    keeper.launch([...], env, ...)`` the server comes up there.
-    """
+    """Keeps one server, in a worker process of Ray on the node where it has its place."""
 
     def __init__(self, *, stop_timeout_s: float) -> None:
         self._config = ServerConfig(launch=True, stop_timeout_s=stop_timeout_s)
@@ -80,7 +76,6 @@ class EngineKeeper:
         await self._process.start()
 
     async def look(self, log_from: int) -> Look:
-        """Return how the server is."""
         process = self._process
         exited = process is not None and process.exited
         log = b""
@@ -113,7 +108,6 @@ class EngineKeeper:
         return path
 
     async def stop(self) -> None:
-        """Stop the server and delete its folder."""
         if self._process is not None:
             await self._process.stop()
         shutil.rmtree(self._folder, ignore_errors=True)

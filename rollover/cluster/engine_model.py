@@ -1,7 +1,7 @@
 """The model that engine servers start with, on their nodes: read where it is, or sent there through Ray's object store.
 
 A node that has the same files at the same path reads them there. Any other is sent them once: each server there has
-links of its own to the copy, so one that ends takes nothing from the others.
+links of its own to the copy, so a server that ends takes nothing from the others.
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ from typing import Any
 
 from rollover.cluster.engine_actor import EngineKeeper, Look
 from rollover.cluster.engine_model import EngineModel
-from rollover.cluster.fitting import Resources
-from rollover.cluster.nodes import actor_options, written
+from rollover.cluster.nodes import Resources, actor_options, written
 from rollover.cluster.parts import sampled_digest
-from rollover.engine.servers.background import BackgroundTasks
+from rollover.engine.background import BackgroundTasks, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.http.client import HTTPClient, api_key
 from rollover.engine.servers.start.places import ServerProgram
@@ -74,12 +73,7 @@ class ClusterServer:
     """
 
     def __init__(
-        self,
-        number: int,
-        program: ServerProgram,
-        config: ServerConfig,
-        resources: Resources,
-        terms: EngineTerms,
+        self, number: int, program: ServerProgram, config: ServerConfig, resources: Resources, terms: EngineTerms
     ) -> None:
         self._name = f"engine-{number}"
         self.client = HTTPClient(f"http://{self._name}.invalid", config, name=self._name)
@@ -109,8 +103,7 @@ class ClusterServer:
         self._tasks.start(self._look_on())
 
     async def gone(self) -> bool:
-        """See ``StartedServer.gone``: this includes a keeper that does not answer, since its server could not be
-        stopped."""
+        """See ``StartedServer.gone``: a keeper that does not answer counts, since its server could not be stopped."""
         if self._keeper is None:
             return True
         try:
@@ -174,26 +167,16 @@ class ClusterServer:
 
     async def _until_ready(self) -> None:
         limit_s = self._config.launch_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                while True:
-                    with suppress(EngineError):
-                        await self._health()
-                        return
-                    look = await self._look()
-                    if look.exited:
-                        raise EngineError(f"{self._name}, the server did not start: {look.story}")
-                    await asyncio.sleep(_POLL_S)
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            raise EngineTimeout(
-                f"{self._name} at {self.client.url} did not answer within {limit_s:g} s (engine.launch_timeout_s); its"
-                f" log is {self._log}"
-            ) from None
-
-    async def _health(self) -> None:
-        await self.client.call("GET", "/health", timeout_s=self._config.health_timeout_s)
+        late = f"{self._name} at {self.client.url} did not answer within {limit_s:g} s (engine.launch_timeout_s)"
+        async with within(limit_s, f"{late}; its log is {self._log}"):
+            while True:
+                with suppress(EngineError):
+                    await self.client.call("GET", "/health", timeout_s=self._config.health_timeout_s)
+                    return
+                look = await self._look()
+                if look.exited:
+                    raise EngineError(f"{self._name}, the server did not start: {look.story}")
+                await asyncio.sleep(_POLL_S)
 
     # -- while it runs -------------------------------------------------------------------------------------------
 

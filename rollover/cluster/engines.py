@@ -11,8 +11,7 @@ from typing import TypeVar
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engine_model import EngineModel
 from rollover.cluster.engine_server import ClusterServer, EngineTerms
-from rollover.cluster.fitting import Wanted, refusal
-from rollover.cluster.nodes import alive_nodes, written
+from rollover.cluster.nodes import Wanted, alive_nodes, refusal, written
 from rollover.engine.servers.config import ServerConfig, num_devices
 from rollover.engine.servers.start.places import ServerProgram
 from rollover.errors import ConfigError
@@ -42,7 +41,6 @@ class EngineForm:
         return {device: float(self.devices), **self.resources}
 
     def config(self, config: C) -> C:
-        """Return the config of the engine with the settings of this server."""
         return replace(config, max_running=self.max_running, launch_args=self.args)
 
 
@@ -72,11 +70,9 @@ def _forms(cluster: ClusterConfig, engine: ServerConfig, group: EngineGroup) -> 
 class ClusterEngines:
     """Implements ``ServerPlaces``; the process is connected to the cluster before ``open``.
 
-    Example: ``ClusterConfig(engines=4)`` gives places for ``engine-0`` to ``engine-3``.
-
     Args:
         model: the folder of the model that servers start with; nodes that lack it are sent it.
-        probe: a file, just written, that the nodes of all servers must see at the same path, where weights reach them
+        probe: a file, just written, that the nodes of all servers must see at the same path, if weights reach them
             through a folder.
         remedy: what to change when one of them does not.
 

@@ -63,10 +63,7 @@ class HostReport:
 
 
 class RankHost:
-    """Starts one rank and speaks with it. Its methods are called from several threads.
-
-    Example: ``ray.remote(RankHost).remote()``
-    """
+    """Starts one rank and speaks with it. Its methods are called from several threads."""
 
     def __init__(self) -> None:
         self._listener: Any = None
@@ -78,7 +75,6 @@ class RankHost:
         self._reading = threading.Lock()
 
     def node(self) -> str:
-        """Return the id of its node."""
         import ray
 
         node: str = ray.get_runtime_context().get_node_id()
@@ -115,8 +111,7 @@ class RankHost:
         write_part(path, size, offset, chunk)
 
     def start(self, rank: int, task: bytes) -> int:
-        """Start the rank, send it its pickled task, and return the number of its process. What it prints goes where
-        Ray keeps the output of this actor."""
+        """Start the rank with its pickled task; return its process number. Ray keeps what it prints."""
         self._rank = rank
         passed = () if self._listener is None else (self._listener.fileno(),)
         self._popen, self._connection = start_rank(rank, None, passed=passed)
@@ -154,10 +149,7 @@ class RankHost:
             except (EOFError, OSError):
                 fate = exit_of(self._popen)
         return HostReport(
-            progress=int(self._progress[self._rank]),
-            message=message,
-            fate=fate,
-            is_stopped=is_stopped(self._popen.pid),
+            progress=int(self._progress[self._rank]), message=message, fate=fate, is_stopped=is_stopped(self._popen.pid)
         )
 
     def written(self, folder: Path) -> dict[str, int]:
@@ -169,7 +161,6 @@ class RankHost:
         return np.fromfile(path, dtype=np.uint8, count=size, offset=offset)
 
     def discard(self, folder: Path) -> None:
-        """Delete a folder that the rank has written."""
         shutil.rmtree(folder)
 
     def end(self) -> None:

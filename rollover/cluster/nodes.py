@@ -1,4 +1,4 @@
-"""The nodes of a cluster: what they have, whether what is asked of them can ever be placed, and what runs on them.
+"""The nodes of a cluster: what they have, whether what is asked of them can ever be placed, and taking places there.
 
 That a node is there is what it answers itself; the tables of the cluster are asked for its name and resources alone.
 """
@@ -15,7 +15,20 @@ from typing import Any
 from rollover.errors import ConfigError
 from rollover.version import __version__
 
+Resources = Mapping[str, float]
+
 _PACKAGES = {"Ray": "ray", "PyTorch": "torch"}
+_ROUNDING = 1e-6
+"""Ray counts resources in ten-thousandths."""
+_UNNAMED = ("node:", "object_store_memory", "memory", "accelerator_type:")
+"""Prefixes of resources that Ray gives every node by itself."""
+
+
+class NotPlaced(ConfigError):
+    """Bundles for which the cluster has had no room in time; the message names what is missing.
+
+    Example: ``the trainer needs 2 bundles of CPU 1, h100 1 (...), for which the Ray cluster had no room within 60 s``
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +173,112 @@ def _ray_first(resource: tuple[str, float]) -> tuple[bool, str]:
 
 def described(nodes: Sequence[ClusterNode]) -> str:
     """Return what the nodes have, as a message says it."""
-    hidden = ("node:", "object_store_memory", "memory")
-    shown = (
-        f"node {node.address} has {written({k: v for k, v in node.resources.items() if not k.startswith(hidden)})}"
-        for node in nodes
-    )
-    return "; ".join(shown) or "it has no nodes"
+    return "; ".join(f"node {node.address} has {written(_own(node.resources))}" for node in nodes) or "it has no nodes"
+
+
+def _own(node: Resources) -> Resources:
+    """Return what a node has of its own, without what Ray gives every node."""
+    return {key: amount for key, amount in node.items() if not key.startswith(_UNNAMED)}
 
 
 def _times(have: float, need: float) -> int:
     return math.floor(have / need + 1e-9)
+
+
+# -- fitting: pure arithmetic ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Something that takes a place on one node.
+
+    Example: ``Wanted(name="engine-0", resources={"GPU": 2.0, "h20": 1.0})``.
+    """
+
+    name: str
+    resources: Resources
+
+
+def unplaced(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> list[Wanted]:
+    """Return what finds no place on empty nodes, the largest placed first, each on the node that it leaves fullest.
+
+    Example: two servers of 2 GPUs on nodes of 3 and 1: the first fits, the second is returned.
+    """
+    left = [dict(node) for node in nodes]
+    failed = []
+    for each in sorted(wanted, key=lambda w: -max(w.resources.values(), default=0.0)):
+        fitting = [node for node in left if fits(each.resources, node)]
+        if not fitting:
+            failed.append(each)
+            continue
+        tightest = min(fitting, key=lambda node: sum(node.get(key, 0.0) for key in each.resources))
+        for key, amount in each.resources.items():
+            tightest[key] -= amount
+    return failed
+
+
+def fits(resources: Resources, node: Resources) -> bool:
+    return all(node.get(key, 0.0) + _ROUNDING >= amount for key, amount in resources.items())
+
+
+def refusal(wanted: Sequence[Wanted], nodes: Sequence[Resources]) -> str | None:
+    """Say why something can never be placed on these nodes; ``None`` if all of it can.
+
+    Example: ``"engine-0 needs GPU 2, h20 1 on one node, but no node of the cluster has that much; its nodes have: CPU
+    8, GPU 1"``.
+    """
+    failed = unplaced(wanted, nodes)
+    if not failed:
+        return None
+    has = "; ".join(dict.fromkeys(written(_own(node)) for node in nodes)) or "no node is alive"
+    for each in failed:
+        if not any(fits(each.resources, node) for node in nodes):
+            return (
+                f"{each.name} needs {written(each.resources)} on one node, but no node of the cluster has that much;"
+                f" its nodes have: {has}"
+            )
+    names = ", ".join(each.name for each in failed)
+    return (
+        f"the nodes of the cluster have no room for {names} beside the others, {len(wanted)} in all"
+        f" ({written(failed[0].resources)} for {failed[0].name}); its nodes have: {has}"
+    )
+
+
+# -- taking ----------------------------------------------------------------------------------------------------
+
+
+def place(ray: Any, demand: NodeDemand, *, timeout_s: float, strategy: str = "PACK") -> Any:
+    """Return a placement group with the bundles of ``demand``, once all of them are reserved.
+
+    Raises ``NotPlaced`` when they are not within ``timeout_s``; nothing is reserved then.
+    """
+    from ray.util.placement_group import placement_group
+
+    group = placement_group([dict(demand.bundle)] * demand.count, strategy=strategy)
+    try:
+        if group.wait(timeout_s):
+            return group
+        raise NotPlaced(_missing(ray, demand, timeout_s))
+    except BaseException:
+        remove(group)
+        raise
+
+
+def remove(group: Any) -> None:
+    """Give back what a placement group has reserved; the actors in it end."""
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)
+
+
+def _missing(ray: Any, demand: NodeDemand, timeout_s: float) -> str:
+    nodes = alive_nodes(ray)
+    free = ray.available_resources()
+    lacking = room_for(demand, nodes) < demand.count
+    names = {name: float(free.get(name, 0.0)) for name in demand.bundle}
+    remedy = "add nodes" if lacking else "end other jobs there"
+    return (
+        f"{demand} ({demand.keys}), for which the Ray cluster had no room within {timeout_s:g} s"
+        f" (cluster.placement_timeout_s): {described(nodes)}; free on all nodes together: {written(names)}; {remedy},"
+        " or lower these settings"
+    )

@@ -25,9 +25,17 @@ from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.files import brought, placed
 from rollover.cluster.host import HostFacts, HostReport, RankHost
-from rollover.cluster.nodes import ClusterNode, NodeDemand, actor_options, alive_nodes, check_placeable, room_for
+from rollover.cluster.nodes import (
+    ClusterNode,
+    NodeDemand,
+    actor_options,
+    alive_nodes,
+    check_placeable,
+    place,
+    remove,
+    room_for,
+)
 from rollover.cluster.parts import num_bytes
-from rollover.cluster.placement import place, remove
 from rollover.errors import ConfigError
 from rollover.trainer.config import SFTConfig, TrainerConfig
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankProcess
@@ -154,8 +162,6 @@ class ClusterRanks(LedRanks):
         task: of rank 0, with paths on this machine.
 
     Raises ``RankLost`` or the error of a rank that cannot load what it shall train.
-
-    Example: ``ClusterRanks(ray, group, demand, task, timeout_s=600.0).ask("step 7", "step", batch=ForRanks(batch))``
     """
 
     whereabouts: str
@@ -190,7 +196,6 @@ class ClusterRanks(LedRanks):
 
     @property
     def nodes(self) -> list[str]:
-        """Return the id of the node of each rank."""
         return [host.node_id for host in self._hosts]
 
     @property

@@ -1,6 +1,6 @@
 """A catalogue of accelerators: the packaged one, overridden by the user's figures.
 
-Every figure keeps its provenance: one given by the user counts as the user's, and one that the catalogue marks
+Every figure keeps its provenance: one given by the user counts as the user's, and a figure that the catalogue marks
 unverified stays so. Nothing is converted here; ``surroundings`` makes a ``Device`` in SI units once its node is known.
 """
 
@@ -151,8 +151,7 @@ class Catalogue:
     def surroundings(
         self, key: str, *, name: str, node_size: int, network: Link | None, price_per_hour: float | None
     ) -> Device:
-        """Return the device ``key`` as it stands in a node; without a ``network`` of its own the node is the whole
-        fleet."""
+        """Return the device ``key`` in its node; without a ``network`` of its own the node is the whole fleet."""
         entry = self.find(key)
         reached = _merged(self.efficiency, entry.efficiency or EfficiencyEntry())
         assert entry.bf16_tflops and entry.hbm_gbps and entry.hbm_gib and entry.link_gbps

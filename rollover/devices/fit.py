@@ -68,8 +68,7 @@ class Calibration:
 
 
 def fit(measured: Measurements, key: str) -> Calibration:
-    """Return the device called ``key``, fitted to the measurements. Figures are the best ones measured, so that no
-    efficiency exceeds 1."""
+    """Return the device called ``key``; figures are the best ones measured, so no efficiency exceeds 1."""
     model = parse(measured.model, name=key)
     device = _plain(measured, key, model)
     device = _decoding(device, model, measured)
@@ -156,8 +155,7 @@ def _set(device: Device, **efficiency: float) -> Device:
 
 
 def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Device:
-    """Fit the bandwidth, compute and fixed time of an iteration by the least relative errors over the points not held
-    out."""
+    """Fit bandwidth, compute and fixed time of an iteration by least relative errors over the known points."""
     known = [d for d in measured.decodes if not d.held_out]
     least_s = min(d.seconds for d in known)
 
@@ -179,8 +177,7 @@ def _decoding(device: Device, model: ModelShape, measured: Measurements) -> Devi
 def _one(
     name: str, predicted_s: Callable[[Device, Measured], float], device: Device, points: Sequence[Measured]
 ) -> Device:
-    """Return the device with the value of the one efficiency ``name`` that has the least relative errors over the
-    points not held out."""
+    """Fit the efficiency ``name`` by least relative errors over the points not held out."""
 
     def error(log_value: float) -> float:
         found = _set(device, **{name: math.exp(log_value)})
@@ -238,8 +235,7 @@ def _predictions(device: Device, model: ModelShape, measured: Measurements) -> I
 
 
 def calibrate(*, out: Path, key: str | None = None, model: Path | None = None, device: str = "auto") -> Calibration:
-    """Measure this machine and write the entry to ``out``. Raises ``ModelError`` when ``model`` is not a model
-    folder."""
+    """Measure this machine and write the entry to ``out``. Raises ``ModelError`` if ``model`` is no model folder."""
     from rollover.devices.measure import measure
 
     if model is not None and not (model / "config.json").is_file():

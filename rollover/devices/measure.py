@@ -1,7 +1,6 @@
 """Times of this machine: products and copies of tensors, decoding, prefill, training.
 
-Every time is the median of several, after one that is discarded. Run it on an idle machine: anything else that runs
-distorts the times.
+Every time is the median of several, the first of which is discarded. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -225,12 +224,7 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSiz
         device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length
     )
     trainer = LocalTrainer(
-        settings,
-        resolve(AlgorithmConfig()),
-        folder,
-        temperature=1.0,
-        max_response_tokens=length,
-        num_steps=1000,
+        settings, resolve(AlgorithmConfig()), folder, temperature=1.0, max_response_tokens=length, num_steps=1000
     )
     for place, sequences in enumerate(sizes.sequences):
         times = []

@@ -65,7 +65,6 @@ class _Keys:
         return value
 
     def number(self, key: str, default: int = 0) -> int:
-        """Read a whole number that may be zero."""
         return self.count(key, 1) if self.config.get(key) else default
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -110,8 +109,7 @@ def _grouped(keys: _Keys, *, bias: bool = False, out_bias: bool = False, normed:
 
 
 def _latent(keys: _Keys) -> _Attention:
-    """Describe multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one latent vector is
-    cached."""
+    """Describe multi-head latent attention (arXiv 2405.04434, section 2.1): one latent vector is cached."""
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     latent, rope = keys.count("kv_lora_rank"), keys.count("qk_rope_head_dim")
     nope, value = keys.count("qk_nope_head_dim"), keys.count("v_head_dim")
@@ -121,10 +119,7 @@ def _latent(keys: _Keys) -> _Attention:
     caches = hidden * (latent + rope) + bias * (latent + rope) + latent + latent * heads * (nope + value)
     parameters = queries + caches + heads * value * hidden + bias * hidden
     return _Attention(
-        parameters=parameters,
-        query_width=(query + heads * value) // 2,
-        kv_width=latent + rope,
-        kv_heads=1,
+        parameters=parameters, query_width=(query + heads * value) // 2, kv_width=latent + rope, kv_heads=1
     )
 
 
@@ -170,19 +165,13 @@ def _feed_forward(keys: _Keys, family: str) -> _FeedForward:
 
 
 def _experts(keys: _Keys, family: str) -> tuple[int, int, int, int]:
-    """Return the number of routed experts, the width of one, the width that every token shares, and the other
-    parameters of a layer."""
+    """Return the number and width of routed experts, the shared width, and a layer's other parameters."""
     if family == "mixtral":
         return keys.count("num_local_experts"), keys.count("intermediate_size"), 0, 0
     width = keys.count("moe_intermediate_size")
     number = "num_local_experts" if keys.config.get("num_experts") is None else "num_experts"
     if family == "qwen2_moe":
-        return (
-            keys.count(number),
-            width,
-            keys.count("shared_expert_intermediate_size"),
-            keys.count("hidden_size"),
-        )
+        return (keys.count(number), width, keys.count("shared_expert_intermediate_size"), keys.count("hidden_size"))
     if family == "qwen3_moe":
         return keys.count(number), width, 0, 0
     return keys.count("n_routed_experts"), width, keys.number("n_shared_experts") * width, 0

@@ -171,10 +171,8 @@ class WorkloadSpec:
 
     @property
     def batch_size(self) -> int:
-        """Return the number of samples per training step."""
         return self.num_groups * self.group_size
 
     @property
     def response_tokens(self) -> float:
-        """Return the mean response length."""
         return sum(bucket.share * bucket.tokens for bucket in self.buckets)

@@ -2,7 +2,7 @@
 
 Lengths are cut into buckets at quantiles, with the longest of each group and batch beside. A group is admitted and
 consumed as one, so what holds it in flight is its longest response. Without siblings in the sample their lengths are
-taken as independent, which makes the longest longer than it is where a prompt's difficulty is shared: the plan errs on
+taken as independent, which makes the longest longer than it is if a prompt's difficulty is shared: the plan errs on
 the side of the staleness bound.
 """
 
@@ -119,8 +119,7 @@ def _edges(flat: Floats, num_buckets: int) -> Floats:
 
 
 def _of_longest(flat: Floats, edges: Floats, count: int) -> list[tuple[float, float]]:
-    """Return for each bucket the probability that the longest of ``count`` draws falls there, and its mean length
-    then."""
+    """Return for each bucket the probability that the longest of ``count`` draws falls there, and its mean then."""
     ranks = np.arange(flat.size + 1) / flat.size
     probability = np.diff(ranks**count)
     buckets = []

@@ -198,17 +198,6 @@ class Sleeps(Protocol):
         ...
 
 
-class MayBeDown(Protocol):
-    """An engine whose servers may all be away for a while, such as ``EnginePool``.
-
-    Example: ``await engine.until_up()`` returns at once while any of its servers is well.
-    """
-
-    async def until_up(self) -> None:
-        """Return when one is up. Raises ``EngineError`` when none comes up in time."""
-        ...
-
-
 class EngineMetrics(Protocol):
     """An engine that adds measurements of its own to the metrics of a training step, and shows people all of them
     beside its own state.
@@ -259,7 +248,7 @@ class CallPlacement(Protocol):
         Args:
             num_waiting: samples that are to be placed beside this one.
             max_staleness: the step that trains the sample waits for it once this number of versions has been published
-                after the one that is returned. ``None``: no step will wait for it, as far as is known.
+                after the returned one. ``None``: no step will wait for it, as far as is known.
         """
         ...
 

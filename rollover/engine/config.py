@@ -89,8 +89,7 @@ class EngineConfig(ABC):
 
     @property
     def update_timeout_s(self) -> float | None:
-        """Return the longest that an update takes where every deadline of the engine is kept; ``None`` if it has
-        none of its own."""
+        """Return the longest that an update takes if every deadline of the engine is kept; ``None`` without any."""
         return None
 
     @property
@@ -137,7 +136,7 @@ class EngineConfig(ABC):
 
         Args:
             default: the folder if the settings name none.
-            name: that of the user of a folder that these settings name, which others may use too.
+            name: of whoever uses the folder, which may not be alone in it.
         """
         del default, name
         return None

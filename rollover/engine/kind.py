@@ -14,7 +14,7 @@ from rollover.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from rollover.clock import Clock
-    from rollover.engine.base import CallPlacement, Engine, EngineMetrics, MayBeDown, Sleeps
+    from rollover.engine.base import CallPlacement, Engine, EngineMetrics, Sleeps
     from rollover.engine.logprob_check import CheckedMembers
     from rollover.hf.architecture import Architecture
     from rollover.types import AdapterShape
@@ -79,7 +79,9 @@ class OpenedEngine:
     sleeper: Sleeps | None = None
     """Only if it is to take turns with a trainer on the same devices."""
     metrics: EngineMetrics | None = None
-    availability: MayBeDown | None = None
+    until_up: Callable[[], Awaitable[None]] | None = None
+    """Returns when one of its servers is up, which may all be away for a while; raises ``EngineError`` when none comes
+    up in time."""
     folders: WeightFolders | None = None
     """The folders through which it gets its weights."""
 

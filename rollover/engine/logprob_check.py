@@ -92,7 +92,6 @@ class Reference:
         return float(_log_softmax(self.logits_PV[prompt], temperature)[token])
 
     def logprobs(self, temperature: float) -> NDArray[np.float64]:
-        """Return the log-probs of all tokens after each prompt."""
         return _log_softmax(self.logits_PV, temperature)
 
     def mean_difference(self, drawn: Mapping[int, tuple[int, float]], temperature: float) -> float:

@@ -11,11 +11,7 @@ from pathlib import Path
 
 from rollover.errors import EngineError
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-)  # transformers invents one without them
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # transformers invents one without them
 
 
 class StopStrings:

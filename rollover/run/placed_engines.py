@@ -9,8 +9,7 @@ from pathlib import Path
 from rollover.cluster.config import ClusterConfig
 from rollover.cluster.connect import connect
 from rollover.cluster.engines import ClusterEngines, checked_forms, described
-from rollover.cluster.fitting import Wanted
-from rollover.cluster.nodes import alive_nodes
+from rollover.cluster.nodes import Wanted, alive_nodes
 from rollover.engine.servers.config import ServerConfig
 from rollover.run.directory import RunDir
 from rollover.trainer.config import TrainerConfig

@@ -91,17 +91,14 @@ class SwarmConfig(EngineConfig):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Return host and port of ``listen``."""
         return _split(self.listen)
 
     @property
     def admin_address(self) -> tuple[str, int] | None:
-        """Return host and port of ``admin``."""
         return None if self.admin is None else _split(self.admin)
 
     @property
     def declared(self) -> DeclaredCapabilities:
-        """See ``DeclaredCapabilities``."""
         return DeclaredCapabilities(
             max_running=self.max_running,
             gives_kept=True,

@@ -29,13 +29,11 @@ async def _open(config: SwarmConfig, setup: EngineSetup) -> OpenedEngine:
     )
     if swarm.admin is not None:
         setup.notify(f"see the workers on {swarm.admin.url}, or with rollover workers {setup.root}")
-    return OpenedEngine(
-        engine=swarm, weights=swarm, placement=swarm.placement, trust=swarm.checks, metrics=swarm.metrics
-    )
+    return OpenedEngine(engine=swarm, weights=swarm, placement=swarm.placement, trust=swarm.checks, metrics=swarm.board)
 
 
 def _preflight(config: SwarmConfig, facts: EngineFacts) -> Sequence[str]:
-    from rollover.swarm.coordinator.transports.listening import check_listening
+    from rollover.swarm.coordinator.listening import check_listening
 
     lines = [f"swarm: {line}" for line in check_listening(config)]
     if facts.cuts_distribution:

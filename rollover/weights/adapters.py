@@ -68,8 +68,6 @@ class MergedWeights(Mapping[str, "Tensor"]):
 class AdapterWeights:
     """Full weights of ``version`` as a frozen base and adapters; a ``WeightSource``. Targets that do not support
     adapters take ``tensors``, which are merged.
-
-    Example: ``AdapterWeights(7, MergedWeights(base, adapters))``
     """
 
     folder: Path | None = None
@@ -183,8 +181,6 @@ class AdapterSource:
 class AppliedAdapters:
     """Full weights, a ``WeightSource``: those of ``base``, with adapters merged as they are read.
 
-    Example: ``AppliedAdapters(FolderWeights(0, model), source)`` has the version of ``source``.
-
     Raises ``ModelError`` for adapters that do not fit.
     """
 
@@ -211,5 +207,4 @@ def name_in_file(weight: str, part: str) -> str:
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Return whether a folder holds adapters rather than full weights."""
     return (folder / ADAPTER_CONFIG).is_file()

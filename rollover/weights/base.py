@@ -92,8 +92,7 @@ class Manifest:
             )
 
     def require_adapter(self, version: int, target: object, *, base_version: int) -> None:
-        """Raise ``EngineError`` unless these are adapters of ``version`` for full weights of ``base_version``, which
-        ``target`` has at hand."""
+        """Raise ``EngineError`` unless these are adapters of ``version`` for full weights of ``base_version``."""
         self._require_version(version, target)
         if self.kind != "adapter" or self.base_version != base_version:
             raise EngineError(

@@ -32,8 +32,6 @@ class BroadcastGroup:
         device: the one on which tensors are sent and received, by PyTorch's name.
         timeout_s: the longest wait for the others.
 
-    Example: ``BroadcastGroup(store, 1, 2, backend="gloo", host="127.0.0.1", device="cpu", timeout_s=900.0)``
-
     Raises ``RuntimeError``, as torch.distributed does, when the others do not come.
     """
 

@@ -74,8 +74,7 @@ def as_served(given: Iterable[TensorSpec], formats: Mapping[str, str]) -> list[T
 
 
 def cast(weights: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Return the tensor that ``spec`` asks for in its number format, without a copy if it has that format already. A
-    sharded tensor stays sharded."""
+    """Return the tensor in the format of ``spec``, uncopied if it has it already. A sharded one stays sharded."""
     import torch
 
     tensor = weights[spec.name if spec.name in weights else EMBEDDING]

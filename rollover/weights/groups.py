@@ -61,7 +61,7 @@ class GroupPlan:
         """Return the device from which tensors are broadcast. The threads that do so would otherwise use the first GPU,
         which may be a server's.
 
-        Example: over NCCL, that of a trainer on "cuda:1", and "cuda:0" of one on the CPU; over gloo always "cpu".
+        Example: over NCCL, the device of a trainer on "cuda:1", and "cuda:0" of one on the CPU; over gloo always "cpu".
         """
         if self.backend == "gloo":
             return "cpu"
@@ -77,8 +77,7 @@ class ProcessGroup(Protocol):
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """Return where the group meets, in the form that the workers' server expects; ``rank_offset`` is that of the
-        first server."""
+        """Return where the group meets, as the workers' server expects it; ``rank_offset`` is the first server's."""
         ...
 
     def join(self) -> None:
@@ -167,12 +166,7 @@ class TorchGroup:
         timeout = timedelta(seconds=timeout_s)
         # The group uses a store of its own, so that any wait in it fails as soon as the meeting place is closed.
         self._meeting: Any = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listener.detach(),
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
         )
         store = TCPStore(host, port, is_master=False, timeout=timeout)
         # As torch's own helper nests them; the workers look in the same place.

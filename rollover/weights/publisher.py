@@ -28,8 +28,7 @@ class Publisher:
 
     @property
     def sends(self) -> bool:
-        """Return whether the target receives weights from the processes that hold them, so that no process needs to
-        have all of them."""
+        """Return whether the processes that hold the weights send them, so that none needs to have all."""
         return self._target.takes == "group"
 
     async def stage(self, source: WeightSource) -> WeightSource:

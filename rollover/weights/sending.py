@@ -1,6 +1,6 @@
 """Weights are sent into a process group by the process that holds them, or by the first of several.
 
-Invariants: a sender holds two buckets at most, the one that is on its way and the next one; every wait has a
+Invariants: a sender holds two buckets at most, one on its way and the next; every wait has a
 deadline, the deadline of the whole transfer; a call that hangs is left to a thread of its own, for which nothing waits.
 """
 
@@ -109,8 +109,6 @@ class BucketQueue:
 
     Args:
         on_wait: called at least five times a second while it waits, to show that this process is alive.
-
-    Example: ``queue.put([tensor]); queue.put([other]); queue.drain()`` returns when both have arrived.
     """
 
     def __init__(self, group: ProcessGroup, plan: GroupPlan, *, on_wait: Callable[[], None] = lambda: None) -> None:
@@ -180,8 +178,6 @@ class OwnSender:
     Args:
         take: returns the tensor that is asked for.
         on_close: called once, at the end.
-
-    Example: ``OwnSender(plan, pieces, partial(cast, dict(trainer.weights())))``
     """
 
     def __init__(
@@ -222,10 +218,7 @@ def gathered(bucket: Bucket, tensors: Iterable[Tensor], plan: GroupPlan) -> list
 
 
 class Lease:
-    """Keeps weights from changing while they are sent, and from being sent while they change.
-
-    Example: a step within ``lease.changing()`` begins once the senders that were opened before are closed.
-    """
+    """Keeps weights from changing while they are sent, and from being sent while they change."""
 
     def __init__(self) -> None:
         self._state = threading.Condition()
@@ -282,8 +275,6 @@ class OwnWeights:
         weights: by Hugging Face name; tensors to send are read from here.
         current: returns the version that their owner is at.
         device: of the weights, by PyTorch's name.
-
-    Example: ``OwnWeights(trainer.weight_source(), trainer.weights(), lease, current=lambda: 7, device="cuda:1")``
     """
 
     folder = None
@@ -308,7 +299,6 @@ class OwnWeights:
         return self._source.tensors(names)
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
-        """Implement ``SentByHolder.open_sender``."""
         give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
         plan = replace(plan, device=self._device)
         try:

@@ -8,7 +8,7 @@ import pytest
 
 from rollover.cluster.config import ClusterConfig, EngineGroup
 from rollover.cluster.engines import described, engine_forms
-from rollover.cluster.fitting import Wanted, refusal, unplaced
+from rollover.cluster.nodes import Wanted, refusal, unplaced
 from rollover.engine.servers.config import num_devices
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.errors import ConfigError

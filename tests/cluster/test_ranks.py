@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from rollover.algorithms import AlgorithmConfig, resolve
 from rollover.cluster import files
 from rollover.cluster.config import ClusterConfig
-from rollover.cluster.placement import NotPlaced
+from rollover.cluster.nodes import NotPlaced
 from rollover.cluster.ranks import RayLauncher
 from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files

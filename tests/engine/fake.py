@@ -232,5 +232,5 @@ def opened(engine: Any) -> OpenedEngine:
     return OpenedEngine(
         engine=engine,
         weights=engine,
-        availability=engine if hasattr(engine, "until_up") else None,
+        until_up=getattr(engine, "until_up", None),
     )

@@ -20,7 +20,7 @@ from rollover.engine.servers.start import supervisor
 from rollover.errors import EngineError
 from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig

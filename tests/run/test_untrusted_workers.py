@@ -22,8 +22,8 @@ from rollover.errors import RolloverError
 from rollover.rollout.records import FAILED, GroupRecord
 from rollover.run import worker
 from rollover.run.engine_trust import MIN_TOKENS
-from rollover.swarm.coordinator.status.snapshot import StatusFile
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import read_status
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig
@@ -133,7 +133,7 @@ def assert_the_liar_is_out(workers: Workers, *says: str) -> None:
     ending = str(workers.endings["liar"])
     assert "is no longer trusted" in ending and any(reason in ending for reason in says)
     assert all(ending is None for name, ending in workers.endings.items() if name != "liar")
-    members = {w.name: w for w in StatusFile(OUT / "swarm" / "status.json").read().workers}
+    members = {w.name: w for w in read_status(OUT / "swarm").workers}
     assert members["liar"].state == "sent away" and any(reason in members["liar"].note for reason in says)
     assert all(member.state == "away" for name, member in members.items() if name != "liar")
     batches = runs.batches(OUT)

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.base import Connection
-from rollover.swarm.coordinator.transports.gateway import Gateway
+from rollover.swarm.coordinator.gateway import Gateway
+from rollover.swarm.coordinator.shell import Connection
 from rollover.swarm.wire.messages import FromWorker, Goodbye, Hello, encode
 
 
@@ -66,8 +66,7 @@ async def greeting(
     """A port that serves ``blobs`` and greets workers, over TLS with a certificate and its key."""
     tls = {} if certificate is None else dict(zip(("tls_certificate", "tls_key"), certificate, strict=True))
     gateway = Gateway(SwarmConfig(listen="127.0.0.1:0", **tls), Greeter(), member_of=member_of, blobs=blobs)
-    gateway.bind()
-    await gateway.serve()
+    gateway.serve()
     try:
         yield gateway
     finally:

@@ -15,9 +15,8 @@ import pytest
 from rollover import cli
 from rollover.errors import ConfigError, RunError
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.status.snapshot import StatusFile
-from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import read_status
+from rollover.swarm.coordinator.trust import Blocklist, Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import PROTOCOL, Hello, Serving, Welcome
@@ -84,9 +83,9 @@ def test_a_liar_stays_refused_when_the_trainer_restarts(
                 async with joined(after, liar):
                     pass
                 await until_sent_away(after, liar)
-            assert told == ["liar"] * 3 and {*Blocklist(run / "swarm" / FILE_NAME).listed()} == {"liar"}
+            assert told == ["liar"] * 3 and {*Blocklist(run / "swarm").listed()} == {"liar"}
             after._upkeep.write_status()  # and read at once: the first of them still runs in this process, and writes too
-            workers = {w.name: w for w in StatusFile(run / "swarm" / "status.json").read().workers}
+            workers = {w.name: w for w in read_status(run / "swarm").workers}
         assert workers["liar"].state == "sent away" and "manifest that was not published" in workers["liar"].note
         assert workers["anna"].state == "away"
 
@@ -95,17 +94,17 @@ def test_a_liar_stays_refused_when_the_trainer_restarts(
 
 
 def test_several_processes_can_change_the_file_at_once(tmp_path: Path) -> None:
-    file = tmp_path / FILE_NAME
-    here = Blocklist(file)
+    file = tmp_path / "sent_away.json"
+    here = Blocklist(tmp_path)
     assert not here.listed() and not here.readmitted()
     begun_s = time.time()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: Blocklist(file).add(name, f"{name} has lied"), [f"w{i}" for i in range(24)]))
+        list(pool.map(lambda name: Blocklist(tmp_path).add(name, f"{name} has lied"), [f"w{i}" for i in range(24)]))
     assert {*here.listed()} == {f"w{i}" for i in range(24)} and not here.readmitted()
     assert here.listed()["w3"].reason == "w3 has lied" and begun_s <= here.listed()["w3"].time_s <= time.time()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     here.add("w0", "it has lied again")
-    elsewhere = Blocklist(file)
+    elsewhere = Blocklist(tmp_path)
     elsewhere.readmit("w3")
     with pytest.raises(ConfigError, match="'w3' was not sent away; those that were: w0, w1, w10"):
         elsewhere.readmit("w3")
@@ -114,8 +113,8 @@ def test_several_processes_can_change_the_file_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"workers": {"liar": 3}}')
+    (tmp_path / "sent_away.json").write_text('{"workers": {"liar": 3}}')
     with pytest.raises(
         RunError, match=r"sent_away\.json cannot be read .*: delete it, and workers that were sent away"
     ):
-        Blocklist(tmp_path / FILE_NAME)
+        Blocklist(tmp_path)

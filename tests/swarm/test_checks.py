@@ -14,7 +14,7 @@ from rollover.swarm.coordinator.checks import AGAIN_S, CHECK_TIMEOUT_S, MemberCh
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Fail
 from rollover.swarm.coordinator.shell import Shell
-from rollover.swarm.coordinator.status.weight_log import WeightLog
+from rollover.swarm.coordinator.status.board import StatusBoard
 from tests.swarm.kit import ModelWorker, head, request
 from tests.swarm.test_coordinator import coordinator, join
 from tests.virtual_time import VirtualClock, run
@@ -30,7 +30,7 @@ def checked_swarm() -> tuple[Coordinator, MemberChecks, list[str]]:
     """Return a coordinator with a member, its checks, and a list of the members that are sent away from now on."""
     hub = coordinator(checks=True, ttl_s=1e6)
     join(hub, ModelWorker("a"))
-    shell, sent_away = Shell(hub, VirtualClock(), WeightLog(), None), list[str]()
+    shell, sent_away = Shell(hub, VirtualClock(), StatusBoard(), None), list[str]()
     shell.on_distrust.append(sent_away.append)
     swarm: Any = Swarm()
     return hub, MemberChecks(swarm, shell), sent_away

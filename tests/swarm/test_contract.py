@@ -14,7 +14,7 @@ import torch
 
 from rollover.run.worker import opener
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.worker.config import WorkerConfig

@@ -15,7 +15,6 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
-    Close,
     Deliver,
     Effect,
     Fail,
@@ -421,9 +420,9 @@ def test_tokens_that_are_not_the_next_ones_end_the_connection(offset: int) -> No
     hub, worker = with_a_call()
     (first,) = decoded(worker, "g0.0#0.", 10)
     hub.received(worker.lease, first, 1.0)
-    (goodbye, close, failed, *_) = hub.received(worker.lease, structs.replace(first, offset=offset), 1.0)
+    (goodbye, failed, *_) = hub.received(worker.lease, structs.replace(first, offset=offset), 1.0)
     reason = f"a broke the order of messages: it sent tokens from position {offset} on, but those from 10 are next"
-    assert goodbye == Send(worker.lease, Goodbye(reason=reason, is_final=False)) and close == Close(worker.lease)
+    assert goodbye == Send(worker.lease, Goodbye(reason=reason, is_final=False))
     assert failed == Fail("g0.0#0.", reason) and hub.counters["out_of_order"] == 1
     assert hub.received(worker.lease, first, 1.0) == [], "it has no lease"
     (welcome,) = sent(hub.connected("a", worker.hello(), 2.0), Welcome)
@@ -549,7 +548,6 @@ def test_another_protocol_or_too_short_a_context_is_refused_for_good() -> None:
     effects = hub.connected("a", Hello(protocols=(99,), software="other"), 0.0)
     (bye,) = sent(effects, Goodbye)
     assert bye.is_final and f"speaks version {PROTOCOL}" in bye.reason and "99" in bye.reason
-    assert any(isinstance(e, Close) for e in effects)
     worker = ModelWorker("b")
     worker.got(sent(hub.connected("b", worker.hello(), 0.0), Welcome)[0])
     short = Ready(max_running=4, max_context_tokens=63, seeded=True, number_format="float32")

@@ -15,10 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
 from rollover.errors import ConfigError, RunError
-from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus, shown
-from rollover.swarm.coordinator.trust import shared_table
-from rollover.swarm.coordinator.trust.blocklist import FILE_NAME, Blocklist
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator import trust
+from rollover.swarm.coordinator.status.snapshot import SwarmStatus, WorkerStatus, shown, write_status
+from rollover.swarm.coordinator.trust import Blocklist, Credentials
 
 KEY = Ed25519PrivateKey.generate().public_key()
 
@@ -61,7 +60,7 @@ def test_nobody_else_can_read_the_hashes_not_even_while_they_are_written(
 
 
 def test_a_table_that_stays_locked_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_table, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(trust, "_LOCK_TIMEOUT_S", 0.0)
     with (tmp_path / "workers.lock").open("wb") as stuck:
         fcntl.flock(stuck, fcntl.LOCK_EX)
         with pytest.raises(RunError, match=r"workers\.lock has been locked for 0 s: another rollover command"):
@@ -113,7 +112,7 @@ def test_the_command_lists_adds_and_revokes(
     assert "b" not in Credentials(run / "swarm" / "workers.json").hashes()
     assert cli.main(["workers", str(run), "--revoke", "a"]) == 0
 
-    StatusFile(run / "swarm" / "status.json").write(status(note="the disk is full"))
+    write_status(run / "swarm", status(note="the disk is full"))
     capsys.readouterr()
     assert cli.main(["workers", str(run)]) == 0
     listed = capsys.readouterr().out
@@ -147,7 +146,7 @@ def listed(run: Path, capsys: pytest.CaptureFixture[str], *workers: WorkerStatus
     known = {"url": "ws://127.0.0.1:8790", "version": 8, "num_waiting": 0, "time_s": time.time(), "workers": workers}
     (run / "swarm").mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text('{"meta": {}}')
-    StatusFile(run / "swarm" / "status.json").write(SwarmStatus(**{**known, **changes}))  # type: ignore[arg-type]
+    write_status(run / "swarm", SwarmStatus(**{**known, **changes}))  # type: ignore[arg-type]
     assert cli.main(["workers", str(run)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -157,7 +156,7 @@ def test_the_list_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"create a token for each: rollover workers {tmp_path} --add NAME" in listed(tmp_path, capsys)
     seen = listed(tmp_path, capsys, replace(worker, drift=2.5e-6), page="http://127.0.0.1:40121/")
     assert "live page: http://127.0.0.1:40121/" in seen and "2.5e-06" in seen and "create a token" not in seen
-    Blocklist(tmp_path / "swarm" / FILE_NAME).add("liar", "its log-probs are 0.2 nats off\x1b[2J")
+    Blocklist(tmp_path / "swarm").add("liar", "its log-probs are 0.2 nats off\x1b[2J")
     seen = listed(tmp_path, capsys, worker)
     assert re.search(r"liar was sent away on \d{4}-\d\d-\d\d \d\d:\d\d: its log-probs are 0\.2 nats off\?\[2J;", seen)
     assert f"readmit it: rollover workers {tmp_path} --trust liar" in seen

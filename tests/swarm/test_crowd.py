@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
-from rollover.swarm.coordinator.machine.effects import Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.wire.messages import Welcome
 from rollover.types import FinishReason
@@ -54,8 +54,6 @@ def test_in_virtual_time_calls_of_dead_members_go_on_within_a_lease() -> None:
                     failed += 1
                     assert "has not been heard from" in reason
                     del open_calls[call_id]
-                case Close():
-                    pass
 
     while len(finished_s) < NUM_SAMPLES:
         now_s += 0.25

@@ -21,14 +21,14 @@ import websockets
 from msgspec import structs
 
 from rollover.clock import SystemClock
+from rollover.engine import ports
 from rollover.engine.base import Chunk
 from rollover.swarm.config import SwarmConfig
+from rollover.swarm.coordinator import gateway as gateway_module
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.transports import gateway as gateway_module
-from rollover.swarm.coordinator.transports import ports
-from rollover.swarm.coordinator.transports.gateway import Gateway
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     MAX_FRAME_BYTES,
@@ -90,7 +90,6 @@ async def swarm(folder: Path, **changes: Any) -> AsyncIterator[SwarmEngine]:
     (folder / DIGEST).write_bytes(CONTENT)
     names = {f"Bearer {name}": name for name in "abc"}
     engine.gateway = Gateway(config, engine.shell, member_of=lambda header: names.get(header or ""), blobs=folder)
-    engine.gateway.bind()
     await engine.start()
     try:
         yield engine

@@ -14,7 +14,7 @@ import pytest
 from rollover.cli import main
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.listening import check_listening
+from rollover.swarm.coordinator.listening import check_listening
 from tests.swarm.certificates import make_certificate
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)

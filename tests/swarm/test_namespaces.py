@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rollover.swarm.coordinator.status.snapshot import StatusFile
+from rollover.swarm.coordinator.status.snapshot import read_status
 from tests import runs
 from tests.speed import within
 
@@ -215,7 +215,7 @@ def test_three_laptops_train_together_with_the_commands_of_the_page(tmp_path: Pa
             assert laptop.started["worker"].wait(within(60)) == 0, "the run has ended, and its workers are told so"
             assert "the run has ended" in laptop.log("worker")
         assert "unreachable" in _ping(it.first, "10.0.7.2"), "nobody can dial in behind the router"
-        members = {w.name: w for w in StatusFile(run / "swarm" / "status.json").read().workers}
+        members = {w.name: w for w in read_status(run / "swarm").workers}
     assert {name: w.num_decoded > 0 for name, w in members.items()} == {"kitchen": True, "attic": True}
     assert "the swarm listens on wss://HOST:8790" in it.first.log("train")
     assert re.search(r"see the workers on http://127\.0\.0\.1:\d+/", it.first.log("train"))

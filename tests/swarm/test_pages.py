@@ -19,12 +19,7 @@ from rollover.swarm.coordinator.status.board import MAX_CURVES, MAX_POINTS, MAX_
 from rollover.swarm.coordinator.status.pages import listener as listener_module
 from rollover.swarm.coordinator.status.pages.listener import AdminListener, names_this_machine
 from rollover.swarm.coordinator.status.pages.prometheus import exposition
-from rollover.swarm.coordinator.status.snapshot import (
-    AssignmentStatus,
-    StatusFile,
-    SwarmStatus,
-    WorkerStatus,
-)
+from rollover.swarm.coordinator.status.snapshot import AssignmentStatus, SwarmStatus, WorkerStatus, read_status
 from rollover.swarm.publication.publications import PublishedWeights
 from tests.speed import within
 
@@ -58,14 +53,13 @@ def made(version: int, kind: str, reason: str, wire_bytes: int, full_bytes: int)
 
 
 def a_board(folder: Path) -> StatusBoard:
-    return StatusBoard(StatusFile(folder / "status.json"), run="sums", mode="push_pull")
+    return StatusBoard(folder, run="sums", mode="push_pull")
 
 
 @asynccontextmanager
 async def listener(board: StatusBoard, address: tuple[str, int] = ("127.0.0.1", 0)) -> AsyncIterator[AdminListener]:
     made = AdminListener(address, board)
-    made.bind()
-    await made.serve()
+    made.serve()
     try:
         yield made
     finally:
@@ -91,7 +85,7 @@ def test_the_board_puts_together_what_coordinator_publisher_and_run_say(tmp_path
     board.step_ended(6, {"drift/attic": 0.5})
     board.step_ended(7, {"staleness/max": 1.0, "drift/kitchen": 3e-6, "swarm/convergence_s": 5.5, "loss": float("nan")})
     board.write(status(worker("kitchen"), worker("attic"), worker("cellar")))
-    shown = StatusFile(tmp_path / "status.json").read()
+    shown = read_status(tmp_path)
     assert (shown.run, shown.mode, shown.step) == ("sums", "push_pull", 7)
     assert shown.convergence_s == 5.5
     assert shown.metrics == {"staleness/max": 1.0, "drift/kitchen": 3e-6, "swarm/convergence_s": 5.5}, "JSON has no NaN"
@@ -100,7 +94,7 @@ def test_the_board_puts_together_what_coordinator_publisher_and_run_say(tmp_path
         "a batch without tokens of a worker says nothing of it"
     )
     assert [(p.version, p.kind, p.wire_bytes, p.time_s) for p in shown.publications] == [(8, "delta", 81, NOW_S)]
-    assert board.view is not None and board.view.status == shown
+    assert board.status == shown
 
 
 def test_what_the_board_remembers_has_a_limit(tmp_path: Path) -> None:
@@ -109,12 +103,12 @@ def test_what_the_board_remembers_has_a_limit(tmp_path: Path) -> None:
         board.published(made(version, "full", "", 1, 1))
     for i in range(MAX_POINTS + 7):
         board.write(status(worker("a", tokens_per_s=float(i)), worker("b", tokens_per_s=0.5)))
-    assert board.view is not None
-    assert [p.version for p in board.view.status.publications] == list(range(5, MAX_PUBLICATIONS + 5))
-    assert board.view.history == tuple(i + 0.5 for i in range(7, MAX_POINTS + 7))
-    assert board.view.histories["a"][-1] == MAX_POINTS + 6
+    assert board.status is not None
+    assert [p.version for p in board.status.publications] == list(range(5, MAX_PUBLICATIONS + 5))
+    assert board.curves()["history"] == tuple(i + 0.5 for i in range(7, MAX_POINTS + 7))
+    assert board.curves()["histories"]["a"][-1] == MAX_POINTS + 6
     board.write(status(*(worker(f"w{i}") for i in range(MAX_CURVES + 1))))
-    assert board.view.histories == {}
+    assert board.curves()["histories"] == {}
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------
@@ -228,7 +222,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async with listener(board) as first:
         port = int(first.url.rstrip("/").rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"cannot listen on engine\.admin = '127\.0\.0\.1:{port}': .*port 0"):
-            AdminListener(("127.0.0.1", port), board).bind()
+            AdminListener(("127.0.0.1", port), board)
 
 
 def test_the_page_writes_numbers_as_people_do() -> None:

@@ -26,7 +26,7 @@ def one_by_one(hub: Coordinator) -> Callable[[], list[Effect]]:
         for version in calls.waiting.versions():
             for call_id in calls.waiting.accepting(version):
                 if (name := placing._choose_for(calls[call_id])) is not None:
-                    effects += placing.assign(call_id, calls[call_id], hub.members[name])
+                    effects.append(placing.assign(call_id, hub.members[name]))
         return effects
 
     return place_waiting

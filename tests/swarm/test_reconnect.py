@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from rollover.swarm.coordinator.machine.effects import Close, Deliver, Effect, Fail, Send
+from rollover.swarm.coordinator.machine.effects import Deliver, Effect, Fail, Send
 from rollover.swarm.wire.messages import Adopt, Assign, Goodbye, HeldCall, Welcome
 from rollover.types import FinishReason
 from tests.speed import within
@@ -76,9 +76,7 @@ class CutSwarm(RuleBasedStateMachine):
                             if isinstance(message, Adopt):
                                 assert self.open[message.call_id] in self.given[worker.name]
                             self.down[worker.name].append((lease, message))
-                case Close(lease):
-                    for worker in self.workers.values():
-                        if worker.lease == lease:
+                        if worker.lease == lease and isinstance(message, Goodbye):
                             self.cut(worker.name)
 
     def cut(self, name: str) -> None:

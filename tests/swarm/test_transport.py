@@ -18,11 +18,11 @@ from msgspec import structs
 from rollover.clock import SystemClock
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.transports.base import Connection, Refusal, Sessions
-from rollover.swarm.coordinator.transports.gateway import Gateway
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.shell import Connection, Refusal
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.wire.address import CoordinatorAddress
 from rollover.swarm.wire.messages import (
     PROTOCOL,
@@ -134,11 +134,10 @@ def payload(random: Random, size: int) -> str:
 
 class TestTransport:
     @asynccontextmanager
-    async def place(self, sessions: Sessions, credentials: Credentials) -> AsyncIterator[Place]:
+    async def place(self, sessions: Any, credentials: Credentials) -> AsyncIterator[Place]:
         config = SwarmConfig(listen="127.0.0.1:0")
         gateway = Gateway(config, sessions, member_of=credentials.member_of, blobs=self.tmp_path)
-        gateway.bind()
-        await gateway.serve()
+        gateway.serve()
         try:
             yield Place(gateway, CoordinatorAddress.parse(gateway.url), credentials)
         finally:
@@ -250,7 +249,7 @@ class TestTransport:
         self.run(law)
 
     def test_who_says_nothing_is_disconnected(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.HELLO_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("rollover.swarm.coordinator.gateway.HELLO_TIMEOUT_S", 0.2)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:
@@ -264,7 +263,7 @@ class TestTransport:
     def test_a_worker_that_does_not_read_is_disconnected_and_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("rollover.swarm.coordinator.transports.gateway.MAX_UNSENT_BYTES", 2**20)
+        monkeypatch.setattr("rollover.swarm.coordinator.gateway.MAX_UNSENT_BYTES", 2**20)
 
         async def law(place: Place, sessions: RecordedSessions) -> None:
             async with place.dial(self.token()) as connection:

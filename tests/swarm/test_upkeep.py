@@ -14,10 +14,10 @@ from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import SwarmEngine
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect
+from rollover.swarm.coordinator.status import board as board_module
 from rollover.swarm.coordinator.status.board import StatusBoard
-from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
-from rollover.swarm.coordinator.trust.blocklist import Blocklist
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import SwarmStatus, read_status, write_status
+from rollover.swarm.coordinator.trust import Blocklist, Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.messages import Goodbye, Serving, decode_down
 from tests.swarm.kit import TTL_S, ModelWorker, coordinator, head, request
@@ -54,8 +54,8 @@ def join(engine: SwarmEngine, name: str, connection: Heard | None = None) -> int
     return lease
 
 
-def board_on(file: Path) -> StatusBoard:
-    return StatusBoard(StatusFile(file), run="sums", mode="push_pull")
+def board_on(folder: Path) -> StatusBoard:
+    return StatusBoard(folder, run="sums", mode="push_pull")
 
 
 @pytest.mark.parametrize(
@@ -69,25 +69,25 @@ def board_on(file: Path) -> StatusBoard:
 def test_a_status_that_cannot_be_written_keeps_no_lease_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: Exception
 ) -> None:
-    file, write, is_well = tmp_path / "status.json", StatusFile.write, False
+    is_well = False
 
-    def failing(self: StatusFile, status: SwarmStatus) -> None:
+    def failing(folder: Path, status: SwarmStatus) -> None:
         if not is_well:
             raise problem
-        write(self, status)
+        write_status(folder, status)
 
     async def law() -> None:
         nonlocal is_well
-        monkeypatch.setattr(StatusFile, "write", failing)
+        monkeypatch.setattr(board_module, "write_status", failing)
         hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub, board=board_on(file))
+        engine = engine_with(hub, board=board_on(tmp_path))
         join(engine, "a")
         await engine.start()
         await clock.sleep(TTL_S + 5)
         assert not hub.members["a"].lease and hub.counters["expired_leases"] == 1
         is_well = True
         await clock.sleep(2.5)
-        assert [w.state for w in StatusFile(file).read().workers] == ["away"]
+        assert [w.state for w in read_status(tmp_path).workers] == ["away"]
         await engine.close()
 
     in_virtual_time(law())
@@ -100,11 +100,11 @@ def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_path: Pat
     credentials, key = Credentials(tokens), open_key(tmp_path / "key").public_key()
     for name in "ab":
         credentials.add(name, key)
-    Blocklist(blocked).add("liar", "it lies")
+    Blocklist(tmp_path).add("liar", "it lies")
 
     async def law() -> None:
         hub, clock = coordinator(), VirtualClock()
-        engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(blocked))
+        engine = engine_with(hub, valid_names=credentials.hashes, blocklist=Blocklist(tmp_path))
         for name in "ab":
             join(engine, name)
         await engine.start()
@@ -116,7 +116,7 @@ def test_a_table_that_is_unreadable_for_a_while_delays_revocations(tmp_path: Pat
         for file, content in before.items():
             file.write_bytes(content)
         credentials.revoke("a")
-        Blocklist(blocked).readmit("liar")
+        Blocklist(tmp_path).readmit("liar")
         await clock.sleep(1)
         assert not hub.members["a"].lease and hub.members["b"].lease and not hub.members["liar"].distrust
         await engine.close()
@@ -129,7 +129,7 @@ def test_a_worker_is_sent_away_though_nobody_can_write_that_down(tmp_path: Path)
 
     async def law() -> None:
         hub = coordinator()
-        engine = engine_with(hub, blocklist=Blocklist(file))
+        engine = engine_with(hub, blocklist=Blocklist(tmp_path))
         engine.placement.on_distrust(told.append)
         lease = join(engine, "a", connection)
         file.write_text("half of it")

@@ -36,7 +36,7 @@ def serving(version: int, *, prepare_s: float = 1.0, pause_s: float = 0.1, wire_
 
 
 def test_each_publication_and_each_change_is_a_line(tmp_path: Path) -> None:
-    log = WeightLog(tmp_path / "weights.jsonl")
+    log = WeightLog(tmp_path)
     log.published(publication(7))
     log.changed("laptop", serving(7, prepare_s=2.0))
     log.changed("phone", serving(6))  # a publication of an earlier process
@@ -73,7 +73,7 @@ def test_metrics_are_of_what_came_since_the_last_ones() -> None:
 def test_a_record_that_cannot_be_written_costs_only_the_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = WeightLog(tmp_path / "gone" / "weights.jsonl")
+    log = WeightLog(tmp_path / "gone")
     log.published(publication(7))
     log.changed("laptop", serving(7))
     assert log.take_metrics()["swarm/changes"] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rollover.swarm.wire.messages import PROTOCOL, Abort, Adopt, Decoded, Hello, Ready, Release, Serving
-from tests.swarm.worker_kit import TOKEN, Bench, FakeFetcher, acked, assign, head, tokens, with_worker
+from tests.swarm.worker_kit import TOKEN, Bench, acked, assign, head, tokens, with_worker
 
 
 @with_worker()
@@ -120,24 +120,6 @@ async def test_what_cannot_be_adopted_is_said_and_forgotten(bench: Bench) -> Non
     await bench.until(lambda: bench.engine.stats().num_running == 0)
     await back.cut()
     assert (await bench.again()).hello.held == ()
-
-
-@with_worker()
-async def test_calls_of_another_run_are_dropped_and_its_weights_begin_anew(bench: Bench) -> None:
-    link = await bench.decoding(5, version=5)
-    first, fetcher = bench.engine, bench.fetcher
-    bench.fetcher = FakeFetcher()
-    await link.cut()
-    back = await bench.again()
-    await back.welcome(head(2, 7), run_id="chess")
-    await back.serving(2)
-    assert fetcher.is_closed
-    assert first is not bench.engine and first.stats().num_running == 0
-    await back.send(assign("b", limit=3))
-    await bench.until(lambda: bench.engine.requests)
-    await bench.engine.tick(3)
-    assert await back.ended("b") == "length"
-    assert {message.call_id for message in back.all(Decoded)} == {"b"}
 
 
 @with_worker()

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rollover import cli
 from rollover.swarm.coordinator.engine import SwarmEngine
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from rollover.swarm.wire.token import TOKEN_VARIABLE, WorkerToken
 from tests.engine.models import saved, tiny_model

@@ -208,7 +208,7 @@ async def test_restarted_servers_have_the_time_that_they_take_to_start(tmp_path:
         work=tmp_path,
         announce=lambda fetched, pause_s: None,
     )
-    host.opened = OpenedEngine(engine=engine, weights=engine, availability=engine)
+    host.opened = OpenedEngine(engine=engine, weights=engine, until_up=engine.until_up)
     probing = asyncio.create_task(host.probe())
     await bench.until(lambda: engine.num_asked)
     await bench.clock.move(360.0)

@@ -458,6 +458,14 @@ async def test_a_run_that_stays_in_an_older_epoch_is_left(bench: Bench) -> None:
     assert "an old coordinator must still be running; if the run was set back" in str(error)
 
 
+@with_worker()
+async def test_a_worker_leaves_when_its_coordinator_serves_another_run(bench: Bench) -> None:
+    await (await bench.member(head(5))).cut()
+    await (await bench.again()).welcome(head(2, 7), run_id="chess")
+    error = await bench.failure()
+    assert isinstance(error, Refused) and "runs chess now, but this worker works for sums: start" in str(error)
+
+
 async def test_a_coordinator_that_chooses_no_protocol_is_none(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.coordinator.subprotocol = None

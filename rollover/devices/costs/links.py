@@ -31,7 +31,6 @@ def narrowest(links: Iterable[Link | None]) -> Link | None:
 
 
 def weight_update_s(model: ModelShape, workload: WorkloadSpec, device: Device, link: Link) -> float:
-    """Return the exposed time of a weight update: the bytes once over ``link`` (a pipelined broadcast) and the
-    pause."""
+    """Return the exposed seconds of a weight update: the bytes once over ``link``, and the pause."""
     size = workload.rollout_weight_bytes * model.parameters
     return transfer_s(size, link, device.efficiency.link) + workload.pause_s

@@ -21,8 +21,7 @@ def forward_flops(model: ModelShape, tokens: float, context: float) -> float:
 
 
 def step_flops(model: ModelShape, workload: WorkloadSpec, recompute: bool) -> float:
-    """Return the FLOPs of a training step: forward and backward, activations again with ``recompute``, and the passes
-    for log-probabilities."""
+    """Return the FLOPs of a training step, with activations again for ``recompute``, and the log-prob passes."""
     lengths = [(bucket.share, workload.prompt_tokens + bucket.tokens) for bucket in workload.buckets]
     forward = workload.batch_size * sum(share * forward_flops(model, n, n / 2) for share, n in lengths)
     return forward * (3 + recompute + extra_passes(workload))

@@ -83,7 +83,6 @@ class TrainingPlan:
 
     @property
     def cycle_s(self) -> float:
-        """Return D = C_T + S."""
         return self.step_s + self.sync_s
 
     @property
@@ -96,7 +95,6 @@ class TrainingPlan:
         return tuple(replace(part, share=1.0) for part in self.parts)
 
     def count(self, device: str) -> int:
-        """Return the number of its devices of one type."""
         return sum(part.num_devices for part in self.parts if part.device == device)
 
 

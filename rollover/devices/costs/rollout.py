@@ -80,8 +80,7 @@ class ReplicaCosts:
 def replica_costs(
     model: ModelShape, workload: WorkloadSpec, device: Device, tp: int, pp: int, stage_link: Link | None = None
 ) -> ReplicaCosts:
-    """Make the costs of a replica; without a ``stage_link``, stages that one node cannot hold are joined by the
-    network."""
+    """Make the costs of a replica. Without ``stage_link``, stages beyond one node are joined by the network."""
     link = stage_link or (device.link if tp * pp <= device.node_size else device.network)
     return ReplicaCosts(device=device, model=model, workload=workload, tp=tp, pp=pp, stage_link=link)
 

@@ -51,8 +51,7 @@ class TrainerCosts:
 
     @property
     def memory_bytes(self) -> float:
-        """Return the bytes on the fullest device: parameters with gradients and optimizer state, the reference model,
-        and activations."""
+        """Return the bytes on the fullest device: parameters, gradients, optimizer, reference model, activations."""
         model, workload = self.model, self.workload
         part = self.layers / model.num_layers / self.part.tp
         weights = BF16_BYTES * model.parameters * part
@@ -65,8 +64,7 @@ class TrainerCosts:
         return states + frozen + self._activation_bytes() + logits
 
     def _activation_bytes(self) -> float:
-        """Return the bytes kept for the backward pass, divided over ``tp`` by sequence parallelism (arXiv 2205.05198,
-        section 4)."""
+        """Return the bytes kept for the backward pass, over ``tp`` by sequence parallelism (arXiv 2205.05198)."""
         model = self.model
         layer = BF16_BYTES * (4 * model.hidden + 2 * model.query_width + model.kv_width + 3 * model.ffn_width)
         kept = BF16_BYTES * model.hidden if self.part.recompute else layer
@@ -81,7 +79,7 @@ class TrainerCosts:
         """Return the time of a step.
 
         A pipeline of m micro-batches takes ``(m - 1)`` of its slowest stage and once through all: its filling does not
-        depend on the share. Gathered weights hide behind compute where they can, reduced gradients behind the last
+        depend on the share. Gathered weights hide behind compute if they can, reduced gradients behind the last
         micro-batch.
         """
         device, reached = self.device, self.device.efficiency

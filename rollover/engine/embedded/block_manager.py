@@ -90,21 +90,18 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks that ``allocate`` can give: those that are empty and those that it may evict."""
+        """Return the number of blocks that ``allocate`` can give: the empty ones, and others that it may evict."""
         return len(self._empty) + len(self._evict_first) + len(self._evictable)
 
     @property
     def num_used(self) -> int:
-        """Return the number of blocks that are referenced."""
         return self.num_blocks - 1 - self.num_available
 
     def num_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def extend_keys(self, keys: list[Key], token_ids: Sequence[int], num_tokens: int) -> None:
-        """Append the missing keys of the full blocks of the first ``num_tokens`` to ``keys``, a root and the keys after
-        it."""
+        """Append to ``keys``, which begins with a root, the keys of further full blocks of ``num_tokens``."""
         size = self.block_size
         for end in range(len(keys) * size, num_tokens + 1, size):
             keys.append(block_key(keys[-1], token_ids[end - size : end]))
@@ -158,8 +155,7 @@ class BlockManager:
         return indices
 
     def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
-        """Drop one reference to each. Cached blocks without another one stay until they are evicted, the last of these
-        first."""
+        """Drop one reference to each. Cached blocks stay until they are evicted, the last of these first."""
         self._most_used = max(self._most_used, self.num_used)
         for index in reversed(blocks):
             block = self.blocks[index]

@@ -40,6 +40,7 @@ from rollover.engine.embedded.sampler import Drawn, uniforms
 from rollover.engine.embedded.scheduler import PrefillSlice, SequenceScheduler
 from rollover.engine.embedded.sequence import Sequence
 from rollover.engine.embedded.weights import LoadedWeights, are_tied, digests
+from rollover.engine.ends import check_limits
 from rollover.engine.stop_strings import StopStrings
 from rollover.engine.used_ids import UsedIds
 from rollover.errors import EngineError, ModelError
@@ -68,7 +69,7 @@ class EngineCore:
     ``ModelError`` for a folder it cannot run and ``ConfigError`` for sizes that cannot work.
 
     Args:
-        make_model_runner: how to compute, where it is not to be what the config and the device suggest.
+        make_model_runner: how to compute, if not as the config and the device suggest.
         isolate_prompts: share cache among samples of one prompt alone (``SequenceScheduler``).
     """
 
@@ -281,23 +282,13 @@ class EngineCore:
         return outputs
 
     def _validate(self, request: GenerateRequest) -> None:
-        name, num_prompt = request.request_id, len(request.prompt_ids)
-        num_response, limit = len(request.response_ids), request.params.max_new_tokens
+        name = request.request_id
         self._used_ids.check(name)
-        if not num_prompt:
+        if not request.prompt_ids:
             raise EngineError(f"request {name!r} has an empty prompt")
-        if num_response >= limit:
-            raise EngineError(
-                f"request {name!r} has no budget left: it has {num_response} response tokens and "
-                f"max_new_tokens = {limit}"
-            )
+        check_limits(request, self._max_context, "the embedded engine")
         if request.params.returns_routes and self._arch.experts is None:
             raise EngineError(f"request {name!r} wants the experts of each token, but the model has none")
-        if num_prompt + limit > self._max_context:
-            raise EngineError(
-                f"request {name!r} may need {num_prompt + limit} tokens ({num_prompt} of prompt, up to "
-                f"{limit} of response), but max_context_tokens = {self._max_context}"
-            )
         ids = request.prompt_ids + request.response_ids
         if min(ids) < 0 or max(ids) >= self._arch.vocab_size:
             raise EngineError(

@@ -76,7 +76,6 @@ class EmbeddedEngine:
 
     @property
     def device(self) -> torch.device:
-        """Return the device that holds weights and cache."""
         return self._core.device
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -123,15 +122,12 @@ class EmbeddedEngine:
             await self._do("take weights", lambda core: core.begin_fill())
 
     async def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """See ``EngineCore.fill``."""
         await self._do("take weights", lambda core: core.fill(tensors))
 
     async def end_fill(self, version: int, *, keeps_kv: bool, is_whole: bool = True) -> None:
-        """See ``EngineCore.end_fill``."""
         await self._do("take weights", lambda core: core.end_fill(version, keeps_kv=keeps_kv, is_whole=is_whole))
 
     async def sleep(self) -> None:
-        """See ``Sleeps.sleep``."""
         await self._do("release its memory", lambda core: core.sleep())
 
     async def digests(self) -> dict[str, str]:

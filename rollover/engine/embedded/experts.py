@@ -70,5 +70,4 @@ def apply_to_all(experts: Experts[TorchMatrix], x_TH: Tensor, weights_TK: Tensor
 
 
 def weighted(outputs_TKH: Tensor, weights_TK: Tensor) -> Tensor:
-    """Add the outputs of the experts of each token."""
     return (outputs_TKH.float() * weights_TK.unsqueeze(2)).sum(1).to(outputs_TKH.dtype)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollover.engine.embedded.experts import ApplyExperts, Experts, choose
-from rollover.engine.embedded.ops import Layout, M, Matrix, TorchMatrix, rms_norm, same_bits, silu_product
+from rollover.engine.embedded.ops import Layout, M, Matrix, TorchMatrix, rms_norm, silu_product
 from rollover.hf.architecture import Architecture, LayerShape
 
 MX = TypeVar("MX", bound=Matrix)
@@ -26,13 +26,11 @@ class Slot(NamedTuple):
     """The place of a parameter of a checkpoint.
 
     Example:
-        ``Slot((64,), norm.copy_, partial(same_bits, norm), norm.clone)`` for a norm of 64 weights.
+        ``Slot((64,), norm.copy_, norm.clone)`` for a norm of 64 weights.
     """
 
     shape: tuple[int, ...]
     fill: Callable[[Tensor], object]
-    holds: Callable[[Tensor], bool]
-    """Says whether weights that it was filled with are there, bit for bit."""
     read: Callable[[], Tensor]
     """Gives the weights that are there, in the number format that they were rounded to."""
 
@@ -97,9 +95,7 @@ class Weights(Generic[M]):
             self.lm_head = layout.tied_matrix(self.embedding)
         else:
             self.lm_head = self._matrix({"lm_head": arch.vocab_size}, arch.hidden_size)
-        self.slots["model.embed_tokens.weight"] = Slot(
-            shape, self._fill_embedding, self._holds_embedding, lambda: self.embedding
-        )
+        self.slots["model.embed_tokens.weight"] = Slot(shape, self._fill_embedding, lambda: self.embedding)
         self.layers = [self._layer(f"model.layers.{i}.", shape) for i, shape in enumerate(arch.layers)]
         self.norm = self._vector("model.norm.weight", arch.hidden_size)
 
@@ -107,10 +103,6 @@ class Weights(Generic[M]):
         self.embedding.copy_(weights)
         if self.arch.tied_embeddings:
             self.lm_head.fill(0, self.embedding)
-
-    def _holds_embedding(self, weights: Tensor) -> bool:
-        is_there = same_bits(self.embedding, weights)
-        return is_there and (not self.arch.tied_embeddings or self.lm_head.holds(0, self.embedding))
 
     def _vector(self, name: str, size: int) -> Tensor:
         """Make a norm's weight: computed with in ``dtype``, rounded to ``weight_dtype``."""
@@ -122,12 +114,8 @@ class Weights(Generic[M]):
         return Slot(
             (len(vector),),
             partial(self._fill_vector, vector),
-            partial(self._holds_vector, vector),
             partial(vector.to, self._layout.weight_dtype),
         )
-
-    def _holds_vector(self, vector: Tensor, weights: Tensor) -> bool:
-        return same_bits(vector, weights.to(self._layout.weight_dtype))
 
     def _fill_vector(self, vector: Tensor, weights: Tensor) -> None:
         vector.copy_(weights.to(self._layout.weight_dtype))
@@ -142,7 +130,6 @@ class Weights(Generic[M]):
             self.slots[f"{name}.weight"] = Slot(
                 (num_rows, in_size),
                 partial(matrix.fill, first),
-                partial(matrix.holds, first),
                 partial(matrix.read, first, num_rows),
             )
             first += num_rows
@@ -213,7 +200,6 @@ def _reordered(slot: Slot, order: tuple[int, ...]) -> Slot:
     return Slot(
         slot.shape,
         lambda weights: slot.fill(weights[rows.to(weights.device)]),
-        lambda weights: slot.holds(weights[rows.to(weights.device)]),
         lambda: slot.read().cpu()[back],
     )
 

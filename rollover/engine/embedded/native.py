@@ -28,7 +28,7 @@ from rollover.engine.embedded.experts import Experts
 from rollover.engine.embedded.kv_cache import Ints, KVCache, zeros
 from rollover.engine.embedded.model import Mlp, Weights
 from rollover.engine.embedded.model_runner import InputBatch, RunnerSizes, wanted_routes
-from rollover.engine.embedded.ops import ExpertMatrices, same_bits
+from rollover.engine.embedded.ops import ExpertMatrices
 from rollover.engine.embedded.rotary import Rotary
 from rollover.engine.embedded.sampler import Drawn, sample
 from rollover.errors import EngineError
@@ -168,9 +168,6 @@ class PackedMatrix:
         self._kernels.pack(
             ctypes.byref(self._record), weights_OI.data_ptr(), first_row, len(weights_OI), torch.get_num_threads()
         )
-
-    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        return same_bits(self.read(first_row, len(weights_OI)), weights_OI)
 
     def read(self, first_row: int, num_rows: int) -> Tensor:
         return self._unpacked()[first_row : first_row + num_rows]

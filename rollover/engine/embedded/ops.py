@@ -21,10 +21,6 @@ class Matrix(Protocol):
         """Copy ``[out, in]`` weights, as checkpoints have them, to the outputs from ``first_row`` on."""
         ...
 
-    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        """Say whether these weights, rounded as ``fill`` rounds them, are there bit for bit."""
-        ...
-
     def read(self, first_row: int, num_rows: int) -> Tensor:
         """Give the weights ``[num_rows, in]`` of the outputs from ``first_row`` on, rounded as ``fill`` rounds them."""
         ...
@@ -70,9 +66,6 @@ class ExpertMatrices(Generic[M]):
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         self.matrices[first_row // self._num_rows].fill(first_row % self._num_rows, weights_OI)
 
-    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        return self.matrices[first_row // self._num_rows].holds(first_row % self._num_rows, weights_OI)
-
     def read(self, first_row: int, num_rows: int) -> Tensor:
         return self.matrices[first_row // self._num_rows].read(first_row % self._num_rows, num_rows)
 
@@ -85,9 +78,6 @@ class TorchMatrix:
 
     def fill(self, first_row: int, weights_OI: Tensor) -> None:
         self._weights_IO[:, first_row : first_row + len(weights_OI)].copy_(weights_OI.t())
-
-    def holds(self, first_row: int, weights_OI: Tensor) -> bool:
-        return same_bits(self.read(first_row, len(weights_OI)), weights_OI)
 
     def read(self, first_row: int, num_rows: int) -> Tensor:
         return self._weights_IO[:, first_row : first_row + num_rows].t()

@@ -71,7 +71,7 @@ def _attend(  # type: ignore[no-untyped-def]
     """Attend with the queries of key-value head k to a part of the blocks of sequence b. Program (b, k, split). With
     WINDOW 0 there is no window.
 
-    ``input_precision`` concerns float32 alone; "ieee" is the only one that all GPUs know.
+    ``input_precision`` concerns float32 alone; "ieee" is the only one known to all GPUs.
     """
     b, k, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b) + 1

@@ -49,12 +49,7 @@ class SequenceScheduler:
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        *,
-        max_running: int,
-        prefill_chunk_tokens: int,
-        isolate_prompts: bool = False,
+        self, blocks: BlockManager, *, max_running: int, prefill_chunk_tokens: int, isolate_prompts: bool = False
     ) -> None:
         self.blocks = blocks
         self.max_running, self.prefill_chunk_tokens = max_running, prefill_chunk_tokens
@@ -64,7 +59,7 @@ class SequenceScheduler:
         self.policy_version = 0
         """The version of the weights that compute what is cached from now on."""
         self._epoch = 0
-        """The number of weight updates so far, including those that did not change the version."""
+        """The number of weight updates so far, including updates that did not change the version."""
         self._left_chains: dict[str, Chain] = {}
         """The chains of samples that were parked or preempted, by sample key, the latest last."""
         self.num_preempted = 0
@@ -135,7 +130,7 @@ class SequenceScheduler:
 
     def remove(self, sequence: Sequence, *, park: bool) -> None:
         """Take it out, waiting or running. Its cache can be found until the room is needed; that of a finished
-        response, which fewer ask for, is evicted before that of parked samples and prompts."""
+        response, which fewer ask for, is evicted before the cache of parked samples and prompts."""
         if sequence not in self.running:
             self.waiting.remove(sequence)
         elif park:
@@ -150,7 +145,7 @@ class SequenceScheduler:
             self.blocks.release(prompt)
 
     def update(self, policy_version: int, *, recompute: bool) -> None:
-        """Take note of new weights. A fresh sample finds nothing that older ones computed; one that was open or parked
+        """Record new weights. A fresh sample finds nothing that older ones computed; one that was open or parked
         keeps what it had, or loses it."""
         self.policy_version = policy_version
         self._epoch += 1
@@ -161,7 +156,6 @@ class SequenceScheduler:
                 self._begin_chain(sequence, self._fresh_chain(sequence))
 
     def reset(self) -> None:
-        """Forget every sequence and everything cached."""
         self._forget_everything()
         self.waiting.clear()
 

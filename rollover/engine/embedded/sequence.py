@@ -73,7 +73,6 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Return the number of tokens to prefill before it can decode."""
         return len(self.token_ids) - 1 - self.num_cached_tokens
 
     @property

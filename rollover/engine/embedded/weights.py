@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rollover.engine.embedded.model import Slot
+from rollover.engine.embedded.ops import same_bits
 from rollover.errors import ModelError
 from rollover.hf.weights import EMBEDDING, HEAD
 from rollover.weights.adapters import AdapterSource, AppliedAdapters
@@ -88,7 +89,7 @@ class LoadedWeights:
                 if places[name] not in self._filled:
                     slot.fill(tensor)
                     self._filled.add(places[name])
-                elif not slot.holds(tensor):
+                elif not same_bits(slot.read(), tensor):
                     raise ModelError(f"weight {name!r} came twice, and differs from what came before")
 
     def require_all(self, slots: Mapping[str, Slot]) -> None:

@@ -244,7 +244,6 @@ class ServerConfig(EngineConfig):
         return next(n for own, n in zip(self.urls, self.max_running, strict=True) if own.rstrip("/") == url)
 
     def _check_idle_settings(self) -> None:
-        """Reject settings that have no effect."""
         fields = self.__dataclass_fields__
         of_launch = ("launch_command", "launch_args", "launch_devices", "num_servers")
         changed = [key for key in of_launch if getattr(self, key) != fields[key].default]

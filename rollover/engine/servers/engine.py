@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rollover.engine.background import BackgroundTasks, attempt, within
 from rollover.engine.base import GPU_PREFILL_TOKENS, Capabilities, Chunk, EngineStats, GenerateRequest, Sleeps
-from rollover.engine.servers.background import BackgroundTasks, attempt, within
 from rollover.engine.servers.calls.abort import Aborter
 from rollover.engine.servers.calls.dialect import ServerDialect
 from rollover.engine.servers.calls.open_calls import OpenCalls
@@ -47,9 +47,6 @@ class ServerEngine:
         model: what it should serve, and its weights at version 0.
         ownership: of the run that uses it.
         process: the server, if we have started it; closed with the engine.
-
-    Example: ``ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("run-1"))``
-    is version 0 of ``model`` for the run ``run-1``, once it is open.
     """
 
     def __init__(
@@ -245,7 +242,6 @@ class ServerEngine:
 
     @property
     def takes(self) -> WeightPath:
-        """See ``WeightTarget.takes``."""
         config = self._config
         reads = config.weight_transfer == "folder" or config.read_back == "always" or config.colocated
         return "folder" if reads else "group"
@@ -256,7 +252,6 @@ class ServerEngine:
 
     @property
     def formats(self) -> Mapping[str, str]:
-        """Return the number format of each tensor of the model."""
         return {name: info.dtype for name, info in self._model.weights.items()}
 
     async def pause(self) -> None:

@@ -36,9 +36,8 @@ async def _open_embedded(config: EmbeddedServerConfig, setup: EngineSetup) -> Op
 
 
 def _opened(pool: EnginePool, config: ServerConfig) -> OpenedEngine:
-    return OpenedEngine(
-        engine=pool, weights=pool, trust=pool, sleeper=pool if config.colocated else None, availability=pool
-    )
+    sleeper = pool if config.colocated else None
+    return OpenedEngine(engine=pool, weights=pool, trust=pool, sleeper=sleeper, until_up=pool.until_up)
 
 
 def _check_servers(config: ServerConfig, facts: EngineFacts) -> Sequence[str]:

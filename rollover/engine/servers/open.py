@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rollover.engine.background import cancel
 from rollover.engine.kind import EngineSetup
 from rollover.engine.servers.calls.dialect import ServerDialect
 from rollover.engine.servers.config import ServerConfig
@@ -105,6 +106,4 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)

@@ -33,8 +33,8 @@ from typing import Any
 import httpx
 
 from rollover.clock import Clock
+from rollover.engine.background import BackgroundTasks, attempt
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
-from rollover.engine.servers.background import BackgroundTasks, attempt
 from rollover.engine.servers.calls.abort import Aborter
 from rollover.engine.servers.calls.open_calls import OpenCalls
 from rollover.engine.servers.folder import ModelFolder

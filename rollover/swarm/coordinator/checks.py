@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollover.clock import wait_for_any
+from rollover.engine.background import cancel
 from rollover.engine.base import Capabilities, Chunk, Engine, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.errors import EngineError, EngineMismatch
@@ -39,10 +40,7 @@ class DirectedEngine(Engine, Protocol):
 
 
 class OneMember:
-    """The swarm as an engine with one member.
-
-    Example: ``OneMember(swarm, "laptop").generate(request)`` is decoded by the laptop or not at all.
-    """
+    """The swarm as an engine with one member."""
 
     def __init__(self, swarm: DirectedEngine, name: str) -> None:
         self._swarm, self._name = swarm, name
@@ -69,8 +67,6 @@ class MemberChecks:
 
     Args:
         swarm: decodes the few tokens of a check.
-
-    Example: ``checks.begin("laptop", 7)`` ends with ``coordinator.checked("laptop", 7)`` or with its ``distrust``.
     """
 
     def __init__(self, swarm: DirectedEngine, shell: Shell) -> None:
@@ -123,10 +119,7 @@ class MemberChecks:
         self._running[name] = _Running(version, task, again)
 
     async def close(self) -> None:
-        tasks = [running.task for running in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(running.task for running in self._running.values())
 
     async def _run(self, check: LogprobCheck, name: str, version: int, again: asyncio.Event) -> None:
         member, reported = self._coordinator.members[name], ""

@@ -23,22 +23,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Container
 
 from rollover.clock import Clock
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
+from rollover.engine.ends import check_limits
 from rollover.errors import EngineError, RolloverError
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.checks import MemberChecks
+from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.outlets import Outlet
 from rollover.swarm.coordinator.placement import SwarmPlacement
 from rollover.swarm.coordinator.shell import Shell
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
-from rollover.swarm.coordinator.status.weight_log import WeightLog
-from rollover.swarm.coordinator.transports.gateway import Gateway
-from rollover.swarm.coordinator.trust.blocklist import Blocklist
+from rollover.swarm.coordinator.trust import Blocklist
 from rollover.swarm.coordinator.upkeep import Upkeep
 from rollover.swarm.wire.messages import Goodbye, Head
 from rollover.weights.base import WeightPath, WeightSource
@@ -49,21 +49,6 @@ Publish = Callable[[int, WeightSource], Head]
 """Given a version and its weights, writes blobs and a signed manifest and returns the new head; called in a thread."""
 
 
-class SwarmMetrics:
-    """Implements ``EngineMetrics``.
-
-    Example: ``metrics.step_ended(3, {"staleness/max": 1.0})`` shows the staleness of the last batch on the live page.
-    """
-
-    def __init__(self, weight_log: WeightLog, board: StatusBoard | None) -> None:
-        self.take_metrics = weight_log.take_metrics
-        self._board = board
-
-    def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._board is not None:
-            self._board.step_ended(step, metrics)
-
-
 class SwarmEngine:
     """Implements ``Engine`` and ``WeightTarget``.
 
@@ -72,7 +57,6 @@ class SwarmEngine:
         check_source: raises ``EngineError`` for weights that do not fit the run's model.
         valid_names: returns the workers whose token is valid now; without it, all are.
         board: shows people the state of the swarm.
-        weight_log: records publications, and members' changes to them.
         blocklist: records who was sent away for good; without it, a restart of the run forgets them.
 
     Example: ``engine.placement.room()`` is 16 once a worker with room for 16 calls has joined.
@@ -91,7 +75,6 @@ class SwarmEngine:
         check_source: Callable[[WeightSource], None] = lambda source: None,
         valid_names: Callable[[], Container[str]] | None = None,
         board: StatusBoard | None = None,
-        weight_log: WeightLog | None = None,
         blocklist: Blocklist | None = None,
     ) -> None:
         self.coordinator = coordinator
@@ -103,13 +86,12 @@ class SwarmEngine:
         """Serves the live page; closed with the engine."""
         self.gateway: Gateway | None = None
         """Opened with the first publication, closed with the engine."""
-        weight_log = weight_log or WeightLog()
-        self.metrics = SwarmMetrics(weight_log, board)
-        self.shell = Shell(coordinator, clock, weight_log, blocklist)
+        self.board = board or StatusBoard()
+        self.shell = Shell(coordinator, clock, self.board, blocklist)
         self._outlets = self.shell.outlets
         self.placement = SwarmPlacement(self.shell, max_running=config.max_running)
         self.checks = MemberChecks(self, self.shell)
-        self._upkeep = Upkeep(self.shell, board=board, url=lambda: self.url, valid_names=valid_names)
+        self._upkeep = Upkeep(self.shell, board=self.board, url=lambda: self.url, valid_names=valid_names)
         self._is_started = self._is_closed = False
 
     def __repr__(self) -> str:
@@ -134,7 +116,7 @@ class SwarmEngine:
         self._is_started = True
         self._upkeep.start(self._config.lease_s)
         if self.gateway is not None:
-            await self.gateway.serve()
+            self.gateway.serve()
 
     async def close(self) -> None:
         if self._is_closed:
@@ -184,21 +166,18 @@ class SwarmEngine:
         """
         outlet = self._open_call(request, only)
         try:
-            async for chunk in outlet:
+            while True:
+                chunk = await outlet.take()
                 yield chunk
+                if chunk.finish_reason is not None:
+                    return
         finally:
             if self._outlets.close(request):
                 self.shell.perform(self.coordinator.cut([request.request_id]))
 
     def _open_call(self, request: GenerateRequest, only: str | None) -> Outlet:
-        call_id, limit = request.request_id, self.coordinator.run.max_context_tokens
         self._refuse_if_over("generate")
-        if len(request.response_ids) >= request.params.max_new_tokens:
-            raise EngineError(
-                f"{call_id} already has {len(request.response_ids)} tokens, of at most {request.params.max_new_tokens}"
-            )
-        if (needed := len(request.prompt_ids) + request.params.max_new_tokens) > limit:
-            raise EngineError(f"{call_id} needs a context of {needed} tokens, but the model's holds {limit}")
+        check_limits(request, self.coordinator.run.max_context_tokens, "the swarm")
         outlet = self._outlets.open(request)
         if only is not None or not self._outlets.hold_back(request):
             self.shell.perform(self.coordinator.opened(request, only=only))
@@ -224,8 +203,7 @@ class SwarmEngine:
             self.shell.perform(self.coordinator.cut(outlets.keys()))
 
     async def pause(self) -> None:
-        """Stop, as far as callers can see, in pull mode. In push-pull mode members continue to decode: that is the
-        mode."""
+        """Stop, as far as callers can see, in pull mode; in push-pull mode members continue to decode."""
         self._refuse_if_over("pause")
         if self._config.mode == "pull":
             self._outlets.hold()

@@ -23,16 +23,12 @@ from rollover.hf.architecture import Architecture
 from rollover.hf.weights import number_format, read_weight_infos
 from rollover.swarm.config import SwarmConfig
 from rollover.swarm.coordinator.engine import Publish, SwarmEngine
+from rollover.swarm.coordinator.gateway import Gateway
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.members import RunIdentity
 from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.coordinator.status.pages.listener import AdminListener
-from rollover.swarm.coordinator.status.snapshot import StatusFile
-from rollover.swarm.coordinator.status.weight_log import FILE_NAME, WeightLog
-from rollover.swarm.coordinator.transports.gateway import Gateway
-from rollover.swarm.coordinator.trust.blocklist import FILE_NAME as SENT_AWAY
-from rollover.swarm.coordinator.trust.blocklist import Blocklist
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.trust import Blocklist, Credentials
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publisher import SwarmPublisher
 from rollover.swarm.wire.messages import Head
@@ -87,22 +83,19 @@ async def open_swarm(
         returns_routes=returns_routes,
     )
     credentials = Credentials(root / "workers.json")
-    weight_log = WeightLog(root / FILE_NAME)
-    board = StatusBoard(StatusFile(root / "status.json"), run=root.parent.name, mode=config.mode)
+    board = StatusBoard(root, run=root.parent.name, mode=config.mode)
     engine = SwarmEngine(
         config,
         _coordinator(config, identity, publisher, checks=checks),
-        _publishing(publisher, weight_log, board),
+        _publishing(publisher, board),
         clock,
         number_format=number_format(folder),
         check_source=_fits(folder),
         valid_names=credentials.hashes,
         board=board,
-        weight_log=weight_log,
-        blocklist=Blocklist(root / SENT_AWAY),
+        blocklist=Blocklist(root),
     )
-    gateway = engine.gateway = Gateway(config, engine.shell, member_of=credentials.member_of, blobs=root / "blobs")
-    gateway.bind()
+    engine.gateway = Gateway(config, engine.shell, member_of=credentials.member_of, blobs=root / "blobs")
     await _open_page(engine, config, board)
     return engine
 
@@ -120,12 +113,11 @@ def _coordinator(config: SwarmConfig, run: RunIdentity, publisher: SwarmPublishe
     )
 
 
-def _publishing(publisher: SwarmPublisher, weight_log: WeightLog, board: StatusBoard) -> Publish:
+def _publishing(publisher: SwarmPublisher, board: StatusBoard) -> Publish:
     """Return the function that publishes weights and has it recorded."""
 
     def publish(version: int, source: WeightSource) -> Head:
         published = publisher.publish(source)
-        weight_log.published(published)
         board.published(published)
         return published.head
 
@@ -136,13 +128,12 @@ async def _open_page(engine: SwarmEngine, config: SwarmConfig, board: StatusBoar
     """Serve the live page from now on, if the config wants it; the engine closes it."""
     if config.admin_address is None:
         return
-    engine.admin = AdminListener(config.admin_address, board)
     try:
-        engine.admin.bind()
+        engine.admin = AdminListener(config.admin_address, board)
     except ConfigError:
         await engine.close()
         raise
-    await engine.admin.serve()
+    engine.admin.serve()
     board.page = engine.admin.url
 
 

@@ -7,8 +7,7 @@ meanwhile comes out before anything later.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.used_ids import UsedIds
@@ -16,35 +15,20 @@ from rollover.types import FinishReason
 
 
 class Outlet:
-    """The chunks that a caller has yet to take of its call.
-
-    Example: ``async for chunk in outlet`` ends after the chunk that has a finish reason, and raises an exception that
-    was put in.
-    """
+    """The chunks that a caller has yet to take of its call."""
 
     def __init__(self, came_out: Callable[[Chunk], None]) -> None:
-        self._items: deque[Chunk | Exception] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        """Done when something has come for a caller that had nothing to take."""
+        self._items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         self._came_out = came_out
         self._held: list[Chunk | Exception] | None = None
-        self._is_taken = False
         self.ended = asyncio.Event()
         """The end has come out, though the caller may not have taken it yet."""
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._is_taken:
-            raise StopAsyncIteration
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
+    async def take(self) -> Chunk:
+        """Return the next chunk, or raise the exception that was put in; none comes after a finish reason."""
+        item = await self._items.get()
         if isinstance(item, Exception):
             raise item
-        self._is_taken = item.finish_reason is not None
         return item
 
     def put(self, item: Chunk | Exception) -> None:
@@ -53,9 +37,7 @@ class Outlet:
         if self._held is not None:
             self._held.append(item)
             return
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._items.put_nowait(item)
         if isinstance(item, Chunk):
             self._came_out(item)
         if isinstance(item, Exception) or item.finish_reason is not None:
@@ -73,10 +55,7 @@ class Outlet:
 
 
 class Outlets:
-    """All open calls by id, and the calls that were opened while the engine stands still.
-
-    Example: after ``hold()``, ``open(request)`` keeps the request; ``flow()`` returns it, to be given to a member.
-    """
+    """All open calls by id, and the calls that were opened while the engine stands still."""
 
     def __init__(self) -> None:
         self._open: dict[str, Outlet] = {}
@@ -88,7 +67,6 @@ class Outlets:
 
     @property
     def stands_still(self) -> bool:
-        """Return whether calls are held."""
         return self._held_back is not None
 
     @property
@@ -98,7 +76,6 @@ class Outlets:
 
     @property
     def ids(self) -> list[str]:
-        """Return the ids of the open calls."""
         return list(self._open)
 
     def get(self, call_id: str) -> Outlet | None:

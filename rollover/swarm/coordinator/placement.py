@@ -15,8 +15,6 @@ class SwarmPlacement:
 
     Args:
         max_running: most calls that all members decode at the same time.
-
-    Example: ``room()`` is 0 before the first worker has joined, and 16 once a worker with room for 16 has.
     """
 
     def __init__(self, shell: Shell, *, max_running: int) -> None:

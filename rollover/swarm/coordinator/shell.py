@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
 
 from rollover.clock import Clock
 from rollover.errors import CallDisplaced, EngineError
@@ -11,7 +12,6 @@ from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
-    Close,
     Deliver,
     Effect,
     Fail,
@@ -20,19 +20,30 @@ from rollover.swarm.coordinator.machine.effects import (
     ServesAnew,
 )
 from rollover.swarm.coordinator.outlets import Outlets
-from rollover.swarm.coordinator.status.weight_log import WeightLog
-from rollover.swarm.coordinator.transports.base import Connection, Refusal
-from rollover.swarm.coordinator.trust.blocklist import Blocklist
+from rollover.swarm.coordinator.status.board import StatusBoard
+from rollover.swarm.coordinator.trust import Blocklist
 from rollover.swarm.wire.messages import FromCoordinator, FromWorker, Goodbye, Hello, ProtocolError, encode
 
 logger = logging.getLogger(__name__)
 
 
-class Connections:
-    """The connections of members, by lease; a message to a lease without a connection is not sent.
+Refusal = Literal["login", "protocol", "frame"]
+"""The reason of a refusal: a token that is unknown or revoked, another protocol, a frame that breaks the protocol."""
 
-    Example: ``connections.send(3, Abort(call_ids=("a#1.",)))``
+
+class Connection(Protocol):
+    """The sending side of one worker's connection.
+
+    Example: ``connection.send(frame)`` returns at once; ``connection.close()`` ends it after what was sent.
     """
+
+    def send(self, frame: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Connections:
+    """The connections of members, by lease; a message to a lease without a connection is not sent."""
 
     def __init__(self) -> None:
         self._open: dict[int, Connection] = {}
@@ -41,7 +52,6 @@ class Connections:
         self._open[lease] = connection
 
     def forget(self, lease: int) -> None:
-        """Record that the connection of a lease is gone."""
         self._open.pop(lease, None)
 
     def send(self, lease: int, message: FromCoordinator) -> None:
@@ -53,33 +63,27 @@ class Connections:
         except ProtocolError as e:
             logger.error("a message to the worker of lease %d cannot be sent: %s", lease, e)
             connection.close()
-
-    def close(self, lease: int) -> None:
-        """End the connection of a lease after everything that was sent."""
-        if (connection := self._open.pop(lease, None)) is not None:
+        if isinstance(message, Goodbye):
+            self.forget(lease)
             connection.close()
 
     def say_goodbye(self, goodbye: Goodbye) -> None:
-        """Send all members away; the owner of the connections closes them."""
+        """Send all members away."""
         for lease in list(self._open):
             self.send(lease, goodbye)
 
 
 class Shell:
-    """Implements the gateway's ``Sessions``.
+    """Takes the messages of workers from the gateway, and carries out what the coordinator makes of them.
 
     Args:
-        weight_log: records members' changes of weights.
+        board: shows members' changes of weights.
         blocklist: records who was sent away for good; without it, a restart of the run forgets them.
-
-    Example: ``shell.perform(coordinator.expire(clock.now_s()))`` sends a goodbye to each worker whose lease has ended.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, clock: Clock, weight_log: WeightLog, blocklist: Blocklist | None
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, clock: Clock, board: StatusBoard, blocklist: Blocklist | None) -> None:
         self.coordinator, self.clock, self.blocklist = coordinator, clock, blocklist
-        self._weight_log = weight_log
+        self._board = board
         self.connections, self.outlets = Connections(), Outlets()
         self.begin_check: Callable[[str, int], None] = lambda name, version: None
         """Checks the log-probs of a member under a version."""
@@ -91,6 +95,7 @@ class Shell:
         """A mistake in the code, after which leases might never end: everything raises it from then on."""
 
     def connected(self, name: str, hello: Hello, connection: Connection) -> int:
+        """Return the lease under which the messages of this connection are then ``received``."""
         effects = self.coordinator.connected(name, hello, self.clock.now_s())
         lease = self.coordinator.last_lease
         self.connections.add(lease, connection)
@@ -101,6 +106,7 @@ class Shell:
         self.perform(self.coordinator.received(lease, message, self.clock.now_s()))
 
     def fenced(self, message: FromWorker) -> None:
+        """Count a message under a lease that is not its connection's, and ignore it."""
         self.coordinator.fenced(message)
 
     def disconnected(self, lease: int) -> None:
@@ -108,17 +114,15 @@ class Shell:
         self.perform(self.coordinator.disconnected(lease, self.clock.now_s()))
 
     def refused(self, cause: Refusal) -> None:
+        """Count a client, or a frame of a worker, that the gateway has refused."""
         self.coordinator.counters[f"refused_{cause}s"] += 1
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Carry out effects in order."""
         has_changed = False
         for effect in effects:
             match effect:
                 case Send(lease, message):
                     self.connections.send(lease, message)
-                case Close(lease):
-                    self.connections.close(lease)
                 case Deliver(call_id, chunk):
                     self.outlets.put(call_id, chunk)
                 case Fail(call_id, reason, is_displaced):
@@ -130,7 +134,7 @@ class Shell:
                     for listener in self.on_distrust:
                         listener(name)
                 case ServesAnew(name, serving):
-                    self._weight_log.changed(name, serving)
+                    self._board.changed(name, serving)
                 case Changed(what, is_warning):
                     logger.log(logging.WARNING if is_warning else logging.INFO, "%s", what)
                     has_changed = True

@@ -6,10 +6,10 @@ other work; a mistake in the code ends the run, never this work alone.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Container
 
+from rollover.engine.background import BackgroundTasks
 from rollover.errors import RolloverError, refusal
 from rollover.swarm.coordinator.shell import Shell
 from rollover.swarm.coordinator.status.board import StatusBoard
@@ -30,39 +30,32 @@ class Upkeep:
         board: shows people the state of the swarm.
         url: returns the address that workers are to join.
         valid_names: returns the workers whose token is valid now; without it, all are.
-
-    Example: ``upkeep.start(lease_s=15.0)`` looks at leases every two seconds, and at tokens four times a second.
     """
 
     def __init__(
         self,
         shell: Shell,
         *,
-        board: StatusBoard | None,
+        board: StatusBoard,
         url: Callable[[], str],
         valid_names: Callable[[], Container[str]] | None,
     ) -> None:
         self._shell, self._coordinator, self._clock = shell, shell.coordinator, shell.clock
         self._board, self._url, self._valid_names = board, url, valid_names
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
 
     def start(self, lease_s: float) -> None:
         """Begin the upkeep; each piece of work has a task of its own."""
-        self._repeat(self._look_at_leases, min(_STATUS_S, lease_s / 4))
-        self._repeat(self.write_status, _STATUS_S)
-        self._repeat(self._send_revoked_away, _TOKENS_S)
-        self._repeat(self._readmit, _TOKENS_S)
+        self._tasks.start(self._repeat(self._look_at_leases, min(_STATUS_S, lease_s / 4)))
+        self._tasks.start(self._repeat(self.write_status, _STATUS_S))
+        self._tasks.start(self._repeat(self._send_revoked_away, _TOKENS_S))
+        self._tasks.start(self._repeat(self._readmit, _TOKENS_S))
 
     async def close(self) -> None:
-        """Stop."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def write_status(self) -> None:
-        """Show people the state of the swarm."""
-        if self._board is not None:
-            self._board.write(swarm_status(self._coordinator, self._url()))
+        self._board.write(swarm_status(self._coordinator, self._url()))
 
     def _look_at_leases(self) -> None:
         self._shell.perform(self._coordinator.expire(self._clock.now_s()))
@@ -80,10 +73,7 @@ class Upkeep:
         for name in self._shell.blocklist.readmitted() if self._shell.blocklist is not None else ():
             self._shell.perform(self._coordinator.readmitted(name))
 
-    def _repeat(self, work: Callable[[], None], every_s: float) -> None:
-        self._tasks.append(asyncio.create_task(self._again_and_again(work, every_s)))
-
-    async def _again_and_again(self, work: Callable[[], None], every_s: float) -> None:
+    async def _repeat(self, work: Callable[[], None], every_s: float) -> None:
         problem = ""
         while True:
             before, problem = problem, ""

@@ -24,11 +24,7 @@ _NEW, _PARTIAL = ".new-", ".partial-"
 
 
 class BlobFolder:
-    """The blobs in ``root``, which is made when it is missing. One process writes, any number read.
-
-    Example: ``BlobFolder(run / "swarm" / "blobs").put(b"...")`` returns "9c1e...", the name of the blob that is then
-    there.
-    """
+    """The blobs in ``root``, which is made when it is missing. One process writes, any number read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -139,7 +135,7 @@ def flush_folder(folder: Path) -> None:
 
 def _private(name: str, flags: int) -> int:
     descriptor = os.open(name, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # one that a killed process has left may be readable
+    os.fchmod(descriptor, 0o600)  # a file that a killed process left may be readable
     return descriptor
 
 

@@ -7,7 +7,7 @@ A tensor is cut into segments of ``SEGMENT`` elements. A segment is a header (by
 planes of one byte per change, each compressed by itself, since a Huffman code fits one distribution::
 
     gaps         unchanged elements before each change: four planes, the lowest byte first
-    differences  rank of the new value less that of the old one: a plane for each byte of an element, likewise
+    differences  rank of the new value less the old one's: a plane for each byte of an element, likewise
 
 Invariants: decoding never writes outside of the tensor, and never takes memory beyond a small multiple of the
 tensor's own, whatever it is given. An encoding for other weights decodes to wrong values, which the digest of the
@@ -129,8 +129,7 @@ def _apply_segment(values: Bits, encoded: memoryview) -> memoryview:
 
 
 def _ranks(bits: Bits) -> Bits:
-    """Return the rank of each value among all values of its format, from the most negative up; -0.0 is just below
-    0.0."""
+    """Return the rank of each value in its format, from the most negative up; -0.0 is just below 0.0."""
     sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     ranks: Bits = np.where(bits & sign, ~bits, bits | sign)
     return ranks

@@ -21,6 +21,7 @@ from random import Random
 
 import httpx
 
+from rollover.engine.background import cancel
 from rollover.errors import ResourceError
 from rollover.swarm.publication.blobs import BlobFolder, space_on
 from rollover.swarm.publication.manifest import MAX_MANIFEST_BYTES, BlobRef, PublicationError
@@ -88,9 +89,6 @@ class BlobDownloads:
         transports: for some URLs, by what these begin with: ``"https://host:port"``.
         say: shows a line to the user: of each source that is left for the next one, until it has worked again.
         backoff_s: pause after all sources have failed, doubled each time.
-
-    Example: ``downloads.use(["https://relay.example/v1/blobs", "https://trainer.example:8790/v1/blobs"])``, then
-    ``await downloads.get(manifest.blobs)``.
     """
 
     def __init__(
@@ -164,9 +162,7 @@ class BlobDownloads:
         try:
             await asyncio.gather(*downloads)
         finally:
-            for download in downloads:
-                download.cancel()
-            await asyncio.gather(*downloads, return_exceptions=True)
+            await cancel(downloads)
 
     async def _get(self, digest: str, num_bytes: int | None) -> None:
         num_rounds = num_missing = 0

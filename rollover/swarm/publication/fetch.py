@@ -67,9 +67,6 @@ class WeightFetcher:
         key: the publisher's, from the worker's token.
         downloads: makes the downloads into the folder of blobs it is given; the default asks without authorization.
         max_model_bytes: weights that take more are refused; the default is this machine's memory.
-
-    Example: ``await fetcher.fetch(welcome.head, urls, run_epoch=welcome.run_epoch, deadline_s=600)`` returns what
-    ``WeightTarget.load`` takes.
     """
 
     def __init__(
@@ -141,7 +138,6 @@ class WeightFetcher:
         return fetched
 
     def _files(self, manifest: PublicationManifest) -> dict[str, bytes]:
-        """Return config and tokenizer."""
         files = {file.name: restore(file.blob, self._blobs) for file in manifest.files}
         if model_digest(files) != manifest.model:
             raise PublicationError(f"the config and tokenizer of version {manifest.version} are not those of its model")

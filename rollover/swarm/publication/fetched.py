@@ -1,4 +1,4 @@
-"""Weights that a worker has fetched: a source for an engine in this process, and a model folder for one that is not."""
+"""Weights that a worker has fetched: a source for an engine in this process, and a model folder for any other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ class FetchedWeights:
     """One version of the weights, verified tensor by tensor; a ``WeightSource``.
 
     Tensors that have not changed are those of the version before: they are never written to.
-
-    Example: ``await engine.load(weights.version, weights)`` for an engine that takes tensors;
-    ``weights.write_folder(root)`` before it for one that reads a folder.
     """
 
     def __init__(

@@ -45,10 +45,6 @@ class FrozenTensors:
         """Return whether a publication of ``blobs`` holds these tensors already."""
         return self.blobs == tuple(blobs[: len(self.blobs)])
 
-    def num_adapter_bytes(self, adapters: Mapping[str, LowRank]) -> int:
-        """Return the size of adapters, uncompressed."""
-        return sum(4 * (adapter.a_RI.numel() + adapter.b_OR.numel()) for adapter in adapters.values())
-
     def merged_with(self, adapters: Mapping[str, LowRank]) -> TensorBytes:
         """Return what engines serve: each matrix with its adapter added."""
         assert adapters.keys() <= self.contents.keys(), "an adapter stands beside a tensor"
@@ -63,8 +59,7 @@ class FrozenTensors:
     def with_adapters(
         self, adapters: Mapping[str, LowRank], new: TensorBytes, folder: BlobFolder
     ) -> tuple[tuple[PublishedTensor, ...], tuple[BlobRef, ...]]:
-        """Write adapters into blobs, to stand after those of the base. Returns all tensors, whose sums are ``new``, and
-        the new blobs."""
+        """Write adapters into blobs after the base's. Returns all tensors, whose sums are ``new``, and the blobs."""
         stream = StreamWriter(folder, start=self.num_bytes)
 
         def placed(tensor: PublishedTensor) -> PublishedTensor:

@@ -135,8 +135,7 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Return epoch and version, by which the publications of a run are ordered: the newer of two has the larger
-        one."""
+        """Return epoch and version, by which the publications of a run are ordered."""
         return self.run_epoch, self.version
 
     @property
@@ -146,7 +145,6 @@ class PublicationManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire_bytes(self) -> int:
-        """Return the bytes of all blobs of the weights."""
         return sum(blob.num_bytes for blob in self.blobs)
 
 

@@ -29,11 +29,7 @@ TensorBytes = Mapping[str, Bytes]
 
 
 def materialise(
-    manifest: PublicationManifest,
-    blobs: BlobFolder,
-    base: TensorBytes,
-    *,
-    is_wanted: Callable[[], bool] = lambda: True,
+    manifest: PublicationManifest, blobs: BlobFolder, base: TensorBytes, *, is_wanted: Callable[[], bool] = lambda: True
 ) -> dict[str, Bytes]:
     """Return all tensors of a publication; unchanged tensors are the objects in ``base``. Synchronous.
 

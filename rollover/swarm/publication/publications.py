@@ -85,8 +85,7 @@ class PublicationLog:
 
     @property
     def chain(self) -> tuple[KeptPublication, ...]:
-        """Return the publications that make the head, one after the other: full weights, deltas, and the head
-        itself."""
+        """Return the publications that make the head: full weights, deltas, and the head itself."""
         return self.kept[_anchor(self.kept, len(self.kept) - 1) :]
 
     def read(self) -> None:

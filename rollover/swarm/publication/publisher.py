@@ -50,7 +50,7 @@ from rollover.swarm.publication.stream import LEVEL, StreamWriter, store
 from rollover.swarm.wire.messages import Head
 from rollover.weights.adapters import AdapterWeights
 from rollover.weights.base import DTYPE_BYTES, TensorSpec, WeightSource
-from rollover.weights.formats import ServedFormats
+from rollover.weights.folders import ServedFormats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,19 +76,10 @@ class SwarmPublisher:
         model: the model folder that the run began with: its number formats, config and tokenizer.
         anchor_every: the number of publications from one with full weights to the next.
         keep_versions: the number of publications that can be fetched, with all that they rest on.
-
-    Example: ``SwarmPublisher(run / "swarm", run_id="sums", run_epoch=1, model=folder).publish(MemoryWeights(7, w))``
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        run_id: str,
-        run_epoch: int,
-        model: Path,
-        anchor_every: int = 20,
-        keep_versions: int = 4,
+        self, root: Path, *, run_id: str, run_epoch: int, model: Path, anchor_every: int = 20, keep_versions: int = 4
     ) -> None:
         if anchor_every < 1 or keep_versions < 1:
             raise ValueError(f"anchor_every={anchor_every} and keep_versions={keep_versions} must be at least 1")
@@ -164,8 +155,7 @@ class SwarmPublisher:
         return self._published(head, manifest.kind, reason, manifest.wire_bytes, specs, new, started_s), new
 
     def _commit_adapters(self, source: AdapterWeights, started_s: float) -> tuple[PublishedWeights, TensorBytes]:
-        """Publish a delta of the sums or, where that is larger than the adapters, the adapters after the base, whose
-        blobs are the same each time."""
+        """Publish a delta of the sums or, if that is larger than the adapters, the adapters after the same base."""
         if self._frozen is None:
             specs, contents = self._served(dict(source.weights.base))
             written = self._write(specs, contents)
@@ -174,7 +164,8 @@ class SwarmPublisher:
         frozen, adapters = self._frozen, source.weights.adapters
         is_known = bool(self._log.kept) and frozen.are_first_in(self._manifest(self._log.chain[0]).blobs)
         new = frozen.merged_with(adapters)
-        body, newest, reason = self._delta(frozen.tensors, new, below=lambda: frozen.num_adapter_bytes(adapters))
+        num_bytes = sum(4 * (adapter.a_RI.numel() + adapter.b_OR.numel()) for adapter in adapters.values())
+        body, newest, reason = self._delta(frozen.tensors, new, below=lambda: num_bytes)
         kind, wire_bytes = "delta", 0
         if body is None:
             tensors, blobs = frozen.with_adapters(adapters, new, self.blobs)
@@ -212,8 +203,7 @@ class SwarmPublisher:
     def _delta(
         self, specs: Sequence[TensorSpec | PublishedTensor], new: TensorBytes, *, below: Callable[[], int]
     ) -> tuple[_Body | None, KeptPublication | None, str]:
-        """Return the delta to the head with the publication that this is, or ``None`` if there is none smaller than
-        ``below`` bytes; and the reason."""
+        """Return the delta to the head and its publication, or ``None`` without one below ``below`` bytes; and why."""
         base, reason = self._find_base(new)
         body = None if base is None else self._write(specs, new, base, below=below())
         if body is None:
@@ -321,8 +311,7 @@ class SwarmPublisher:
         return open_manifest(self.blobs.read(kept.manifest), self.public_key)
 
     def _prune(self) -> None:
-        """Delete the blobs that no kept publication needs. What cannot be deleted now is
-        deleted after the next one."""
+        """Delete the blobs that no kept publication needs, or leave them to the next time."""
         with suppress(OSError, PublicationError):
             needed: set[str] = set()
             for kept in self._log.kept:

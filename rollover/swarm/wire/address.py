@@ -52,7 +52,6 @@ class CoordinatorAddress:
 
     @property
     def session_url(self) -> str:
-        """Return the URL of the WebSocket."""
         return f"{self.scheme}://{self.netloc}{self.path}{SESSION_PATH}"
 
     @property
@@ -62,13 +61,11 @@ class CoordinatorAddress:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Return host and port."""
         parts = urlsplit(f"//{self.netloc}")
         return parts.hostname or "", parts.port or (443 if self.is_encrypted else 80)
 
     @property
     def over_tls(self) -> CoordinatorAddress:
-        """Return the same address, encrypted."""
         return replace(self, scheme="wss")
 
     def __str__(self) -> str:

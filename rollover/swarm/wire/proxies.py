@@ -73,8 +73,6 @@ class ProxiedTransport(httpx.AsyncBaseTransport):
 
     Args:
         verify: how servers' certificates are checked, even behind a proxy.
-
-    Example: ``httpx.AsyncClient(transport=ProxiedTransport(verify=True))``
     """
 
     def __init__(self, *, verify: ssl.SSLContext | bool) -> None:

@@ -10,7 +10,7 @@ _NOT_YET_VALID, _EXPIRED = 9, 10
 _WRONG_HOST = (62, 64)
 """OpenSSL's codes for a certificate of another host name and of another IP address."""
 _UNKNOWN_AUTHORITY = (18, 19, 20, 21)
-"""Signed by itself, by an authority that signed itself, or by one that is not known."""
+"""Signed by itself, by an authority that signed itself, or by an unknown authority."""
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE")
 
 

@@ -73,8 +73,7 @@ class WorkerToken:
 
     @property
     def hash(self) -> str:
-        """Return the form in which the coordinator stores it: a plain SHA-256, since 256 random bits cannot be
-        searched."""
+        """Return what the coordinator stores: a plain SHA-256, since 256 random bits cannot be searched."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -19,14 +19,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from rollover.clock import Clock
+from rollover.engine.background import within
 from rollover.engine.base import Chunk, Engine, GenerateRequest
 from rollover.engine.ends import check_end, reached_end
-from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.errors import EngineError, RolloverError
 from rollover.privacy import redacted_text
 from rollover.swarm.wire.messages import Adopt, Assign, CallFailed, unpack_ids
 from rollover.swarm.worker.held import HeldCalls
@@ -57,11 +58,9 @@ class EngineHealth:
         """The reason why the engine is permanently broken, if it is."""
 
     def decoded(self) -> None:
-        """Record a token."""
         self._failing_since_s, self._num_failures = None, 0
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Record a failure."""
         self._num_failures += 1
         if self._failing_since_s is None:
             self._failing_since_s = now_s
@@ -73,10 +72,7 @@ class EngineHealth:
 
 
 class OpenCall:
-    """A call that is decoded, or waits to be.
-
-    Example: ``OpenCall(stream)`` of a held stream; ``request_id`` is ``None`` until the engine has it.
-    """
+    """A call that is decoded, or waits to be."""
 
     def __init__(self, stream: HeldStream) -> None:
         self.stream = stream
@@ -125,8 +121,6 @@ class WorkerCalls:
         version_timeout_s: how long a call waits for the weights that it asks for.
         stop_timeout_s: how long the engine may take to hand over stopped calls.
         broken_after_s: seconds of failing calls without a token after which an engine is broken for good.
-
-    Example: ``calls.assign(message)`` starts a call; its tokens are then in ``held``.
     """
 
     def __init__(
@@ -156,7 +150,6 @@ class WorkerCalls:
 
     @property
     def num_running(self) -> int:
-        """Return the number of calls that the engine has."""
         return sum(call.request_id is not None for call in self._calls.values())
 
     @property
@@ -242,10 +235,6 @@ class WorkerCalls:
         self._engine, self._version = engine, version
         self._changes.notify()
 
-    def withdraw(self) -> None:
-        """Decode nothing before ``serve`` is called again: the engine does not have the weights that it reports."""
-        self._engine = None
-
     def fail_all(self, reason: str) -> None:
         """End all calls as failed; their tokens are held as before."""
         for call_id, call in list(self._calls.items()):
@@ -282,17 +271,9 @@ class WorkerCalls:
         async with self._deadline(len(self._calls)):
             await self._changes.until(condition)
 
-    @asynccontextmanager
-    async def _deadline(self, num_calls: int) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._stop_timeout_s):
-                yield
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            raise EngineTimeout(
-                f"{self._engine!r} did not stop {num_calls} calls within {self._stop_timeout_s:g} s"
-            ) from None
+    def _deadline(self, num_calls: int) -> AbstractAsyncContextManager[None]:
+        limit_s = self._stop_timeout_s
+        return within(limit_s, f"{self._engine!r} did not stop {num_calls} calls within {limit_s:g} s")
 
     # -- one call -----------------------------------------------------------------------------------------------
 

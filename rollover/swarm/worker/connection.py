@@ -13,7 +13,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,20 +22,8 @@ from websockets.typing import Subprotocol
 
 from rollover.errors import ConfigError, EngineError
 from rollover.privacy import redacted_text
+from rollover.swarm.wire import messages
 from rollover.swarm.wire.address import CoordinatorAddress
-from rollover.swarm.wire.messages import (
-    MAX_FRAME_BYTES,
-    PROTOCOL,
-    SUBPROTOCOL,
-    FromCoordinator,
-    FromWorker,
-    Goodbye,
-    Hello,
-    ProtocolError,
-    Welcome,
-    decode_down,
-    encode,
-)
 from rollover.swarm.wire.proxies import proxy_for, shown_proxy
 from rollover.swarm.wire.tls_errors import speaks_tls, tls_refusal
 from rollover.swarm.wire.token import WorkerToken
@@ -61,51 +48,35 @@ class RunEnded(EngineError):
     """The run is over, and this worker is no longer needed."""
 
 
-class Since(Enum):
-    """States what has become of the run since the last connection.
-
-    Example: a coordinator that was killed and started again welcomes a worker to ``Since.NEW_EPOCH``.
-    """
-
-    SAME_EPOCH = "same epoch"
-    NEW_EPOCH = "new epoch"
-    """The run was started again, perhaps from an older checkpoint: versions may have gone back."""
-    NEW_RUN = "new run"
-    """Another run, or the first."""
-
-
 class OlderEpoch(Disconnected):
     """A coordinator of an earlier start of the run answers, which may be about to go."""
 
 
 class CoordinatorConnection:
-    """A WebSocket to the coordinator whose frames are messages, under the lease of its ``Welcome``.
-
-    Example: ``await connection.send(Hello(...))``, then ``await connection.receive()`` is a ``Welcome``.
-    """
+    """A WebSocket to the coordinator whose frames are messages, under the lease of its ``Welcome``."""
 
     def __init__(self, socket: ClientConnection, address: CoordinatorAddress) -> None:
         self._socket, self._address = socket, address
         self._lease = 0
 
-    async def send(self, message: FromWorker) -> None:
+    async def send(self, message: messages.FromWorker) -> None:
         """Send a message; waits while the coordinator does not read. Raises ``Disconnected``."""
-        await self._send_frame(encode(self._lease, message))
+        await self._send_frame(messages.encode(self._lease, message))
 
-    async def receive(self) -> FromCoordinator:
+    async def receive(self) -> messages.FromCoordinator:
         """Return the next message. Raises ``Disconnected``, even for what the protocol does not allow, ``Refused`` when
         the coordinator says goodbye for good, and ``RunEnded``."""
         frame = await self._receive_frame()
         try:
-            envelope = decode_down(frame)
+            envelope = messages.decode_down(frame)
             message = envelope.message
-            if isinstance(message, Goodbye):
+            if isinstance(message, messages.Goodbye):
                 raise _goodbye(self._address, message)
-            if isinstance(message, Welcome) and self._lease == 0:
+            if isinstance(message, messages.Welcome) and self._lease == 0:
                 self._lease = envelope.lease
             if envelope.lease != self._lease:
-                raise ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
-        except ProtocolError as e:
+                raise messages.ProtocolError(f"a message of lease {envelope.lease} came under lease {self._lease}")
+        except messages.ProtocolError as e:
             raise Disconnected(f"{self._address} violates the protocol: {e}") from e
         return message
 
@@ -147,11 +118,11 @@ async def open_connection(
         socket = await connect(
             address.session_url,
             proxy=proxy,
-            subprotocols=[Subprotocol(SUBPROTOCOL)],
+            subprotocols=[Subprotocol(messages.SUBPROTOCOL)],
             additional_headers={"Authorization": f"Bearer {token.text}"},
             ssl=tls if address.is_encrypted else None,
             compression=None,  # messages are compressed already
-            max_size=MAX_FRAME_BYTES,
+            max_size=messages.MAX_FRAME_BYTES,
             open_timeout=timeout_s,
             close_timeout=_CLOSE_TIMEOUT_S,
             ping_interval=None,  # heartbeats do that
@@ -163,17 +134,17 @@ async def open_connection(
         path = urlsplit(address.session_url).path
         raise _not_opened(where, path, token, e, timeout_s, has_been_member=has_been_member) from e
     try:
-        if socket.subprotocol != SUBPROTOCOL:
+        if socket.subprotocol != messages.SUBPROTOCOL:
             spoken = socket.subprotocol or "another protocol"
-            raise Refused(f"{address} speaks {spoken}, but this worker speaks {SUBPROTOCOL}; {SAME_VERSION}")
+            raise Refused(f"{address} speaks {spoken}, but this worker speaks {messages.SUBPROTOCOL}; {SAME_VERSION}")
         yield CoordinatorConnection(socket, address)
     finally:
         await socket.close()
 
 
 async def greet(
-    connection: CoordinatorConnection, hello: Hello, address: CoordinatorAddress, timeout_s: float
-) -> Welcome:
+    connection: CoordinatorConnection, hello: messages.Hello, address: CoordinatorAddress, timeout_s: float
+) -> messages.Welcome:
     """Say hello and return the answer. Raises ``Refused`` and ``Disconnected``."""
     await connection.send(hello)
     try:
@@ -181,28 +152,34 @@ async def greet(
             welcome = await connection.receive()
     except TimeoutError:
         raise Disconnected(f"{address} did not answer a Hello within {timeout_s:g} s") from None
-    if not isinstance(welcome, Welcome):
+    if not isinstance(welcome, messages.Welcome):
         raise Disconnected(f"{address} answered a Hello with a {type(welcome).__name__}, not with a Welcome")
-    if welcome.protocol != PROTOCOL:
+    if welcome.protocol != messages.PROTOCOL:
         raise Refused(
             f"{address} chose version {welcome.protocol} of the protocol, but this worker speaks"
-            f" {PROTOCOL}: install the same version of Rollover on both sides"
+            f" {messages.PROTOCOL}: install the same version of Rollover on both sides"
         )
     if not welcome.ttl_s > 0:
         raise Disconnected(f"{address} gave a lease of {welcome.ttl_s:g} s, which is not a valid time")
     return welcome
 
 
-def since(last: Welcome | None, welcome: Welcome, address: CoordinatorAddress) -> Since:
-    """Compare a welcome with the one before. Raises ``OlderEpoch`` when the run has gone back in time."""
-    if last is None or last.run_id != welcome.run_id:
-        return Since.NEW_RUN
+def begins_epoch(last: messages.Welcome | None, welcome: messages.Welcome, address: CoordinatorAddress) -> bool:
+    """Return whether a welcome is the first, or the first of a new epoch: the run was started again, perhaps from an
+    older checkpoint. Raises ``OlderEpoch`` when the run has gone back in time, ``Refused`` for another run."""
+    if last is None:
+        return True
+    if last.run_id != welcome.run_id:
+        raise Refused(
+            f"{address} runs {welcome.run_id} now, but this worker works for {last.run_id}: start the worker again to"
+            " join the other run"
+        )
     if welcome.run_epoch < last.run_epoch:
         raise OlderEpoch(
             f"{address} is at epoch {welcome.run_epoch} of {welcome.run_id}, but was at"
             f" {last.run_epoch} before: an old coordinator must still be running"
         )
-    return Since.SAME_EPOCH if welcome.run_epoch == last.run_epoch else Since.NEW_EPOCH
+    return welcome.run_epoch > last.run_epoch
 
 
 def tls_context(ca_file: Path | None, *, and_system: bool = False) -> ssl.SSLContext:
@@ -227,8 +204,7 @@ def _final(has_been_member: bool) -> type[EngineError]:
 def _not_opened(
     address: object, path: str, token: WorkerToken, error: Exception, timeout_s: float, *, has_been_member: bool
 ) -> EngineError:
-    """Return the error to raise for a connection that was not opened; ``address``: the coordinator, and the way there;
-    ``path``: what was asked for there."""
+    """Return the error for a connection to ``address`` that was not opened, when ``path`` was asked for."""
     if isinstance(error, InvalidStatus):
         status = error.response.status_code
         body = (error.response.body or b"")[:_MAX_REASON].decode(errors="replace").strip()
@@ -273,7 +249,7 @@ def _closed(address: CoordinatorAddress, error: Exception) -> str:
     return f"the connection to {address} ended: {redacted_text(str(error))[:_MAX_REASON]}"
 
 
-def _goodbye(address: CoordinatorAddress, goodbye: Goodbye) -> EngineError:
+def _goodbye(address: CoordinatorAddress, goodbye: messages.Goodbye) -> EngineError:
     reason = redacted_text(goodbye.reason[:_MAX_REASON])
     if goodbye.has_ended:
         return RunEnded(reason)

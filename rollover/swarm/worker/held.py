@@ -1,13 +1,13 @@
 """The streams of all of a worker's calls, and what the coordinator's messages do to them. Pure: no I/O, no clock.
 
 A worker continues to decode through an outage and holds the tokens that were not acknowledged. When it is back, its
-``Hello`` offers all that: the coordinator, the same or one that was started after it, adopts each call from the
+``Hello`` offers all that: the coordinator, the same or its successor, adopts each call from the
 position that it has reached, or releases it. A call is forgotten when the coordinator says so, and when it was not
 taken up long after the offer.
 
 Invariants: within a connection the tokens of a call are sent once and in order, from the position at which it
 was adopted; whatever is cut, the receiver has exactly the decoded stream in the end; held tokens are bounded by making
-the worker stand still, never by dropping one that may still be asked for.
+the worker stand still, never by dropping a call that may still be asked for.
 """
 
 from __future__ import annotations
@@ -16,17 +16,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 
 from rollover.engine.base import Chunk
-from rollover.swarm.wire.messages import (
-    MAX_HELD_CALLS,
-    MAX_SERVED,
-    Adopt,
-    Assign,
-    CallFailed,
-    Decoded,
-    Head,
-    HeldCall,
-    ProtocolError,
-)
+from rollover.swarm.wire import messages
 from rollover.swarm.worker.held_stream import HeldStream, StreamEnding
 
 MAX_MESSAGE_TOKENS = 2**16
@@ -66,24 +56,22 @@ class HeldCalls:
 
     @property
     def is_full(self) -> bool:
-        """Return True if the worker holds too many tokens to decode more."""
         return self._is_full
 
     @property
     def oldest_version(self) -> int | None:
-        """Return the oldest version of a held token."""
         return min((v for stream in self if (v := stream.oldest_version) is not None), default=None)
 
-    def listed(self) -> tuple[HeldCall, ...]:
+    def listed(self) -> tuple[messages.HeldCall, ...]:
         """Return what a ``Hello`` offers: the oldest calls, if it cannot name all."""
-        return tuple(stream.listed() for stream in islice(self, MAX_HELD_CALLS))
+        return tuple(stream.listed() for stream in islice(self, messages.MAX_HELD_CALLS))
 
     # -- from the engine ----------------------------------------------------------------------------------------
 
-    def open(self, assign: Assign) -> HeldStream:
+    def open(self, assign: messages.Assign) -> HeldStream:
         """Hold a new call. Raises ``ProtocolError`` if it is held already."""
         if assign.call_id in self._streams:
-            raise ProtocolError(f"it assigned {assign.call_id} twice")
+            raise messages.ProtocolError(f"it assigned {assign.call_id} twice")
         stream = self._streams[assign.call_id] = HeldStream(assign)
         return stream
 
@@ -116,14 +104,14 @@ class HeldCalls:
         stream.acked(offset)
         self._count(stream.num_held - before)
 
-    def adopt(self, adopt: Adopt) -> HeldStream | CallFailed:
+    def adopt(self, adopt: messages.Adopt) -> HeldStream | messages.CallFailed:
         """Continue a call under the id that it is given, from the offset that is asked for; or say why not, and hold
         the call no longer. Raises ``ProtocolError`` if the call is not offered."""
         stream = self._streams.get(adopt.held)
         if stream is None:
-            return CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is no longer held here")
+            return messages.CallFailed(call_id=adopt.call_id, reason=f"{adopt.held} is no longer held here")
         if not stream.is_offered:
-            raise ProtocolError(f"it adopted {adopt.held}, which is not offered")
+            raise messages.ProtocolError(f"it adopted {adopt.held}, which is not offered")
         if not stream.start <= adopt.offset <= stream.end:
             reason = f"{adopt.held} is held from {stream.start} to {stream.end}, not from {adopt.offset}"
         elif stream.prefix_digest(adopt.offset) != adopt.prefix:
@@ -134,9 +122,9 @@ class HeldCalls:
             self._take_up(stream, adopt)
             return stream
         self.release((adopt.held,))
-        return CallFailed(call_id=adopt.call_id, reason=reason)
+        return messages.CallFailed(call_id=adopt.call_id, reason=reason)
 
-    def _take_up(self, stream: HeldStream, adopt: Adopt) -> None:
+    def _take_up(self, stream: HeldStream, adopt: messages.Adopt) -> None:
         del self._streams[adopt.held]
         self._to_send.pop(adopt.held, None)
         before = stream.num_held
@@ -153,7 +141,7 @@ class HeldCalls:
 
     # -- sending ------------------------------------------------------------------------------------------------
 
-    def next_message(self) -> Decoded | CallFailed | None:
+    def next_message(self) -> messages.Decoded | messages.CallFailed | None:
         """Return what is to be sent next, each call in its turn; ``None`` when all is sent."""
         while self._to_send:
             call_id = next(iter(self._to_send))
@@ -182,18 +170,15 @@ class ServedHeads:
 
     def __init__(self, held: HeldCalls) -> None:
         self._held = held
-        self._heads: list[Head] = []
+        self._heads: list[messages.Head] = []
 
-    def add(self, head: Head) -> None:
+    def add(self, head: messages.Head) -> None:
         """Record weights that are served now. Tokens of those before may still come out of the engine, unless
         this is an older version, of a later epoch."""
         goes_back = any(head.version <= before.version for before in self._heads)
-        self._heads = [*(self.needed() if goes_back else self._heads), head][-MAX_SERVED:]
+        self._heads = [*(self.needed() if goes_back else self._heads), head][-messages.MAX_SERVED :]
 
-    def clear(self) -> None:
-        self._heads = []
-
-    def needed(self) -> tuple[Head, ...]:
+    def needed(self) -> tuple[messages.Head, ...]:
         """Return those from which held tokens may come, and the newest, oldest first."""
         oldest = self._held.oldest_version
         newest = self._heads[-1:]

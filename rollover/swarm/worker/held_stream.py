@@ -21,23 +21,13 @@ from itertools import accumulate, zip_longest
 from typing import Literal, cast
 
 from rollover.engine.base import Chunk
-from rollover.swarm.wire.messages import (
-    MAX_FRAME_BYTES,
-    Assign,
-    CallFailed,
-    Decoded,
-    HeldCall,
-    ProtocolError,
-    pack_ids,
-    pack_logprobs,
-    unpack_ids,
-)
+from rollover.swarm.wire import messages
 from rollover.token_bytes import join_bytes
 from rollover.types import FinishReason
 
 _BYTES = 4
 """Bytes of a packed token id, and of a packed log-prob."""
-_MAX_BESIDE_BYTES = MAX_FRAME_BYTES // 2
+_MAX_BESIDE_BYTES = messages.MAX_FRAME_BYTES // 2
 """Most bytes of the kept sets and routes of a message: those of hundreds of tokens at least."""
 
 
@@ -110,7 +100,7 @@ class HeldStream:
     sample_key="g4.1.", start=256, end=300, is_running=True)``.
     """
 
-    def __init__(self, assign: Assign) -> None:
+    def __init__(self, assign: messages.Assign) -> None:
         self.call_id = assign.call_id
         self.assign = assign
         self.start = self.end = self.sent = len(assign.response_ids) // _BYTES
@@ -130,7 +120,7 @@ class HeldStream:
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        return unpack_ids(bytes(self._response))
+        return messages.unpack_ids(bytes(self._response))
 
     @property
     def oldest_version(self) -> int | None:
@@ -145,8 +135,8 @@ class HeldStream:
         has_more = self.sent < self.end or (self.ending is not None and not self.has_sent_ending)
         return has_more and not self.is_offered
 
-    def listed(self) -> HeldCall:
-        return HeldCall(
+    def listed(self) -> messages.HeldCall:
+        return messages.HeldCall(
             call_id=self.call_id,
             sample_key=self.assign.sample_key,
             start=self.start,
@@ -163,8 +153,8 @@ class HeldStream:
             self._num_prefilled += chunk.num_prefilled_tokens
         if not chunk.token_ids:
             return
-        packed = pack_ids(chunk.token_ids)
-        logprobs, versions = pack_logprobs(chunk.logprobs), (chunk.policy_version, chunk.kv_version)
+        packed = messages.pack_ids(chunk.token_ids)
+        logprobs, versions = messages.pack_logprobs(chunk.logprobs), (chunk.policy_version, chunk.kv_version)
         piece = _HeldPiece(self.end, packed, logprobs, *versions, chunk.kept, chunk.routes)
         self._pieces.append(piece)
         self._response += packed
@@ -182,7 +172,9 @@ class HeldStream:
         Raises ``ProtocolError`` for tokens that have not been decoded.
         """
         if offset > self.end:
-            raise ProtocolError(f"{offset} tokens of {self.call_id} are acknowledged, but {self.end} are decoded")
+            raise messages.ProtocolError(
+                f"{offset} tokens of {self.call_id} are acknowledged, but {self.end} are decoded"
+            )
         while self._pieces and self._pieces[0].start < offset:
             piece = self._pieces.popleft()
             if piece.end > offset:
@@ -203,12 +195,12 @@ class HeldStream:
         """Send from ``offset`` on, where another id is given under that; an offered call that was stopped continues."""
         if self.is_offered and self.ending is not None and self.ending.reason is FinishReason.ABORT:
             self.ending = None
-        if call_id != self.call_id:  # the response before is that of an earlier call, which was written down
+        if call_id != self.call_id:  # the response before belongs to an earlier call, which was written down
             self.acked(offset)
         self.call_id, self.offered_s, self.has_sent_ending = call_id, None, False
         self.sent = max(offset, self.start)
 
-    def next_message(self, max_tokens: int) -> Decoded | CallFailed:
+    def next_message(self, max_tokens: int) -> messages.Decoded | messages.CallFailed:
         """Return the next message of a stream that ``can_send``, and take it as sent."""
         assert self.can_send
         first, ending = self.sent, self.ending
@@ -217,13 +209,13 @@ class HeldStream:
             assert ending is not None
             self.has_sent_ending = True
             if ending.reason is None:
-                return CallFailed(call_id=self.call_id, reason=ending.failure)
+                return messages.CallFailed(call_id=self.call_id, reason=ending.failure)
             piece = _HeldPiece(first, b"", b"", ending.version, ending.version)
         piece = piece.sendable()
         self.sent = piece.end
         reason = ending.reason if ending is not None and self.sent == self.end else None
         self.has_sent_ending = reason is not None
-        return Decoded(
+        return messages.Decoded(
             call_id=self.call_id,
             offset=first,
             token_ids=piece.token_ids,

@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 
 from rollover.clock import Clock
-from rollover.engine.base import MayBeDown
+from rollover.engine.background import within
 from rollover.engine.kind import OpenedEngine
-from rollover.errors import EngineError, EngineTimeout, RolloverError
+from rollover.errors import EngineError, RolloverError
 from rollover.hf.raw_tensors import untied
 from rollover.swarm.publication.fetched import FetchedWeights
 from rollover.swarm.wire.messages import MAX_RUNNING, Head, Ready
@@ -44,8 +44,6 @@ class EngineHost:
         work: a folder for model folders.
         announce: called with what the engine now serves and the seconds of the pause, before a token that was sampled
             from it could be sent.
-
-    Example: ``await host.take(fetched)`` returns when the engine samples from ``fetched``.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class EngineHost:
         """The engine is being opened or given weights; heartbeats do not wait for it."""
         self.holds_tokens_back = False
         """Tokens may come from weights that have not been announced."""
-        self._must_reopen = False
 
     async def probe(self) -> None:
         """Return when the engine's loop has come round once more.
@@ -85,19 +82,19 @@ class EngineHost:
         if self.opened is None or self.is_switching:
             return
         try:
-            if self.opened.availability is not None:
-                await self._until_up(self.opened.availability)
+            if self.opened.until_up is not None:
+                await self._until_up(self.opened.until_up)
             await self.opened.engine.abort((f"heartbeat~{next(self._probes)}.",))
         except EngineError as e:
             raise EngineBroken(f"the engine no longer answers: {e}") from e
 
-    async def _until_up(self, engine: MayBeDown) -> None:
+    async def _until_up(self, until_up: Callable[[], Awaitable[None]]) -> None:
         """Wait as long as the servers may be away, and as long as a restarted server may take to start."""
         starting_s = self._config.engine.start_timeout_s
         since_s = self._clock.now_s()
         while True:
             try:
-                return await engine.until_up()
+                return await until_up()
             except EngineError:
                 if self._clock.now_s() - since_s >= starting_s:
                     raise
@@ -112,7 +109,7 @@ class EngineHost:
         """
         head = Head(version=fetched.version, manifest=fetched.digest)
         self.is_switching = True
-        opens = self.opened is None or self._must_reopen or self._goes_back(head)
+        opens = self.opened is None or self._goes_back(head)
         try:
             # A server that has died is started again on the folder on which it was opened, which therefore stays.
             root = self._folders / "opened" if opens else self._folders
@@ -148,11 +145,6 @@ class EngineHost:
     def _goes_back(self, head: Head) -> bool:
         return self.serves is not None and head.version < self.serves.version
 
-    def forget(self) -> None:
-        """Serve nothing any more, until an engine is opened on the next weights."""
-        self.serves, self._must_reopen = None, True
-        self._calls.withdraw()
-
     async def close(self) -> None:
         if self.opened is not None:
             opened, self.opened = self.opened, None
@@ -179,7 +171,6 @@ class EngineHost:
             if (folder := source.folder) is None:
                 folder = await asyncio.to_thread(fetched.write_folder, self._folders / "opened")
             self.opened = opened = await self._open_on(folder)
-            self._must_reopen = False
         except RolloverError as e:
             raise EngineBroken(f"the engine cannot be opened: {e}") from e
         started_s = self._clock.now_s()
@@ -188,7 +179,9 @@ class EngineHost:
         self._served(opened, head, fetched, self._clock.now_s() - started_s)
 
     async def _load(self, opened: OpenedEngine, head: Head, source: WeightSource) -> None:
-        async with self._deadline(opened, head), _paused(opened):
+        limit_s = max(self._config.update_timeout_s, self._config.engine.update_timeout_s or 0.0)
+        late = f"{opened.engine!r} did not load weights version {head.version} within {limit_s:g} s"
+        async with within(limit_s, late), _paused(opened):
             await opened.weights.load(head.version, source)
             self.holds_tokens_back = True
 
@@ -198,23 +191,8 @@ class EngineHost:
         self.holds_tokens_back = False
         self._calls.serve(opened.engine, head.version)
 
-    @asynccontextmanager
-    async def _deadline(self, opened: OpenedEngine, head: Head) -> AsyncIterator[None]:
-        config = self._config
-        timeout_s = max(config.update_timeout_s, config.engine.update_timeout_s or 0.0)
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except EngineTimeout:
-            raise
-        except TimeoutError:
-            raise EngineTimeout(
-                f"{opened.engine!r} did not load weights version {head.version} within {timeout_s:g} s"
-            ) from None
-
     def _source_for_engine(self, fetched: FetchedWeights, root: Path) -> WeightSource:
-        """Return the weights as the engine takes them: servers read a folder, and some that are started here get a copy
-        without a tied matrix."""
+        """Return the weights as the engine takes them: servers read a folder, some without a tied matrix."""
         engine = self._config.engine
         if engine.weights_root(root, self._name) is None:
             return fetched

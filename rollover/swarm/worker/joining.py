@@ -33,11 +33,10 @@ def default_cache(token: WorkerToken) -> Path:
     return Path.home() / ".cache" / "rollover" / "workers" / token.name
 
 
-def join(
+async def work_for(
     address: CoordinatorAddress,
     token: WorkerToken,
     config: WorkerConfig,
-    *,
     open_on: OpenEngine,
     cache: Path,
     ca_file: Path | None,
@@ -59,22 +58,6 @@ def join(
     Raises:
         RolloverError: the coordinator refuses this worker, or its engine cannot be used.
     """
-    with _own(cache):
-        asyncio.run(work_for(address, token, config, open_on, cache, ca_file, software, say, started))
-
-
-async def work_for(
-    address: CoordinatorAddress,
-    token: WorkerToken,
-    config: WorkerConfig,
-    open_on: OpenEngine,
-    cache: Path,
-    ca_file: Path | None,
-    software: str,
-    say: Callable[[str], None],
-    started: Callable[[Callable[[str], None]], None],
-) -> None:
-    """Do the work of ``join`` on a running event loop."""
 
     def open_fetcher(run_id: str) -> WeightFetcher:
         folder = cache / "runs" / hashlib.sha256(run_id.encode()).hexdigest()[:32]
@@ -84,23 +67,24 @@ async def work_for(
         return open_downloads(folder, address, token, ca_file, say=say)
 
     work = cache / "engine"
-    await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
-    worker = SwarmWorker(
-        address,
-        token,
-        config,
-        open_on=open_on,
-        open_fetcher=open_fetcher,
-        clock=SystemClock(),
-        random=Random(secrets.randbits(64)),
-        say=say,
-        work=work,
-        software=software,
-        tls=_of_coordinator(address, ca_file),
-    )
-    loop = asyncio.get_running_loop()
-    started(lambda reason: _call(loop, worker, reason))
-    await worker.run()
+    with _own(cache):
+        await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+        worker = SwarmWorker(
+            address,
+            token,
+            config,
+            open_on=open_on,
+            open_fetcher=open_fetcher,
+            clock=SystemClock(),
+            random=Random(secrets.randbits(64)),
+            say=say,
+            work=work,
+            software=software,
+            tls=_of_coordinator(address, ca_file),
+        )
+        loop = asyncio.get_running_loop()
+        started(lambda reason: _call(loop, worker, reason))
+        await worker.run()
 
 
 def open_downloads(

@@ -24,22 +24,9 @@ from contextlib import suppress
 from typing import Any
 
 from rollover.clock import Clock
+from rollover.engine.background import cancel
 from rollover.errors import EngineError
-from rollover.swarm.wire.messages import (
-    Abort,
-    Ack,
-    Adopt,
-    Assign,
-    Beat,
-    FromCoordinator,
-    FromWorker,
-    Head,
-    Heartbeat,
-    Leaving,
-    ProtocolError,
-    Ready,
-    Release,
-)
+from rollover.swarm.wire import messages
 from rollover.swarm.worker.calls import WorkerCalls
 from rollover.swarm.worker.connection import CoordinatorConnection, Disconnected
 from rollover.swarm.worker.held import HeldCalls
@@ -67,7 +54,6 @@ class LeaseWatch:
 
     @property
     def interval_s(self) -> float:
-        """Return the seconds between two heartbeats."""
         return self._ttl_s / 3
 
     @property
@@ -75,7 +61,6 @@ class LeaseWatch:
         return self._answered_s + self._ttl_s
 
     def sent(self, number: int, now_s: float) -> None:
-        """Record a heartbeat."""
         self._unanswered[number] = now_s
 
     def answered(self, number: int) -> bool:
@@ -94,9 +79,6 @@ class WorkerSession:
         probe: returns when the engine has shown that it lives.
         aim: called with every head.
         ready: makes the ``Ready`` of the engine as it is now; ``None`` while there is none.
-
-    Example: ``await session.run()`` returns once ``leave`` has been called and all is handed over, and raises
-    ``Disconnected`` or ``Refused`` when the connection ends before.
     """
 
     def __init__(
@@ -110,18 +92,18 @@ class WorkerSession:
         clock: Clock,
         spawn: Callable[..., asyncio.Task[Any]],
         probe: Callable[[], Awaitable[None]],
-        aim: Callable[[Head], None],
-        ready: Callable[[], Ready | None],
+        aim: Callable[[messages.Head], None],
+        ready: Callable[[], messages.Ready | None],
     ) -> None:
         self._connection, self._lease, self._clock = connection, lease, clock
         self._held, self._calls, self._host = held, calls, host
         self._spawn, self._probe, self._aim, self._make_ready = spawn, probe, aim, ready
-        self._queue: deque[FromWorker] = deque()
+        self._queue: deque[messages.FromWorker] = deque()
         """Messages that go before all tokens; few, since each tells of an event."""
         self._wake = asyncio.Event()
         self._drained = Changes()
         self._is_sending = False
-        self._ready: Ready | None = None
+        self._ready: messages.Ready | None = None
         self._num_heartbeats = 0
         self._decoded_before, self._call_s_before = calls.num_decoded, calls.call_s
         self._beaten_s = clock.now_s()
@@ -130,7 +112,7 @@ class WorkerSession:
         self.has_handed_over = False
         """The worker leaves, and all that it had decoded is sent."""
 
-    def post(self, message: FromWorker) -> None:
+    def post(self, message: messages.FromWorker) -> None:
         """Send a message before all tokens."""
         self._queue.append(message)
         self.wake()
@@ -156,9 +138,7 @@ class WorkerSession:
                 read, _ = await asyncio.wait((receiving,), timeout=_LAST_WORDS_S)
                 done |= read
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
         for task in tasks:
             if task in done:
                 task.result()
@@ -170,33 +150,33 @@ class WorkerSession:
             message = await self._connection.receive()
             try:
                 self._handle(message)
-            except ProtocolError as e:
+            except messages.ProtocolError as e:
                 raise Disconnected(f"the coordinator violates the protocol: {e}") from e
 
-    def _handle(self, message: FromCoordinator) -> None:
+    def _handle(self, message: messages.FromCoordinator) -> None:
         match message:
-            case Assign():
+            case messages.Assign():
                 self._calls.assign(message)
-            case Adopt():
+            case messages.Adopt():
                 if (failed := self._calls.adopt(message)) is not None:
                     self.post(failed)
-            case Abort():
+            case messages.Abort():
                 self._spawn(self._calls.abort(message.call_ids))
-            case Ack():
+            case messages.Ack():
                 self._calls.acked(message.call_id, message.offset)
                 if message.is_over:
                     self._calls.release((message.call_id,))
-            case Release():
+            case messages.Release():
                 self._calls.release(message.call_ids)
-            case Head():
+            case messages.Head():
                 self._aim(message)
-            case Beat():
+            case messages.Beat():
                 if self._lease.answered(message.number):
                     self.has_been_answered = True
                     self._calls.beaten(self._clock.now_s())
                 self._aim(message.head)
             case _:
-                raise ProtocolError(f"it sent a {type(message).__name__} in the middle of a session")
+                raise messages.ProtocolError(f"it sent a {type(message).__name__} in the middle of a session")
 
     async def _send(self) -> None:
         while True:
@@ -204,13 +184,13 @@ class WorkerSession:
             self._wake.clear()
             self._is_sending = True
             while (message := self._next()) is not None:
-                if isinstance(message, Heartbeat):
+                if isinstance(message, messages.Heartbeat):
                     self._lease.sent(message.number, self._clock.now_s())
                 await self._connection.send(message)
             self._is_sending = False
             self._drained.notify()
 
-    def _next(self) -> FromWorker | None:
+    def _next(self) -> messages.FromWorker | None:
         if self._queue:
             return self._queue.popleft()
         if self._ready is None or self._host.holds_tokens_back:
@@ -224,7 +204,7 @@ class WorkerSession:
             self.post_ready()
             self.post(self._heartbeat())
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self) -> messages.Heartbeat:
         now_s, decoded, call_s = self._clock.now_s(), self._calls.num_decoded, self._calls.call_s
         elapsed_s = max(1e-9, now_s - self._beaten_s)
         tokens_per_s, mean_running = (
@@ -233,7 +213,7 @@ class WorkerSession:
         )
         self._beaten_s, self._decoded_before, self._call_s_before = now_s, decoded, call_s
         self._num_heartbeats += 1
-        return Heartbeat(
+        return messages.Heartbeat(
             number=self._num_heartbeats,
             num_running=self._calls.num_running,
             tokens_per_s=tokens_per_s,
@@ -256,7 +236,7 @@ class WorkerSession:
             async with asyncio.timeout(timeout_s):
                 await self._until_sent()
                 self.has_handed_over = True
-                self.post(Leaving(reason=reason))
+                self.post(messages.Leaving(reason=reason))
                 await self._until_sent()
         except TimeoutError:
             raise Disconnected(f"the coordinator did not take what was handed over within {timeout_s:g} s") from None

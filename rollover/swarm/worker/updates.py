@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from rollover.clock import Clock
+from rollover.engine.background import cancel
 from rollover.errors import RolloverError, refusal
 from rollover.privacy import redacted_text
 from rollover.swarm.publication.fetch import WeightFetcher
@@ -42,9 +43,6 @@ class HeadFollower:
     Args:
         report: called with what could not be served.
         fetch_timeout_s: deadline of a fetch.
-
-    Example: ``follower.begin(welcome, fetcher, urls)`` for each epoch of a run, then ``follower.aim(head)`` for each
-    head.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class HeadFollower:
         self._changes.notify()
 
     def has_named(self, head: Head) -> bool:
-        """Return whether the coordinator has published ``head`` in this epoch: only then may it be
-        named to the coordinator."""
+        """Return whether the coordinator has published ``head`` in this epoch: only then may it hear of it."""
         return head in self._named
 
     def aim(self, head: Head) -> None:
@@ -143,6 +140,4 @@ async def _first(task: asyncio.Task[Any], other: Coroutine[Any, Any, None]) -> b
         await asyncio.wait((task, competitor), return_when=asyncio.FIRST_COMPLETED)
         return task.done()
     finally:
-        for pending in (task, competitor):
-            pending.cancel()
-        await asyncio.gather(task, competitor, return_exceptions=True)
+        await cancel((task, competitor))

@@ -9,11 +9,7 @@ from random import Random
 
 
 class Changes:
-    """Wakes all who wait, each of whom looks for itself whether what it waits for is there.
-
-    Example: ``await changes.until(lambda: not held.is_full)`` returns once ``changes.notify()`` has been called and the
-    condition holds.
-    """
+    """Wakes all who wait, each of whom looks for itself whether what it waits for is there."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

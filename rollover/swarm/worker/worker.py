@@ -8,8 +8,7 @@
     publisher ──blobs──▶ fetcher ──▶ follower ──new weights──▶ host ──▶ engine
 
 Invariants: nothing is lost but by being killed: what was decoded is held until it is acknowledged, through any
-outage, and offered when the worker is back; what belongs to another run is dropped; an error that time does not fix
-ends it with one message.
+outage, and offered when the worker is back; an error that time does not fix ends it with one message.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from random import Random
 from typing import Any
 
 from rollover.clock import Clock
+from rollover.engine.background import cancel
 from rollover.errors import RolloverError
 from rollover.swarm.publication.fetch import WeightFetcher
 from rollover.swarm.publication.fetched import FetchedWeights
@@ -37,10 +37,9 @@ from rollover.swarm.worker.connection import (
     OlderEpoch,
     Refused,
     RunEnded,
-    Since,
+    begins_epoch,
     greet,
     open_connection,
-    since,
 )
 from rollover.swarm.worker.held import HeldCalls, ServedHeads
 from rollover.swarm.worker.host import EngineBroken, EngineHost, OpenEngine
@@ -64,9 +63,6 @@ class SwarmWorker:
         say: shows a line to the user.
         work: a folder of the worker's own.
         software: its name and version, for the coordinator.
-
-    Example: ``await worker.run()`` returns after ``worker.stop("stopped by its user")`` or at the end of the run, and
-    raises ``Refused`` when the coordinator does not want it.
     """
 
     def __init__(
@@ -145,7 +141,8 @@ class SwarmWorker:
             raise
         finally:
             await self._host.close()
-            await self._close_fetcher()
+            if self._fetcher is not None:
+                await self._fetcher.close()
         if self._error is not None:
             raise self._error
 
@@ -193,9 +190,7 @@ class SwarmWorker:
             if not task.cancelled():
                 task.result()
         finally:
-            for pending in (task, stopped):
-                pending.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+            await cancel((task, stopped))
 
     async def _connect(self) -> None:
         """Open a connection and serve until it ends."""
@@ -206,7 +201,7 @@ class SwarmWorker:
         ) as connection:
             hello_s, hello = self._clock.now_s(), self._hello()
             welcome = await greet(connection, hello, self._address, timeout_s)
-            await self._accept(welcome, hello)
+            self._accept(welcome, hello)
             session = self._session = self._open_session(connection, LeaseWatch(welcome.ttl_s, hello_s))
             self._begin(session, hello, welcome)
             try:
@@ -226,21 +221,15 @@ class SwarmWorker:
             held=self._held.listed(),
         )
 
-    async def _accept(self, welcome: Welcome, hello: Hello) -> None:
-        """Take part in the run and epoch of the last welcome, in a later epoch, or in another run."""
-        relation = since(self._welcome, welcome, self._address)
-        if relation is not Since.SAME_EPOCH and (self._host.is_switching or hello.served != self._served.needed()):
+    def _accept(self, welcome: Welcome, hello: Hello) -> None:
+        """Take part in the epoch of the last welcome, or in a later one."""
+        begins = begins_epoch(self._welcome, welcome, self._address)
+        if begins and (self._host.is_switching or hello.served != self._served.needed()):
             raise Disconnected(
                 f"{self._address} has begun another epoch while weights of the last one were being loaded"
             )
-        if relation is Since.NEW_RUN and self._welcome is not None:
-            self._calls.release([stream.call_id for stream in self._held])
-            self._host.forget()
-            self._served.clear()
-        if relation is Since.NEW_RUN or self._fetcher is None:
-            await self._close_fetcher()
-            self._fetcher = self._open_fetcher(welcome.run_id)
-        if relation is Since.SAME_EPOCH and self._welcome is not None and self._welcome.blob_urls == welcome.blob_urls:
+        self._fetcher = self._fetcher or self._open_fetcher(welcome.run_id)
+        if not begins and self._welcome is not None and self._welcome.blob_urls == welcome.blob_urls:
             self._follower.aim(welcome.head)
         else:
             self._follower.begin(welcome, self._fetcher, (*welcome.blob_urls, self._address.blob_url))
@@ -258,10 +247,6 @@ class SwarmWorker:
             f"connected to {self._address} as {welcome.member!r}: run {welcome.run_id}, epoch {welcome.run_epoch},"
             f" version {welcome.head.version}"
         )
-
-    async def _close_fetcher(self) -> None:
-        if self._fetcher is not None:
-            await self._fetcher.close()
 
     def _open_session(self, connection: CoordinatorConnection, lease: LeaseWatch) -> WorkerSession:
         return WorkerSession(

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rollover.engine.servers.start.launch import free_port
-from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus
-from rollover.swarm.coordinator.trust.credentials import Credentials
+from rollover.swarm.coordinator.status.snapshot import SwarmStatus, read_status
+from rollover.swarm.coordinator.trust import Credentials
 from rollover.swarm.publication.keys import open_key
 from tests import runs
 from tests.runs import Cue
@@ -322,7 +322,7 @@ class Stage:
 
     def status(self) -> SwarmStatus:
         """Return the state of the swarm as the coordinator has written it last."""
-        return StatusFile(self.run / "swarm" / "status.json").read()
+        return read_status(self.run / "swarm")
 
     def last_words(self) -> str:
         return "\n".join(process.last_words() for process in self.cast.values())

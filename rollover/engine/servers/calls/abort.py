@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 
-from rollover.engine.servers.background import attempt
+from rollover.engine.background import attempt
 from rollover.engine.servers.calls.call import GenerationCall
 from rollover.engine.servers.calls.dialect import Dialect
 from rollover.engine.servers.calls.open_calls import OpenCalls

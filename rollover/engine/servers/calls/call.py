@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.ends import check_end
 from rollover.engine.servers.http.client import Patience
 from rollover.engine.stop_strings import StopStrings
 from rollover.errors import EngineError
@@ -48,9 +49,6 @@ class Delta:
 class GenerationCall:
     """One open call. Its stream gets exactly one last item, a chunk with a finish reason or an exception, and every
     token on it was checked.
-
-    Example: after ``call.take(Delta(token_ids=(5,), logprobs=(-0.1,)), 3, kv_kept=False)`` the next item of
-    ``call.stream`` is a ``Chunk`` with token 5 and policy version 3.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class GenerationCall:
 
         Args:
             kv_kept: the call keeps the cache that it has had since it was sent, over all weights that came.
-            kv_version: that of the oldest weights which computed the cache, if it is known.
+            kv_version: version of the oldest weights which computed the cache, if it is known.
 
         Returns how many tokens were taken. Raises ``EngineError`` when the delta cannot be true; none of its tokens is
         taken then.
@@ -168,14 +166,5 @@ class GenerationCall:
         total = len(self.response) + len(delta.token_ids)
         if total > params.max_new_tokens:
             raise EngineError(f"{name}: {total} tokens came, but at most {params.max_new_tokens} were requested")
-        if delta.finish_reason is FinishReason.LENGTH and total < params.max_new_tokens:
-            raise EngineError(
-                f"{name}: the server ended the response for its length after {total} tokens, but"
-                f" {params.max_new_tokens} were requested"
-            )
-        if delta.finish_reason is FinishReason.STOP and total == len(self.request.response_ids):
-            raise EngineError(f"{name}: stopped before its first token")
-        if delta.finish_reason is FinishReason.STOP and not params.stop_strings:
-            last = delta.token_ids[-1] if delta.token_ids else self.response[-1] if self.response else None
-            if last not in params.stop_token_ids:
-                raise EngineError(f"{name}: stopped at token {last}, which was not among the stop tokens")
+        last = [*self.response[-1:], *delta.token_ids][-1:]
+        check_end(name, self.request, delta.finish_reason, total, last[0] if last else None)

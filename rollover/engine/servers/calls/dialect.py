@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollover.engine.background import refused
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.weights.endpoint import WeightEndpoint

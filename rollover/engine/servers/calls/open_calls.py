@@ -19,8 +19,9 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Protocol
 
+from rollover.engine.background import BackgroundTasks
 from rollover.engine.base import EngineStats, GenerateRequest
-from rollover.engine.servers.background import BackgroundTasks
+from rollover.engine.ends import check_limits
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Dialect
 from rollover.engine.servers.config import ServerConfig
@@ -67,11 +68,7 @@ class KnownWeights(Protocol):
 
 
 class OpenCalls:
-    """All calls of a server that have not ended, and the totals of all that were ever sent.
-
-    Example: after ``call = calls.start(request)`` the first chunk is ``await call.stream.get()``. Between
-    ``calls.gate.clear()`` and ``calls.gate.set()`` no call is sent.
-    """
+    """All calls of a server that have not ended, and the totals of all that were ever sent."""
 
     def __init__(
         self,
@@ -107,7 +104,6 @@ class OpenCalls:
         return [call for call in self._open.values() if call.sent]
 
     def named(self, request_ids: Collection[str]) -> list[GenerationCall]:
-        """Find the calls with these ids that are open."""
         return [call for request_id in request_ids if (call := self._open.get(request_id)) is not None]
 
     def start(self, request: GenerateRequest) -> GenerationCall:
@@ -179,20 +175,9 @@ class OpenCalls:
     # -- one call --------------------------------------------------------------------------------------------
 
     def _check(self, request: GenerateRequest) -> None:
-        name, params = request.request_id, request.params
         self._dialect.check_request(request)
-        self._used_ids.check(name)
-        if len(request.response_ids) >= params.max_new_tokens:
-            raise EngineError(
-                f"{name}: its response has {len(request.response_ids)} tokens already, of at most"
-                f" {params.max_new_tokens}"
-            )
-        size = len(request.prompt_ids) + params.max_new_tokens
-        if size > self.max_context_tokens:
-            raise EngineError(
-                f"{name}: prompt and response may reach {size} tokens, but {self._client} takes"
-                f" {self.max_context_tokens}; start it with a longer context"
-            )
+        self._used_ids.check(request.request_id)
+        check_limits(request, self.max_context_tokens, self._client)
 
     async def _read(self, call: GenerationCall) -> None:
         """Send a call and read it to its end; after a stop string that only we have seen, to the server's end of it."""

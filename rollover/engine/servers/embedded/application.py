@@ -1,6 +1,6 @@
 """The HTTP side of a server: reads bodies, calls the engine, writes answers and streams.
 
-Invariants: nothing is done for a request without the API key, if there is one, nor for one that a page of
+Invariants: nothing is done for a request without the API key, if there is one, nor for a request that a page of
 the web could have a browser send; a client that goes away ends its call; whatever fails is one message, never a
 traceback.
 """
@@ -23,16 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.embedded.messages import (
-    GENERATE_REQUEST,
-    AbortBody,
-    Announcement,
-    EmptyBody,
-    GroupAddress,
-    LabelBody,
-    LoadBody,
-    Reception,
-)
+from rollover.engine.servers.embedded import messages
 from rollover.engine.servers.embedded.served import ServedEngine
 from rollover.errors import EngineTimeout, RolloverError
 
@@ -48,18 +39,18 @@ def application(served: ServedEngine, *, key: str | None, host: str) -> ASGIApp:
         host: the name that the server was told to listen on.
     """
     acts: Mapping[str, tuple[type[BaseModel], Callable[[Any], Awaitable[object]]]] = {
-        "/abort": (AbortBody, served.abort),
-        "/pause": (EmptyBody, lambda _: served.pause()),
-        "/resume": (EmptyBody, lambda _: served.resume()),
-        "/sleep": (EmptyBody, lambda _: served.sleep()),
-        "/load_weights": (LoadBody, served.load),
-        "/update_weight_version": (LabelBody, served.rename),
-        "/digests": (EmptyBody, lambda _: served.digests()),
-        "/group/join": (GroupAddress, served.join),
-        "/group/begin": (EmptyBody, lambda _: served.begin()),
-        "/group/receive": (Announcement, served.receive),
-        "/group/finish": (Reception, served.finish),
-        "/group/leave": (EmptyBody, lambda _: served.leave()),
+        "/abort": (messages.AbortBody, served.abort),
+        "/pause": (messages.EmptyBody, lambda _: served.pause()),
+        "/resume": (messages.EmptyBody, lambda _: served.resume()),
+        "/sleep": (messages.EmptyBody, lambda _: served.sleep()),
+        "/load_weights": (messages.LoadBody, served.load),
+        "/update_weight_version": (messages.LabelBody, served.rename),
+        "/digests": (messages.EmptyBody, lambda _: served.digests()),
+        "/group/join": (messages.GroupAddress, served.join),
+        "/group/begin": (messages.EmptyBody, lambda _: served.begin()),
+        "/group/receive": (messages.Announcement, served.receive),
+        "/group/finish": (messages.Reception, served.finish),
+        "/group/leave": (messages.EmptyBody, lambda _: served.leave()),
     }
     routes = [
         Route("/health", _health),
@@ -80,7 +71,7 @@ async def _info(served: ServedEngine, request: Request) -> Response:
 
 async def _generate(served: ServedEngine, request: Request) -> Response:
     try:
-        body = GENERATE_REQUEST.validate_json(await request.body(), strict=True)
+        body = messages.GENERATE_REQUEST.validate_json(await request.body(), strict=True)
     except ValidationError as e:
         return _misfit(e)
     return StreamingResponse(_events(served, body), media_type="text/event-stream")
@@ -147,7 +138,6 @@ class _Guard:
 
 
 def _host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import replace
 
+from rollover.engine.background import refused
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits
 from rollover.engine.servers.embedded.config import EmbeddedServerConfig
@@ -35,10 +35,7 @@ _DRAIN_S = 0.02
 
 
 class EmbeddedServerDialect:
-    """Implements ``Dialect`` for one server of the embedded engine.
-
-    Example: ``await dialect.freeze(keeps_kv=False)`` sends ``POST /pause``.
-    """
+    """Implements ``Dialect`` for one server of the embedded engine."""
 
     def __init__(
         self,
@@ -61,7 +58,6 @@ class EmbeddedServerDialect:
         self._prefix = f"{secrets.token_hex(4)}/"
 
     async def identify(self) -> None:
-        """See ``Dialect.identify``."""
         info = await self._info()
         if info.vocab_size != self._model.vocab_size:
             raise EngineError(

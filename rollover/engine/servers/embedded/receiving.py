@@ -25,9 +25,6 @@ is gone without a word."""
 class ReceivingGroup:
     """A group that is joined when this returns. All methods but ``close`` block.
 
-    Example: ``ReceivingGroup(address, torch.device("cpu")).receive(announced)["model.norm.weight"]`` is what rank 0
-    broadcasts under that name.
-
     Raises ``EngineError`` when the others cannot be met.
     """
 

@@ -10,9 +10,7 @@ Invariants: an address in use is reported before any weight is read. Once the se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +18,9 @@ import uvicorn
 
 from rollover.engine.embedded.config import EmbeddedConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.ports import PortServer, authority, listen_on
 from rollover.engine.servers.embedded.application import application
 from rollover.engine.servers.embedded.served import ServedEngine
-from rollover.errors import ConfigError
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -37,14 +35,11 @@ class EngineServer:
     Args:
         address: host and port; port 0 takes a free one.
         key: asked of each request, if there is one.
-
-    Example: ``asyncio.run(EngineServer(("127.0.0.1", 8000), None).run(folder, EmbeddedConfig(), print))`` prints
-    ``http://127.0.0.1:8000`` once it answers there.
     """
 
     def __init__(self, address: tuple[str, int], key: str | None) -> None:
         self._host, self._key = address[0], key
-        self._socket = taken(address)
+        self._socket = listen_on(address, setting="--host and --port", backlog=None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
 
@@ -56,8 +51,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """Return the address at which clients of the same host can call it."""
-        host, port = self._host, self._socket.getsockname()[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"http://{authority(self._host, self._socket.getsockname()[1])}"
 
     async def run(self, folder: Path, config: EmbeddedConfig, announce: Callable[[str], None]) -> None:
         """Serve the model in ``folder`` until ``stop``. Raises ``RolloverError`` when it cannot be opened."""
@@ -86,29 +80,11 @@ class EngineServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LEAVE_S,
         )
-        server = uvicorn.Server(settings)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]  # they are the process's own
+        server = PortServer(settings, self._socket)
         self._socket.listen(_BACKLOG)
-        answering = asyncio.create_task(server.serve(sockets=[self._socket]))
         stopping = asyncio.create_task(self._stopping.wait())
         announce(self.url)
-        await asyncio.wait([answering, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([server.begin(), stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         await served.close()  # ends the streams of open calls
-        server.should_exit = True
-        await answering
-
-
-def taken(address: tuple[str, int]) -> socket.socket:
-    """Take an address without listening there yet. Raises ``ConfigError`` naming it when it cannot be taken."""
-    host, port = address
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.setblocking(False)
-    except OSError as e:
-        bound.close()
-        reason = e.strerror or e
-        raise ConfigError(f"cannot listen on --host {host} --port {port}: {reason}; --port 0 takes a free port") from e
-    return bound
+        await server.end()

@@ -1,7 +1,8 @@
 """The engine of a server: its calls, and its weights by label.
 
-Clients name weights by labels, the engine by numbers that only grow; so a load takes the next number. What it keeps
-true: a token has the label of the weights that sampled it, even when new ones came while it was on its way.
+Clients name weights by labels, the engine by numbers that only grow; so a load takes the next number.
+
+Invariants: a token has the label of the weights that sampled it, even when new ones came while it was on its way.
 """
 
 from __future__ import annotations
@@ -15,17 +16,7 @@ from pathlib import Path
 
 from rollover.engine.base import Chunk, GenerateRequest
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.servers.embedded.messages import (
-    AbortBody,
-    Announcement,
-    GroupAddress,
-    LabelBody,
-    LoadBody,
-    Reception,
-    ServerInfo,
-    TensorDigests,
-    TokensEvent,
-)
+from rollover.engine.servers.embedded import messages
 from rollover.engine.servers.embedded.receiving import ReceivingGroup
 from rollover.errors import EngineError
 from rollover.hf.architecture import Architecture
@@ -42,9 +33,6 @@ class ServedEngine:
     Args:
         folder: the model that ``engine`` was opened with.
         label: of the weights that it has; no client may ever give the same one.
-
-    Example: after ``await served.load(LoadBody(folder="/w/v7", label="rollover:r:7", keeps_kv=False))`` the events of
-    later tokens have the label ``"rollover:r:7"``.
     """
 
     def __init__(self, engine: EmbeddedEngine, folder: Path, *, label: str) -> None:
@@ -63,10 +51,9 @@ class ServedEngine:
         self._controlling = asyncio.Lock()
         """Held during a change of weights: one at a time."""
 
-    def info(self) -> ServerInfo:
-        """Describe the server as it is now."""
+    def info(self) -> messages.ServerInfo:
         can = self._engine.capabilities
-        return ServerInfo(
+        return messages.ServerInfo(
             service="rollover embedded engine",
             model_path=str(self._folder),
             vocab_size=self._vocab_size,
@@ -78,7 +65,7 @@ class ServedEngine:
             label=_partial_label() if self._is_partial else self._labels[self._version],
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokensEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[messages.TokensEvent]:
         """Stream a call. Closing the iterator aborts it. Raises ``RolloverError`` when it cannot run or fails."""
         self._open.add(request.request_id)
         try:
@@ -88,12 +75,11 @@ class ServedEngine:
         finally:
             self._open.discard(request.request_id)
 
-    async def abort(self, body: AbortBody) -> None:
+    async def abort(self, body: messages.AbortBody) -> None:
         """Return when these calls have ended; unknown calls are passed over."""
         await self._engine.abort({*self._open} if body.all else body.request_ids)
 
     async def pause(self) -> None:
-        """Stop sampling until ``resume``."""
         await self._engine.pause()
         self._is_paused = True
 
@@ -114,7 +100,7 @@ class ServedEngine:
         async with self._controlling:
             await self._engine.sleep()
 
-    async def load(self, body: LoadBody) -> None:
+    async def load(self, body: messages.LoadBody) -> None:
         """Take the weights of a folder. Raises ``EngineError`` when they do not fit; the old ones then stay in
         force."""
         path = Path(body.folder)
@@ -129,7 +115,7 @@ class ServedEngine:
 
         await self._change(body.label, take)
 
-    async def join(self, address: GroupAddress) -> None:
+    async def join(self, address: messages.GroupAddress) -> None:
         """Join the process group of a sender. Raises ``EngineError`` when it cannot be met, or is left meanwhile."""
         await self.leave()
         num_left = self._num_left
@@ -150,14 +136,14 @@ class ServedEngine:
             await self._engine.begin_fill()
             self._is_partial = True
 
-    async def receive(self, announced: Announcement) -> None:
+    async def receive(self, announced: messages.Announcement) -> None:
         """Put what the sender broadcasts in its place. Raises ``EngineError`` when it does not come or fit."""
         if self._group is None or not self._is_partial:
             raise EngineError("weights were announced before a group was joined and a reception begun")
         async with self._controlling:
             await self._engine.fill(await asyncio.to_thread(self._group.receive, announced))
 
-    async def finish(self, body: Reception) -> None:
+    async def finish(self, body: messages.Reception) -> None:
         """Have the engine sample from what has come. Raises ``EngineError`` when a part is missing."""
         if not self._is_partial:
             raise EngineError("no reception of weights was begun")
@@ -174,20 +160,18 @@ class ServedEngine:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    async def rename(self, body: LabelBody) -> None:
-        """Give the weights in force another label."""
+    async def rename(self, body: messages.LabelBody) -> None:
         self._labels[self._version] = body.new_version
 
-    async def digests(self) -> TensorDigests:
-        return TensorDigests(digests=await self._engine.digests())
+    async def digests(self) -> messages.TensorDigests:
+        return messages.TensorDigests(digests=await self._engine.digests())
 
     async def close(self) -> None:
-        """End all calls and free everything."""
         await self.leave()
         await self._engine.close()
 
-    def _event(self, chunk: Chunk) -> TokensEvent:
-        return TokensEvent(
+    def _event(self, chunk: Chunk) -> messages.TokensEvent:
+        return messages.TokensEvent(
             token_ids=list(chunk.token_ids),
             logprobs=list(chunk.logprobs),
             label=self._labels[chunk.policy_version],

@@ -1,7 +1,7 @@
 """Weight endpoint of a server of the embedded engine.
 
 What is peculiar to it: a load from a folder is all or nothing, one through a group leaves a server that must be given
-all weights again where it fails in the middle; and the server's digests are those of the folder's tensors wherever it
+all weights again if it fails in the middle; and the server's digests are those of the folder's tensors wherever it
 holds them in the folder's number format. Adapters are merged by the server, into the model of a folder that it reads
 for it; of the sums no folder tells the digests, so that the log-prob check alone can tell.
 """

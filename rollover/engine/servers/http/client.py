@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from rollover.engine.servers.background import within
+from rollover.engine.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.http.answer import Reader, ServerBusy
 from rollover.errors import ConfigError, EngineError, EngineTimeout

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rollover.engine.servers.background import in_time
+from rollover.engine.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.pool.members import Act, Member, Members
 from rollover.engine.servers.weights.transfer import GroupMember, Receiver, TransferFailed, send_to_all
@@ -48,7 +48,7 @@ class GroupUpdate:
         )
 
     async def _each(self, members: Sequence[Member], act: Act, what: str) -> dict[Member, EngineError]:
-        """Do ``act`` on members at once, including those that are out and stand still until they have weights again.
+        """Do ``act`` on members at once, including members that are out and stand still until they have weights again.
         Returns the failures by member."""
         limit_s = self._config.install_timeout_s
         out = [member for member in members if member.is_down]
@@ -90,7 +90,7 @@ class GroupUpdate:
         return done, failed
 
     async def _send(self, members: Sequence[Member], version: int, source: SentByHolder) -> dict[Member, EngineError]:
-        """Send to members in one group. Returns those that did not get so far. Raises ``_GroupFailed``."""
+        """Send to members in one group. Returns the members that did not get so far. Raises ``_GroupFailed``."""
         receivers: dict[Member, Receiver] = {}
 
         async def prepare(member: Member) -> None:

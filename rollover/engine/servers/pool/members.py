@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from rollover.clock import Clock, wait_for_any
+from rollover.engine.background import cancel, in_time
 from rollover.engine.base import Engine, Sleeps
-from rollover.engine.servers.background import in_time
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.weights.transfer import GroupMember
 from rollover.errors import EngineError, EngineTimeout
@@ -75,8 +75,6 @@ class Health(Enum):
 class Member:
     """One engine of a pool, out of service until it is admitted.
 
-    Example: a member with 16 calls and room for 64 has the share 0.25.
-
     Args:
         max_retry_s: longest time between two attempts to bring it back.
     """
@@ -111,12 +109,10 @@ class Member:
 
     @property
     def share(self) -> float:
-        """Return the calls per capacity."""
         return self.num_calls / self.capacity
 
     @property
     def is_up(self) -> bool:
-        """Return True if it gets calls."""
         return self.health is Health.UP
 
     @property
@@ -140,7 +136,7 @@ class Member:
 
     def call_ended(self, *, unasked: bool) -> None:
         """Count a call that ended as it should, or was aborted ``unasked``. A member that only does the latter is taken
-        out like one that fails, each time for longer, however well its probes go."""
+        out like a failing one, each time for longer, however well its probes go."""
         if not unasked:
             self._num_stopped_calls = 0
             self._num_failures *= self.is_down
@@ -169,7 +165,6 @@ class Member:
             self._left()
 
     def expel(self, reason: str) -> None:
-        """Take it out for good: it never gets calls again."""
         self.health, self.reason, self.is_expelled = Health.DOWN, reason, True
         self._left()
 
@@ -268,9 +263,7 @@ class Members:
                 self.take_out({member: EngineError(f"{member.name} was left in the middle: it did not {what} yet")})
             raise
         finally:
-            lost.cancel()
-            done.cancel()
-            await asyncio.gather(lost, done, return_exceptions=True)
+            await cancel((lost, done))
         return None
 
 

@@ -26,6 +26,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rollover.clock import Clock
+from rollover.engine.background import cancel
 from rollover.engine.base import Capabilities, Chunk, EngineStats, GenerateRequest
 from rollover.engine.logprob_check import LogprobCheck
 from rollover.engine.servers.config import ServerConfig
@@ -181,18 +182,16 @@ class EnginePool:
     @property
     def takes(self) -> WeightPath:
         """See ``WeightTarget.takes``. A member that comes back is given weights that, in memory, may have changed;
-        where they are sent by their holder, it waits for the next ones then."""
+        if they are sent by their holder, it waits for the next ones then."""
         return "group" if all(member.engine.group is not None for member in self._members.all) else "folder"
 
     async def pause(self) -> None:
-        """See ``PoolUpdates.pause``."""
         self._refuse_when_closed()
         if self._updates.is_asleep:
             self._watch.start()
         await self._updates.pause()
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """See ``PoolUpdates.load``."""
         self._refuse_when_closed()
         await self._updates.load(version, source)
 
@@ -239,6 +238,5 @@ async def _next_chunk(stream: AsyncIterator[Chunk], lost: asyncio.Task[Any], mem
             return step.result()
     finally:
         if not step.done():
-            step.cancel()
-            await asyncio.gather(step, return_exceptions=True)
+            await cancel((step,))
     raise EngineError(f"{member.name} was taken out: {member.reason}")

@@ -1,7 +1,7 @@
 """New weights for all members of a pool: pause, load, resume.
 
 Invariants: a member that hangs delays the others by no more than a deadline; a member that we have paused goes
-on, on every way out; the pool's version is that of every member in service.
+on, on every way out; the pool's version is every serving member's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from contextlib import suppress
 from typing import TypeGuard
 
-from rollover.engine.servers.background import in_time, within
+from rollover.engine.background import in_time, within
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.pool.group_updates import GroupUpdate
 from rollover.engine.servers.pool.members import Member, Members
@@ -25,8 +25,6 @@ class PoolUpdates:
 
     Args:
         source: what all members serve now, as version 0; a member that comes back is given it until the next load.
-
-    Example: ``await updates.pause(); await updates.load(3, source); await updates.resume()`` leaves ``version`` 3.
     """
 
     def __init__(self, members: Members, source: WeightSource, config: ServerConfig) -> None:
@@ -50,10 +48,10 @@ class PoolUpdates:
         """Set while there are such members."""
 
     async def sleep(self) -> None:
-        """Have all members give their memory back, including those that are out, which may hold some. One that is gone
-        is taken out. No member is brought back meanwhile.
+        """Have all members give their memory back, even members that are out. A member that is gone is taken
+        out. No member is brought back meanwhile.
 
-        Raises ``MemoryHeld`` naming those that may hold memory still.
+        Raises ``MemoryHeld`` naming the members that may still hold memory.
         """
         if self.is_asleep:
             return
@@ -67,11 +65,11 @@ class PoolUpdates:
             raise MemoryHeld("; ".join(held))
 
     async def pause(self) -> None:
-        """Wait for a member if all are out, including one that needs the weights that come now.
+        """Wait for a member if all are out, including a member that needs the weights that come now.
 
         Raises ``EngineError`` naming all members when none pauses.
         """
-        if self.is_asleep:  # from now on those that are gone may come back
+        if self.is_asleep:  # from now on members that are gone may come back
             self.is_asleep = False
             self._resumed.set()
             await self._find_those_that_died()
@@ -100,9 +98,9 @@ class PoolUpdates:
         self._pausing.discard(member)
 
     async def load(self, version: int, source: WeightSource) -> None:
-        """Take out members that refuse what others take, and those that take too long. Raises ``EngineError`` when all
-        refuse; they then continue with the old weights. Where no member is left to refuse, the weights are those that a
-        member is given when it comes back."""
+        """Take out members that refuse what others take, or take too long. Raises ``EngineError`` when all
+        refuse; they then continue with the old weights. If no member is left to refuse, a member is given these weights
+        when it comes back."""
         if version < self.version:
             raise EngineError(f"weights cannot go back from version {self.version} to {version}")
         members = self._members.in_service if self._paused is None else self._standing
@@ -151,7 +149,7 @@ class PoolUpdates:
 
     def may_probe(self, member: Member) -> bool:
         """Tell whether a probe can say something: not of a member that stands still. One that was asked to stand still
-        and does not yet is probed, since one that hangs never will."""
+        and does not yet is probed, since a member that hangs never will."""
         return self._paused is None or member in self._pausing
 
     async def catch_up(self, member: Member, *, was_late: bool = False) -> int:
@@ -159,7 +157,7 @@ class PoolUpdates:
         with the next update. Returns their version.
 
         Args:
-            was_late: the pool had newer weights before the member had taken in those that it was given. Where weights
+            was_late: the pool had newer weights before the member had taken in those that it was given. If weights
                 are sent, which takes longer than a fast run keeps a version, it then gets the next with the others.
         """
         engine, name = member.engine, member.name
@@ -179,8 +177,7 @@ class PoolUpdates:
         return version
 
     async def _with_the_others(self, member: Member) -> int:
-        """Wait for the next update, and return its version once it is over. Raises the error with which it failed for
-        this member."""
+        """Wait for the next update. Returns its version; raises the error with which it failed for this member."""
         answer = self._late[member] = asyncio.get_running_loop().create_future()
         self._is_awaited.set()
         try:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 
 from rollover.clock import wait_for_any
+from rollover.engine.background import BackgroundTasks
 from rollover.engine.logprob_check import LogprobCheck
-from rollover.engine.servers.background import BackgroundTasks
 from rollover.engine.servers.pool.members import Health, Member, Members
 from rollover.engine.servers.pool.updates import PoolUpdates
 from rollover.errors import EngineError, EngineMismatch

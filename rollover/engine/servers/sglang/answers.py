@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AliasPath, Field
 
 from rollover.engine.servers.http.answer import Answer, Count, Event, Shown, TokenId
 
@@ -83,16 +83,6 @@ class AdapterOutcome(Answer):
     """Paths by the names of the adapters that are loaded now."""
 
 
-class WorkerPlace(Answer):
-    """The place of a worker among those of its server.
-
-    Example: ``{"tp_rank": 1}`` is the second of the tensor-parallel workers.
-    """
-
-    tp_rank: Count = 0
-    dp_rank: Count = 0
-
-
 class WorkerChecksums(Answer):
     """Checksums of the weights that one worker holds.
 
@@ -101,8 +91,8 @@ class WorkerChecksums(Answer):
 
     checksums: Mapping[str, str]
     """Checksums by the name of the tensor in the worker."""
-    parallelism_info: Annotated[list[WorkerPlace], Field(min_length=1)]
-    """The same for each model that it runs."""
+    tp_rank: Count = Field(default=0, validation_alias=AliasPath("parallelism_info", 0, "tp_rank"))
+    dp_rank: Count = Field(default=0, validation_alias=AliasPath("parallelism_info", 0, "dp_rank"))
 
 
 class WeightChecks(Answer):
@@ -189,7 +179,7 @@ class Workers(Answer):
 
 
 class WorkerUrls(Answer):
-    """The workers, as older routers list them.
+    """The workers, as slime's and older routers list them.
 
     Example: ``{"urls": ["http://10.0.0.5:30000"]}``.
     """

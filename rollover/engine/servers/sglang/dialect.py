@@ -5,7 +5,7 @@ What is peculiar to it:
 * A request is aborted with all others whose ids begin with its own: ours end in a delimiter that is nowhere else in
   them. Two seconds after a stream has ended its id is aborted once more, whoever has it then: ours begin with the name
   of the dialect object, so that no other run can have used them. An abort is remembered with the request it was for,
-  even where it came too early to work; aborting all is not.
+  even if it came too early to work; aborting all is not.
 * A pause is acknowledged before it has reached the scheduler; an answer that the scheduler itself gives afterwards
   shows that it has. ``/health`` answers 503 after a pause of 20 s and is not asked.
 * ``ignore_eos`` switches all stop tokens off, ours included; without it the server stops at the end tokens of its own
@@ -244,5 +244,5 @@ class SGLangDialect(NamedCalls):
 
 
 def _from_last_row(request: GenerateRequest) -> dict[str, int]:
-    """Return the setting that leaves out the rows before the one that gives the first token of the call."""
+    """Return the setting that leaves out the rows before the row that gives the first token of the call."""
     return {"routed_experts_start_len": len(request.prompt_ids) + len(request.response_ids) - 1}

@@ -81,7 +81,7 @@ async def _workers(client: HTTPClient) -> list[str]:
         except EngineTimeout:
             raise
         except EngineError:
-            continue  # a worker has no such path; one that cannot be reached says so when it is opened
+            continue  # a worker has no such path; an unreachable one says so when it is opened
         if path == "/workers":
             workers = client.reader.typed(Workers, body, f"GET {path}").workers
         else:

@@ -6,7 +6,7 @@ when that is certain.
 
 Events carry all tokens so far, or (``--incremental-streaming-output``) those since the last event; an abort in the
 server's queue repeats the last one. ``completion_tokens`` is right in all cases. Which weights sampled which tokens
-stands in the last event alone (``weight_versions``): the ``weight_version`` of an earlier one is that of the moment in
+stands in the last event alone (``weight_versions``): the ``weight_version`` of an earlier one holds for the moment in
 which it was sent.
 """
 
@@ -60,7 +60,6 @@ class Reply:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that have come."""
         return self._num_labelled + len(self._held)
 
     def read(self, event: Generation, *, certain: bool) -> list[Delta]:

@@ -10,8 +10,8 @@ What is peculiar to it:
 * Cached blocks are found again by tokens and ``extra_key``. With the label of the weights as the key, no new call can
   hit a block that other weights have computed while running calls keep theirs. A call that is taken off the batch
   leaves blocks of new weights under its old key: so the cache is flushed at every update that does not keep it.
-* On a CPU its checksums are the first 16 digits of a SHA-256, which can be compared with the folder's; those that a GPU
-  computes are of another kind, of which only changes can be told.
+* On a CPU its checksums are the first 16 digits of a SHA-256, which can be compared with the folder's. A GPU computes
+  checksums of another kind, of which only changes can be told.
 * Adapters are read from a folder, in peft's format, beside a base that stays as it is; an unload waits for the calls
   that use the adapter. Cached blocks are found by the adapter too. Checksums are those of the base.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.background import refused
+from rollover.engine.background import refused
 from rollover.engine.servers.sglang.answers import (
     AdapterOutcome,
     ModelInfo,
@@ -158,6 +158,5 @@ def adapter_arguments(shape: AdapterShape | None) -> list[str]:
 def held_tensors(found: WeightChecks) -> Iterator[tuple[HeldTensor, str]]:
     """Yield the tensor that each checksum is of, and the checksum."""
     for worker in found.ranks:
-        place = worker.parallelism_info[0]
         for name, digest in worker.checksums.items():
-            yield (f"dp{place.dp_rank}:tp{place.tp_rank}", name), digest
+            yield (f"dp{worker.dp_rank}:tp{worker.tp_rank}", name), digest

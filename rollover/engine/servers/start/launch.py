@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rollover.engine.servers.background import attempt
+from rollover.engine.background import attempt
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.privacy import Redactor, make_private
@@ -52,7 +52,6 @@ class ServerProcess:
 
     @property
     def exited(self) -> bool:
-        """Return True if it was started and has exited."""
         return self._supervisor is not None and self._supervisor.returncode is not None
 
     async def start(self) -> None:

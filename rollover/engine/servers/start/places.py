@@ -54,8 +54,7 @@ class StartedServer(Protocol):
     def client(self) -> HTTPClient: ...
 
     async def start(self) -> None:
-        """Start it and return when it is ready. Raises ``EngineError`` when it exits before, ``EngineTimeout`` when it
-        takes too long; it is stopped then."""
+        """Return when ready. Raises ``EngineError`` if it exits, ``EngineTimeout`` if late; it is stopped then."""
         ...
 
     async def gone(self) -> bool:
@@ -103,25 +102,19 @@ class ThisMachine:
         return _ChildServer(program, config, self._logs / f"server-{number}.log")
 
 
-class _ChildServer:
+class _ChildServer(ServerProcess):
     """Implements ``StartedServer``. It keeps its port when it is started again."""
 
     def __init__(self, program: ServerProgram, config: ServerConfig, log: Path) -> None:
         port = free_port()
-        self.client = HTTPClient(f"http://{_LOOPBACK}:{port}", config)
-        self._process = ServerProcess(
+        self.client = client = HTTPClient(f"http://{_LOOPBACK}:{port}", config)
+        super().__init__(
             program.command_at(_LOOPBACK, port),
             env=program.env,
             log=log,
-            ready=lambda: self.client.call("GET", "/health", timeout_s=config.health_timeout_s),
+            ready=lambda: client.call("GET", "/health", timeout_s=config.health_timeout_s),
             config=config,
         )
 
-    async def start(self) -> None:
-        await self._process.start()
-
     async def gone(self) -> bool:
-        return self._process.exited
-
-    async def stop(self) -> None:
-        await self._process.stop()
+        return self.exited

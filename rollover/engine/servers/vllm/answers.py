@@ -95,15 +95,6 @@ class Checksums(Answer):
     """Checksums by the worker's place and the name of the tensor there."""
 
 
-class Logprobs(Answer):
-    """The log-probs of the tokens of an event.
-
-    Example: ``{"token_logprobs": [-0.2, -1.1]}``.
-    """
-
-    token_logprobs: list[float]
-
-
 class Choice(Answer):
     """The tokens that an event adds to the response.
 
@@ -111,33 +102,18 @@ class Choice(Answer):
     """
 
     token_ids: list[TokenId]
-    logprobs: Logprobs | None = None
+    logprobs: list[float] = Field(default=[], validation_alias=AliasPath("logprobs", "token_logprobs"))
     finish_reason: Literal["stop", "length", "abort"] | None = None
-
-
-class PromptDetails(Answer):
-    """The part of the prompt that was found in the cache.
-
-    Example: ``{"cached_tokens": 512}``.
-    """
-
-    cached_tokens: Count | None = None
-
-
-class Usage(Answer):
-    """Counts of a call.
-
-    Example: ``{"prompt_tokens_details": {"cached_tokens": 512}}``.
-    """
-
-    prompt_tokens_details: PromptDetails | None = None
 
 
 class Completion(Event):
     """One event of a completion's stream.
 
-    Example: ``{"choices": [{"token_ids": [31], "finish_reason": null}]}``.
+    Example: ``{"choices": [{"token_ids": [31]}], "usage": {"prompt_tokens_details": {"cached_tokens": 512}}}``.
     """
 
     choices: list[Choice]
-    usage: Usage | None = None
+    cached_tokens: Count | None = Field(
+        default=None, validation_alias=AliasPath("usage", "prompt_tokens_details", "cached_tokens")
+    )
+    """Tokens of the prompt that were found in the cache; the last event may say."""

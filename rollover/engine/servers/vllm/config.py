@@ -29,7 +29,7 @@ class VLLMConfig(ServerConfig):
     """Treatment of running samples in a weight update. `recompute` stops them before it and resumes them after it, so
     that every token is sampled from exactly the policy it is labelled with. `keep` freezes them with their cache:
     nothing is recomputed, later tokens come from new weights over the old cache, and the border between the two
-    versions is drawn where the stream falls silent (`drain_s`)."""
+    versions is drawn when the stream falls silent (`drain_s`)."""
     drain_s: Changeable[float] = 0.25
     """With calls running, a pause waits until nothing has arrived for this long: with `keep`, a token that the network
     delays for longer would be labelled with the next version."""

@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
+from rollover.engine.background import refused
 from rollover.engine.base import GenerateRequest
-from rollover.engine.servers.background import refused
 from rollover.engine.servers.calls.call import Delta, GenerationCall
 from rollover.engine.servers.calls.dialect import Traits, check_vocabulary
 from rollover.engine.servers.folder import ModelFolder
@@ -135,9 +135,8 @@ class VLLMDialect:
         stream = self._client.events(Completion, "/v1/completions", self._body(call), call.patience)
         async with aclosing(stream) as events:
             async for event in events:
-                details = event.usage.prompt_tokens_details if event.usage is not None else None
-                if details is not None:  # the last event may say how much of the prompt was cached
-                    yield Delta(num_cached_tokens=details.cached_tokens or 0)
+                if event.cached_tokens is not None:
+                    yield Delta(num_cached_tokens=event.cached_tokens)
                 if event.choices:
                     yield _delta(event.choices[0])
 
@@ -202,12 +201,12 @@ class VLLMDialect:
 def _delta(choice: Choice) -> Delta:
     return Delta(
         token_ids=tuple(choice.token_ids),
-        logprobs=() if choice.logprobs is None else tuple(choice.logprobs.token_logprobs),
+        logprobs=tuple(choice.logprobs),
         finish_reason=None if choice.finish_reason is None else FinishReason(choice.finish_reason),
     )
 
 
 def call_seed(seed: int, num_decoded: int) -> int:
-    """Derive the seed of a call: one that starts in mid-response must not draw the noise of the beginning again."""
+    """Derive the seed of a call: a call that starts in mid-response must not draw the noise of the beginning again."""
     digest = hashlib.blake2b(f"{seed}/{num_decoded}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

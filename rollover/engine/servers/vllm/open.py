@@ -23,7 +23,7 @@ _MAX_CPU_CACHE_SHARE = 0.4
 """Largest share of the machine's memory for the caches of all servers that are started on it."""
 _GIB = 2**30
 _REMEDIES = {
-    "Sleep mode is not supported": "engine.colocated = true needs a GPU: leave it out, and vLLM keeps its memory",
+    "Sleep mode is not supported": "engine.colocated = true needs a GPU: leave it out, and vLLM keeps its memory"
 }
 
 
@@ -70,8 +70,7 @@ def launch_arguments(config: VLLMConfig, folder: Path, port: int, host: str = "1
 
 
 def adapter_arguments(adapters: AdapterShape | None) -> list[str]:
-    """Give the further arguments for a server that is given adapters alone. Raises ``ConfigError`` for a rank that
-    vLLM does not serve."""
+    """Give the arguments for a server of adapters. Raises ``ConfigError`` for a rank that vLLM does not serve."""
     if adapters is None:
         return []
     return ["--enable-lora", "--max-lora-rank", str(served_rank(adapters.rank)), "--max-loras", "1"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollover.engine.servers.background import refused
+from rollover.engine.background import refused
 from rollover.engine.servers.vllm.answers import Checksums, Models, Success, VLLMServerInfo, WeightInfo, WorldSize
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.weights.endpoint import WeightEndpoint
@@ -136,8 +136,7 @@ class VLLMWeights(WeightEndpoint[VLLMConfig]):
 
 
 def served_rank(rank: int) -> int:
-    """Return the smallest rank for which vLLM makes room and that holds adapters of ``rank``. Raises
-    ``ConfigError``."""
+    """Return the least rank that vLLM has room for and that holds ``rank``. Raises ``ConfigError``."""
     for served in _RANKS:
         if rank <= served:
             return served

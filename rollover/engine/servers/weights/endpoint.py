@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from rollover.engine.servers.background import refused
+from rollover.engine.background import refused
 from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
@@ -38,9 +38,6 @@ class WeightEndpoint(ABC, Generic[C]):
         folders: digests of the folders that the servers of a pool have loaded.
         adapters: the shape of the adapters that it is given; ``None`` if it is given full weights alone.
         device: the GPU from which weights of a folder are sent.
-
-    Example: ``await weights.send("rollover:run-1:7", source, keeps_kv=False)``; then ``await weights.label()`` is
-    ``"rollover:run-1:7"``.
     """
 
     sets_label: ClassVar[bool] = True
@@ -148,11 +145,10 @@ class WeightEndpoint(ABC, Generic[C]):
 
     @abstractmethod
     async def _digests(self, source: Path) -> Mapping[HeldTensor, str]:
-        """Ask for the digests of what the server holds after it has loaded ``source``. Raises ``NoDigests`` if there
-        are none."""
+        """Ask for the digests of what the server has loaded from ``source``. Raises ``NoDigests``."""
 
     async def _load_adapter(self, name: str, folder: Path) -> Collection[str]:
-        """Have the server read an adapter. Returns the names of those that it has then."""
+        """Have the server read an adapter. Returns the names of the adapters that it has then."""
         raise NotImplementedError
 
     async def _unload_adapter(self, name: str) -> None:
@@ -183,13 +179,11 @@ class WeightEndpoint(ABC, Generic[C]):
     # -- memory ----------------------------------------------------------------------------------------------
 
     async def check_memory(self) -> None:
-        """See that the server was started so that it can give its memory back; the message of an ``EngineError`` says
-        how to start it."""
+        """Raise ``EngineError``, which says how to start it, unless the server can give its memory back."""
 
     @abstractmethod
     async def release_memory(self) -> None:
         """Give back the memory of weights and cache. The server stands still and has no calls."""
 
     async def take_memory(self, part: Part) -> None:
-        """Take the memory of a part again, the weights before the cache, if loading weights does not. What was in it is
-        lost."""
+        """Take the memory of a part again, weights before cache, if loading does not. Its content is lost."""

@@ -6,7 +6,7 @@ has given the server back::
     rollover:RUN:VERSION              in use, or left by a run that was killed
     rollover:RUN:VERSION:free         given back
     rollover:RUN:VERSION:asleep       without the memory of weights and cache, which the trainer has
-    rollover:RUN:VERSION:cacheless    without that of the cache; either may be followed by ":free"
+    rollover:RUN:VERSION:cacheless    without the memory of the cache; either may be followed by ":free"
 
 Invariants: a run takes no server that another live run uses, so no two runs ever load weights into one. A run
 on this machine is alive while it holds the lock on the server's address (flock: it ends with the process, however that
@@ -78,8 +78,7 @@ class Ownership:
         return cls(run, predecessor=str(held.get("run", "")), lock=descriptor)
 
     def label(self, version: int, *, asleep: Collection[Part] = (), free: bool = False) -> str:
-        """Return the label of our weights of a version, on a server that has given back the memory of what is
-        ``asleep``."""
+        """Return the label of our weights of a version, on a server that has given ``asleep`` memory back."""
         return f"rollover:{self.run}:{version}{_ASLEEP[tuple(asleep)]}" + ":free" * free
 
     @staticmethod
@@ -115,8 +114,7 @@ def how_to_free(url: str) -> str:
 
 
 def _opened(file: Path) -> int:
-    """Open a lock file. Children do not inherit it; a link in its place is not followed; another user's is only
-    read."""
+    """Open a lock file: not inherited, no link followed, another user's only to read."""
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except PermissionError:

@@ -69,8 +69,6 @@ class FolderDigests:
 class ReadBack:
     """Compares one server's digests with the folders that it was given, load by load. Synchronous; hashing takes about
     a second per gigabyte.
-
-    Example: ``read_back.check(folder, {("0", "model.norm.weight"): "9c1e..."}, server="http://one")``
     """
 
     def __init__(self, folders: FolderDigests) -> None:
@@ -150,8 +148,6 @@ class LoadConfirmation:
     Args:
         server: its name in messages.
         folders: shared by the servers of a pool.
-
-    Example: ``await confirmation.of(folder)`` returns when the server holds what ``folder`` does, as far as it tells.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollover.engine.servers.background import within
+from rollover.engine.background import within
 from rollover.engine.servers.config import ServerConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights.buckets import Bucket, as_served, buckets
@@ -205,8 +205,8 @@ async def _receive(receiver: Receiver, calls: TransferCalls, pieces: Sequence[Bu
 async def _part(
     receivers: Sequence[Receiver], calls: Mapping[Receiver, TransferCalls], limit_s: float
 ) -> dict[Receiver, EngineError]:
-    """Have all leave a group that has failed. Returns those that did not, and why: a server that is stopped, hangs or
-    is gone."""
+    """Have all leave a group that has failed. Returns the members that did not, and why: a server that is stopped,
+    hangs or is gone."""
 
     async def leave(receiver: Receiver) -> None:
         own = calls[receiver]

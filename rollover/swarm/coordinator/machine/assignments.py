@@ -78,7 +78,6 @@ class Assignments:
         self._rooms[member.name] = room
 
     def published(self, version: int, now_s: float) -> None:
-        """Record a new version of the weights."""
         self.newest, self.now_s = version, now_s
         self._pace.published(version, now_s)
 
@@ -146,13 +145,13 @@ class Assignments:
         if call.member is None and member is not None:
             version = member.serves(checked=self._checks)
             if version is not None and version >= call.least_version:
-                return [*effects, *self.assign(call_id, call, member)]
+                return [*effects, self.assign(call_id, member)]
         return effects if call.member is not None else [*effects, *self.place_waiting()]
 
     def place_waiting(self) -> list[Effect]:
         """Give waiting calls to members as far as there is room.
 
-        Of calls that are alike (as long, for the same versions, due as early) the one that waits longest speaks for
+        Of calls that are alike (as long, for the same versions, due as early) the longest waiting call speaks for
         all: what is given away meanwhile leaves less room and less work, and so can only be one more reason to wait.
         """
         effects: list[Effect] = []
@@ -166,15 +165,13 @@ class Assignments:
                 if alike in refused:
                     continue
                 if (name := self._choose_for(call)) is not None:
-                    effects += self.assign(call_id, call, self._members[name])
+                    effects.append(self.assign(call_id, self._members[name]))
                 else:
                     refused.add(alike)
         return effects
 
-    def assign(self, call_id: str, call: SwarmCall, member: SwarmMember) -> list[Effect]:
-        """Give a call to a member."""
-        self._calls.give(call_id, member, self.now_s)
-        return [self._calls.assignment(call_id, member)]
+    def assign(self, call_id: str, member: SwarmMember) -> Effect:
+        return self._calls.assign(call_id, member, self.now_s)
 
     def adopt(self, call_id: str) -> list[Effect]:
         """Have a member resume a call without a member, if it holds one of the sample."""
@@ -191,8 +188,7 @@ class Assignments:
     # -- slow and failing members ---------------------------------------------------------------------------------
 
     def move(self) -> list[Effect]:
-        """Take calls from members that hold up a batch, if faster ones have room that no waiting call was given; they
-        fail, and continue elsewhere."""
+        """Take calls from members that hold up a batch, if faster ones have room that no waiting call was given."""
         effects: list[Effect] = []
         if not self._calls.num_running or not self._crowd.has_room(0):
             return effects

@@ -27,7 +27,6 @@ from rollover.swarm.coordinator.machine.calls.sample_keys import SampleKeys
 from rollover.swarm.coordinator.machine.effects import (
     Changed,
     CheckLogprobs,
-    Close,
     Effect,
     Fail,
     Send,
@@ -36,24 +35,7 @@ from rollover.swarm.coordinator.machine.effects import (
 )
 from rollover.swarm.coordinator.machine.members import COUNTERS, RunIdentity, SwarmMember, brief
 from rollover.swarm.coordinator.machine.publications import Epoch, Publications
-from rollover.swarm.wire.messages import (
-    PROTOCOL,
-    Beat,
-    CallFailed,
-    Decoded,
-    FromWorker,
-    Goodbye,
-    Head,
-    Heartbeat,
-    Hello,
-    Leaving,
-    NotServing,
-    ProtocolError,
-    Ready,
-    Release,
-    Serving,
-    Welcome,
-)
+from rollover.swarm.wire import messages
 from rollover.types import FinishReason
 
 NUM_SERVED = 64
@@ -82,13 +64,13 @@ class Coordinator:
     def __init__(
         self,
         run: RunIdentity,
-        head: Head,
+        head: messages.Head,
         *,
         ttl_s: float,
         exact: bool,
         checks: bool,
         blob_urls: tuple[str, ...] = (),
-        earlier: Iterable[tuple[Epoch, Head]] = (),
+        earlier: Iterable[tuple[Epoch, messages.Head]] = (),
         secret: bytes | None = None,
     ) -> None:
         self.run = run
@@ -119,18 +101,18 @@ class Coordinator:
 
     # -- connections ------------------------------------------------------------------------------------------
 
-    def connected(self, name: str, hello: Hello, now_s: float) -> list[Effect]:
+    def connected(self, name: str, hello: messages.Hello, now_s: float) -> list[Effect]:
         """Admit a worker that has opened a connection and shown the token of ``name``."""
         member = self.members.setdefault(name, SwarmMember(name))
         effects: list[Effect] = []
         if member.lease and member.is_connected:
-            effects += self._goodbye(member.lease, _TWICE.format(name), is_final=True)
+            effects.append(self._goodbye(member.lease, _TWICE.format(name), is_final=True))
         self._leases.pop(member.lease, None)
         self.last_lease += 1
         member.lease = self.last_lease
         self._leases[member.lease] = member
         if refusal := member.refusal(hello):
-            return [*effects, *self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
+            return [*effects, self._goodbye(member.lease, refusal, is_final=True), *self._ended(member, refusal)]
         member.is_connected, member.heard_s, member.is_revoked = True, now_s, False
         member.is_late, member.has_lapsed = member.has_lapsed, False
         member.ready = member.version = member.checked_version = None
@@ -141,9 +123,9 @@ class Coordinator:
             call.heard_s = now_s
         return effects
 
-    def _welcome(self, member: SwarmMember) -> Welcome:
-        return Welcome(
-            protocol=PROTOCOL,
+    def _welcome(self, member: SwarmMember) -> messages.Welcome:
+        return messages.Welcome(
+            protocol=messages.PROTOCOL,
             member=member.name,
             lease=member.lease,
             ttl_s=self._ttl_s,
@@ -153,7 +135,7 @@ class Coordinator:
             blob_urls=self._blob_urls,
         )
 
-    def _take_up(self, member: SwarmMember, hello: Hello) -> list[Effect]:
+    def _take_up(self, member: SwarmMember, hello: messages.Hello) -> list[Effect]:
         """Resume the open calls that a worker holds; remember the others as offers; fail those it has lost."""
         self._assignments.forget(member)
         started_again = f"{member.name} was started again"
@@ -163,7 +145,7 @@ class Coordinator:
         held = {call.call_id: call for call in hello.held}
         effects: list[Effect] = []
         if held and not all(map(self._publications.knows, hello.served)):
-            effects.append(Send(member.lease, Release(call_ids=tuple(held))))
+            effects.append(Send(member.lease, messages.Release(call_ids=tuple(held))))
             held = {}
         self._confirm(member, hello.served)
         effects += self._calls.failed(member, started_again, member.calls - held.keys())
@@ -179,7 +161,7 @@ class Coordinator:
                 effects += self._assignments.adopt(waiting_id)
         return effects
 
-    def _confirm(self, member: SwarmMember, heads: Iterable[Head]) -> None:
+    def _confirm(self, member: SwarmMember, heads: Iterable[messages.Head]) -> None:
         """Record that tokens of a member may come from those of these publications that are known."""
         member.served.update((head.version, head.manifest) for head in heads if self._publications.knows(head))
 
@@ -202,7 +184,7 @@ class Coordinator:
                 member.has_lapsed = True
                 reason = f"{member.name} has not been heard from for {self._ttl_s:g} s"
                 if member.is_connected:
-                    effects += self._goodbye(lease, reason, is_final=False)
+                    effects.append(self._goodbye(lease, reason, is_final=False))
                 effects += self._ended(member, reason)
         return effects
 
@@ -223,12 +205,12 @@ class Coordinator:
         self._calls.acknowledgements.lapsed(call_ids)
         return [*failed, Changed(reason)]
 
-    def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> list[Effect]:
-        return [Send(lease, Goodbye(reason=reason, is_final=is_final)), Close(lease)]
+    def _goodbye(self, lease: int, reason: str, *, is_final: bool) -> Effect:
+        return Send(lease, messages.Goodbye(reason=reason, is_final=is_final))
 
     # -- messages ---------------------------------------------------------------------------------------------
 
-    def received(self, lease: int, message: FromWorker, now_s: float) -> list[Effect]:
+    def received(self, lease: int, message: messages.FromWorker, now_s: float) -> list[Effect]:
         """Handle ``message``, which a worker has sent under ``lease``."""
         member = self._leases.get(lease)
         if member is None or not member.is_connected:
@@ -240,41 +222,41 @@ class Coordinator:
         except OutOfOrder as e:
             self.counters["out_of_order"] += 1
             reason = f"{member.name} broke the order of messages: {e}"
-            return [*self._goodbye(lease, reason, is_final=False), *self._ended(member, reason)]
-        except ProtocolError as e:
+            return [self._goodbye(lease, reason, is_final=False), *self._ended(member, reason)]
+        except messages.ProtocolError as e:
             return self.distrust(member.name, str(e))
 
-    def fenced(self, message: FromWorker) -> None:
+    def fenced(self, message: messages.FromWorker) -> None:
         """Count a message under a lease that has ended, or is not its sender's."""
         self.counters["fenced"] += 1
-        if isinstance(message, Decoded):
+        if isinstance(message, messages.Decoded):
             self.counters["late_tokens"] += len(message.token_ids) // 4
 
-    def _handle(self, member: SwarmMember, message: FromWorker) -> list[Effect]:
+    def _handle(self, member: SwarmMember, message: messages.FromWorker) -> list[Effect]:
         match message:
-            case Decoded():
+            case messages.Decoded():
                 return self._decoded(member, message)
-            case Heartbeat():
+            case messages.Heartbeat():
                 return [*self._beaten(member, message), *self._assignments.place_waiting()]
-            case CallFailed(call_id=call_id, reason=reason):
+            case messages.CallFailed(call_id=call_id, reason=reason):
                 said = f"{member.name}: {brief(reason)}"
                 return [*self._assignments.failed(member, call_id, said), *self._assignments.place_waiting()]
-            case Ready():
+            case messages.Ready():
                 return [*self._is_ready(member, message), *self._assignments.place_waiting()]
-            case Serving():
+            case messages.Serving():
                 return [*self._serving(member, message), *self._assignments.place_waiting()]
-            case NotServing(version=version, reason=reason):
+            case messages.NotServing(version=version, reason=reason):
                 member.last_error = f"version {version}: {brief(reason)}"
                 return []
-            case Leaving(reason=reason):
+            case messages.Leaving(reason=reason):
                 left = f"{member.name} has left: {brief(reason)}"
-                return [*self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
-            case Hello():
-                raise ProtocolError("it sent a second hello on one connection")
+                return [self._goodbye(member.lease, left, is_final=False), *self._ended(member, left)]
+            case messages.Hello():
+                raise messages.ProtocolError("it sent a second hello on one connection")
 
-    def _is_ready(self, member: SwarmMember, ready: Ready) -> list[Effect]:
+    def _is_ready(self, member: SwarmMember, ready: messages.Ready) -> list[Effect]:
         if ready.max_running < 1:
-            raise ProtocolError(
+            raise messages.ProtocolError(
                 f"it says that it has room for {ready.max_running} calls, but it needs room for at least one"
             )
         if ready.max_context_tokens < self.run.max_context_tokens:
@@ -282,7 +264,7 @@ class Coordinator:
                 f"its engine holds contexts of {ready.max_context_tokens} tokens, but the run needs"
                 f" {self.run.max_context_tokens}: give the worker's engine a longer context"
             )
-            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+            return [self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         lacks = ""
         if self.run.returns_kept and not ready.gives_kept:
             lacks = "the tokens among which it draws, but the run needs them (rollout.top_p, top_k or min_p)"
@@ -290,9 +272,9 @@ class Coordinator:
             lacks = "the experts that it chooses, but the run needs them (trainer.replay_routes)"
         if lacks:
             reason = f"its engine does not return {lacks}: give the worker an engine of kind 'embedded'"
-            return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+            return [self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
         if member.ready is not None and member.ready.keeps_kv != ready.keeps_kv:
-            raise ProtocolError(
+            raise messages.ProtocolError(
                 f"it says of its engine keeps_kv = {ready.keeps_kv}, but said {not ready.keeps_kv} before"
             )
         if member.ready is None and not member.num_failures:
@@ -301,11 +283,13 @@ class Coordinator:
         self._assignments.changed(member)
         return [Changed(f"{member.name} is ready")]
 
-    def _serving(self, member: SwarmMember, serving: Serving) -> list[Effect]:
+    def _serving(self, member: SwarmMember, serving: messages.Serving) -> list[Effect]:
         """Record a confirmed version. A version that was never published is a lie or a mix-up."""
         version, manifest = serving.version, serving.manifest
         if not self._publications.is_of_this_start(version, manifest):
-            raise ProtocolError(f"it says that it serves version {version} from a manifest that was not published")
+            raise messages.ProtocolError(
+                f"it says that it serves version {version} from a manifest that was not published"
+            )
         if member.version is not None and version < member.version:
             return []  # within an epoch no engine goes back
         member.loaded(serving)
@@ -322,18 +306,14 @@ class Coordinator:
             effects.append(CheckLogprobs(member.name, version))
         return effects
 
-    def _decoded(self, member: SwarmMember, message: Decoded) -> list[Effect]:
+    def _decoded(self, member: SwarmMember, message: messages.Decoded) -> list[Effect]:
         call = self._calls.get(message.call_id)
         if call is None or call.member != member.name:
             return []  # it has ended here: what it still says is of no use to anybody
         if member.declared is None:
             raise OutOfOrder("it sent tokens before it had described its engine")
         chunk = checked_chunk(
-            message,
-            call,
-            newest=self.head.version,
-            vocab_size=self.run.vocab_size,
-            keeps_kv=member.declared.keeps_kv,
+            message, call, newest=self.head.version, vocab_size=self.run.vocab_size, keeps_kv=member.declared.keeps_kv
         )
         before = call.position
         effects = self._calls.arrived(member, message.call_id, message.offset, chunk)
@@ -350,7 +330,7 @@ class Coordinator:
             effects += self._assignments.place_waiting()
         return effects
 
-    def _beaten(self, member: SwarmMember, beat: Heartbeat) -> list[Effect]:
+    def _beaten(self, member: SwarmMember, beat: messages.Heartbeat) -> list[Effect]:
         """Answer a heartbeat, which renews the lease and reports how fast the member is."""
         positions = {
             call_id: call.position
@@ -359,11 +339,11 @@ class Coordinator:
         }
         member.beaten(beat, positions, self._assignments.now_s)
         self._assignments.changed(member)
-        return [Send(member.lease, Beat(number=beat.number, head=self.head))]
+        return [Send(member.lease, messages.Beat(number=beat.number, head=self.head))]
 
     # -- versions and trust -----------------------------------------------------------------------------------
 
-    def published(self, head: Head, now_s: float) -> list[Effect]:
+    def published(self, head: messages.Head, now_s: float) -> list[Effect]:
         """Announce a new version of the weights, which can be fetched now."""
         assert head.version >= self.head.version, "versions only grow"
         self.head, self._calls.newest = head, head.version
@@ -388,7 +368,7 @@ class Coordinator:
         member.distrust = reason
         self.counters["workers_sent_away"] += 1
         said = f"{name} is no longer trusted: {reason}"
-        bye = self._goodbye(member.lease, said, is_final=True) if member.lease else []
+        bye = [self._goodbye(member.lease, said, is_final=True)] if member.lease else []
         return [*bye, SentAway(name, reason), *self._ended(member, said)]
 
     def block(self, name: str, reason: str) -> None:
@@ -408,7 +388,7 @@ class Coordinator:
             return []
         member.is_revoked = True
         reason = f"the token of {name!r} was revoked"
-        return [*self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
+        return [self._goodbye(member.lease, reason, is_final=True), *self._ended(member, reason)]
 
     # -- calls ------------------------------------------------------------------------------------------------
 
@@ -436,7 +416,7 @@ class Coordinator:
             return self._assignments.place(call_id, call)
         member = self.members[only]
         if member.serves(checked=False) is not None:
-            return self._assignments.assign(call_id, call, member)
+            return [self._assignments.assign(call_id, member)]
         self._calls.ended(call_id)
         what = "is not connected" if member.lease else f"is gone: {member.last_error}"
         return [Fail(call_id, f"{only} {what}")]

@@ -10,23 +10,14 @@ from rollover.swarm.wire.messages import FromCoordinator, Serving
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to the worker that holds a lease; a connection that is gone swallows it.
+    """Send a message to the worker that holds a lease; a connection that is gone swallows it, and one that was sent a
+    goodbye is closed.
 
     Example: ``Send(3, Abort(call_ids=("a#1.",)))``
     """
 
     lease: int
     message: FromCoordinator
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Close the connection of a lease after everything that was sent.
-
-    Example: ``Close(3)``
-    """
-
-    lease: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,4 +88,4 @@ class Changed:
     is_warning: bool = False
 
 
-Effect = Send | Close | Deliver | Fail | CheckLogprobs | SentAway | ServesAnew | Changed
+Effect = Send | Deliver | Fail | CheckLogprobs | SentAway | ServesAnew | Changed

@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rollover.swarm.coordinator.machine.placing.rule import MemberFacts, pause_s
-from rollover.swarm.wire.messages import (
-    PROTOCOL,
-    Heartbeat,
-    HeldCall,
-    Hello,
-    ProtocolError,
-    Ready,
-    Serving,
-)
+from rollover.swarm.wire.messages import PROTOCOL, Heartbeat, HeldCall, Hello, ProtocolError, Ready, Serving
 
 _MOST_TOKENS_PER_S, _MOST_REPORTED = 1e6, 1e15
 """Highest speed of a call that is believed, and highest figure that a heartbeat may give."""

@@ -52,7 +52,7 @@ class Publications:
 
 def _resumed(earlier: Iterable[tuple[Epoch, Head]], began_at: int) -> frozenset[Head]:
     """Return what is left of earlier publications now that a start has begun with version ``began_at``: each start
-    replaces the versions above the one that it began with."""
+    replaces the versions above its first."""
     left: list[Head] = []
     for _, group in groupby(earlier, key=lambda each: each[0]):
         heads = [head for _, head in group]

@@ -2,9 +2,9 @@
 
 ::
 
-    coordinator ──members──▶ board ──▶ status.json (rollover workers RUN)
-    publisher ──publication──▶ │ └───▶ live page, metrics
-    run ──step's metrics───────┘
+    coordinator ──members, changes──▶ board ──▶ status.json (rollover workers RUN), weights.jsonl
+    publisher ──publications───────────▶ │ └───▶ live page, metrics
+    run ──metrics of steps───────────────┘
 
 Invariants: it only listens; a run without one trains the same weights. What it remembers has a limit.
 """
@@ -15,9 +15,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from rollover.swarm.coordinator.status.snapshot import StatusFile, SwarmStatus, WorkerStatus
+from rollover.swarm.coordinator.status.snapshot import SwarmStatus, write_status
+from rollover.swarm.coordinator.status.weight_log import WeightLog
 from rollover.swarm.publication.publications import PublishedWeights
 
 MAX_PUBLICATIONS = 20
@@ -29,38 +32,24 @@ MAX_CURVES = 200
 _DRIFT = "drift/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoardView:
-    """The content of the live page: the state now, and tokens/s over the last minutes, all together and by worker.
-
-    Example: ``BoardView(status=status, history=(0.0, 812.5), history_s=2.0, histories={"laptop": (0.0, 812.5)})``
-    """
-
-    status: SwarmStatus
-    history: tuple[float, ...]
-    history_s: float
-    """Time from the first point to the last."""
-    histories: Mapping[str, tuple[float, ...]]
-
-
 class StatusBoard:
-    """Completes each state of the swarm by what the others have said, shows it, and keeps the last minutes in mind.
+    """Completes each state of the swarm by what the others have reported, shows it, and keeps the last minutes in mind.
+    Implements ``EngineMetrics``.
 
     Args:
-        file: where ``rollover workers`` reads the state.
+        folder: where ``status.json`` and ``weights.jsonl`` are written; without it, nothing is.
         run: the run's name for people.
         mode: "pull" or "push_pull".
-        now_s: seconds since 1970.
-
-    Example: ``board.step_ended(3, {"staleness/max": 1.0})``, then ``board.write(status)``: the file says both.
     """
 
-    def __init__(self, file: StatusFile, *, run: str, mode: str) -> None:
+    def __init__(self, folder: Path | None = None, *, run: str = "", mode: str = "") -> None:
         self.page = ""
         """The address of the live page, once it is open."""
-        self.view: BoardView | None = None
-        """The view that was written last."""
-        self._file, self._run, self._mode = file, run, mode
+        self.status: SwarmStatus | None = None
+        """The status that was written last."""
+        self._folder, self._run, self._mode = folder, run, mode
+        self._weight_log = WeightLog(folder)
+        self.take_metrics, self.changed = self._weight_log.take_metrics, self._weight_log.changed
         self._publications: deque[PublishedWeights] = deque(maxlen=MAX_PUBLICATIONS)
         self._step: int | None = None
         self._metrics: Mapping[str, float] = {}
@@ -70,7 +59,8 @@ class StatusBoard:
         self._histories: dict[str, deque[float]] = {}
 
     def published(self, weights: PublishedWeights) -> None:
-        """Record a publication."""
+        """Record a publication that can be fetched from now on."""
+        self._weight_log.published(weights)
         self._publications.append(weights)
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -82,11 +72,9 @@ class StatusBoard:
         self._convergence_s = self._metrics.get("swarm/convergence_s", self._convergence_s)
 
     def write(self, status: SwarmStatus) -> None:
-        """Show a new state."""
-        workers = tuple(self._completed(worker) for worker in status.workers)
-        status = replace(
+        self.status = status = replace(
             status,
-            workers=workers,
+            workers=tuple(replace(worker, drift=self._drift.get(worker.name)) for worker in status.workers),
             run=self._run,
             mode=self._mode,
             page=self.page,
@@ -96,13 +84,16 @@ class StatusBoard:
             metrics=self._metrics,
         )
         self._remember(status)
-        histories = {name: tuple(points) for name, points in self._histories.items()}
-        points_s, points = zip(*self._history, strict=True)
-        self.view = BoardView(status=status, history=points, history_s=points_s[-1] - points_s[0], histories=histories)
-        self._file.write(status)
+        if self._folder is not None:
+            write_status(self._folder, status)
 
-    def _completed(self, worker: WorkerStatus) -> WorkerStatus:
-        return replace(worker, drift=self._drift.get(worker.name))
+    def curves(self) -> dict[str, Any]:
+        """Return tokens/s over the last minutes, in all and by worker, and the seconds that they span."""
+        if not self._history:
+            return {}
+        points_s, points = zip(*self._history, strict=True)
+        histories = {name: tuple(curve) for name, curve in self._histories.items()}
+        return {"history": points, "history_s": points_s[-1] - points_s[0], "histories": histories}
 
     def _remember(self, status: SwarmStatus) -> None:
         self._history.append((time.monotonic(), sum(worker.tokens_per_s for worker in status.workers)))

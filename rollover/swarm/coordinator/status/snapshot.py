@@ -19,6 +19,7 @@ from rollover.swarm.coordinator.machine.members import SwarmMember
 from rollover.swarm.publication.blobs import replace_file
 from rollover.swarm.publication.publications import PublishedWeights
 
+STATUS = "status.json"
 _MAX_NOTE = 500
 _MAX_EACH, _MAX_ASSIGNMENTS = 16, 1024
 
@@ -102,7 +103,6 @@ class SwarmStatus:
 
 
 def swarm_status(coordinator: Coordinator, url: str) -> SwarmStatus:
-    """Return the state of a swarm."""
     return SwarmStatus(
         url=url,
         version=coordinator.head.version,
@@ -159,32 +159,25 @@ def _note(member: SwarmMember, state: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text of a worker as it may be shown: without secrets, on one line, and without characters that move a
-    cursor or colour a terminal."""
+    """Return a worker's text without secrets, on one line, and without characters that steer a terminal."""
     line = " ".join(redacted_text(text).split())
     return "".join(c if c.isprintable() else "?" for c in line)[:_MAX_NOTE]
 
 
-class StatusFile:
-    """The file through which other processes see the state of a swarm.
+def write_status(folder: Path, status: SwarmStatus) -> None:
+    """Write the status into the swarm's folder of a run directory."""
+    replace_file(folder / STATUS, msgspec.json.encode(status) + b"\n")
 
-    Example: ``StatusFile(run / "swarm/status.json").read().workers`` while the run is at work.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, status: SwarmStatus) -> None:
-        replace_file(self.path, msgspec.json.encode(status) + b"\n")
-
-    def read(self) -> SwarmStatus:
-        """Read the status of a run's swarm. Raises ``RunError`` when there is none."""
-        try:
-            return msgspec.json.decode(self.path.read_bytes(), type=SwarmStatus)
-        except FileNotFoundError:
-            raise RunError(
-                f"{self.path.parents[1]} has no swarm yet: its engine.kind is not 'swarm', or it has not published its"
-                " first weights, which follow a warm-up"
-            ) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise RunError(f"{self.path} cannot be read: {e}") from None
+def read_status(folder: Path) -> SwarmStatus:
+    """Read it, even while the run is at work. Raises ``RunError`` when there is none."""
+    path = folder / STATUS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SwarmStatus)
+    except FileNotFoundError:
+        raise RunError(
+            f"{folder.parent} has no swarm yet: its engine.kind is not 'swarm', or it has not published its first"
+            " weights, which follow a warm-up"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise RunError(f"{path} cannot be read: {e}") from None

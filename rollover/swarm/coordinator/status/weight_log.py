@@ -20,9 +20,6 @@ from rollover.swarm.wire.messages import Serving
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "weights.jsonl"
-"""In the swarm's folder of a run directory."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberChange:
@@ -47,14 +44,10 @@ class MemberChange:
 
 
 class WeightLog:
-    """Takes note of publications, from any thread, and of members' changes.
+    """Records publications, from any thread, and members' changes, in ``weights.jsonl`` if there is a folder."""
 
-    Example: ``WeightLog(run / "swarm" / FILE_NAME).changed("laptop", serving)`` appends a line; ``take_metrics()`` then
-    has ``swarm/pause_s``.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = None if folder is None else folder / "weights.jsonl"
         self._lock = threading.Lock()
         self._published_s: dict[int, float] = {}
         """On the monotonic clock, which is never set."""
@@ -63,7 +56,6 @@ class WeightLog:
         self._has_failed = False
 
     def published(self, weights: PublishedWeights) -> None:
-        """Record a publication that can be fetched from now on."""
         self._published_s[weights.version] = time.monotonic()
         self._append(weights)
 

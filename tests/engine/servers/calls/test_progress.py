@@ -73,7 +73,7 @@ async def test_a_stop_without_a_token_is_no_stop(
         engine._calls._stop_strings = type("Never", (), {"complete": lambda *_: False})()
         server.mangle = lambda _: EVENT[kind]("stop", 0)
         asked = request("a", stop_token_ids=(1,), stop_strings=stop_strings)
-        with pytest.raises(EngineError, match="stopped before its first token"):
+        with pytest.raises(EngineError, match="reached a stop token, but sent no token"):
             await collect(engine, asked)
 
 

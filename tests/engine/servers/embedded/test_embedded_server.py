@@ -332,7 +332,7 @@ def test_mistakes_on_the_command_line_are_one_message(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments, message in (
-            ([str(folders[0]), "--port", port], f"--port {port}: Address already in use"),
+            ([str(folders[0]), "--port", port], f":{port}': Address already in use"),
             (["empty", "--port", "0"], "empty"),
             ([str(folders[0]), "--port", "0", "--max_runing", "3"], "did you mean '--max_running'?"),
             ([str(folders[0]), "--port", "0", "--kv_on_update", "keep"], "no option '--kv_on_update'"),

@@ -267,8 +267,8 @@ def spoiled(**changes: Any) -> Callable[[bytes], bytes]:
             spoiled(finish_reason="content_filter"),
             r"field 'choices\.0\.finish_reason': .*'stop', 'length' or 'abort', got 'content_filter'$",
         ),
-        (spoiled(finish_reason="length"), r"ended the response for its length after 1 tokens, but 12"),
-        (spoiled(finish_reason="stop"), r"stopped at token \d+, which was not among the stop tokens"),
+        (spoiled(finish_reason="length"), r"for its length after 1 tokens, but 12"),
+        (spoiled(finish_reason="stop"), r"stopped at token \d+, but its stop tokens are"),
     ],
 )
 async def test_an_answer_that_cannot_be_true_is_an_error_and_never_a_token(

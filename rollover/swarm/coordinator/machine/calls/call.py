@@ -11,15 +11,7 @@ from rollover.engine.ends import check_end
 from rollover.errors import EngineError
 from rollover.kept_codec import check_kept
 from rollover.routes import check_routes
-from rollover.swarm.wire.messages import (
-    Adopt,
-    Assign,
-    Decoded,
-    ProtocolError,
-    pack_ids,
-    unpack_ids,
-    unpack_logprobs,
-)
+from rollover.swarm.wire.messages import Adopt, Assign, Decoded, ProtocolError, pack_ids, unpack_ids, unpack_logprobs
 from rollover.token_bytes import split_bytes
 from rollover.types import FinishReason
 
@@ -32,10 +24,7 @@ class OutOfOrder(ProtocolError):
 
 
 class SwarmCall:
-    """A call, with the member that has it.
-
-    Example: a call that resumes a sample at 300 tokens begins with ``position == 300``.
-    """
+    """A call, with the member that has it."""
 
     def __init__(self, request: GenerateRequest, least_version: int, *, is_directed: bool = False) -> None:
         self.request = request
@@ -63,17 +52,12 @@ class SwarmCall:
 
     @property
     def limit(self) -> int:
-        """Return the number of tokens that the response may have in all."""
         return self.request.params.max_new_tokens
 
     @property
     def due_version(self) -> int | None:
         """Return the version at whose publication a training step waits for the response, if one will."""
         return self.request.due_version
-
-    def given_to(self, version: int | None) -> None:
-        """Record that the call was given to a member that had confirmed ``version``: its engine never goes back."""
-        self.least_version = max(self.least_version, version or 0)
 
     @property
     def is_over(self) -> bool:

@@ -24,9 +24,6 @@ class Offers:
     Args:
         members: the swarm's, by name.
         keys: by which members know samples.
-
-    Example: after ``add(laptop, [held])``, ``taken(call)`` of a call of that sample returns the laptop and the id of
-    what it holds.
     """
 
     def __init__(self, members: Mapping[str, SwarmMember], keys: SampleKeys) -> None:
@@ -68,7 +65,6 @@ class Offers:
         return [self._released(self._members[name], held) for name, held in list(self._offers.get(sample_key, ()))]
 
     def forget(self, member: SwarmMember) -> None:
-        """Forget the offers of a member."""
         for held in list(member.held.values()):
             self._let_go(member, held)
 

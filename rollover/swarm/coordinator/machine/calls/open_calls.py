@@ -122,8 +122,7 @@ class Acknowledgements:
                 del self._of_sample[holding.sample_key]
 
     def durable(self, sample_key: str, num_tokens: int) -> Iterator[tuple[str, Ack]]:
-        """Yield the acknowledgements that are due now that the first ``num_tokens`` of a response are durable, each
-        with its member."""
+        """Yield, each with its member, the acknowledgements due once ``num_tokens`` of a response are durable."""
         for call_id in list(self._of_sample.get(sample_key, ())):
             holding = self._holdings[call_id]
             is_over = holding.end is not None and num_tokens >= holding.end
@@ -142,9 +141,6 @@ class SwarmCalls:
         members: the swarm's, by name.
         keys: by which members know samples.
         changed: called when the load of a member has changed.
-
-    Example: ``calls.add("a#1.", call)`` and ``calls.give("a#1.", member)``; ``calls.cut(["a#1."])`` ends it with what
-    has arrived, and has the member forget it.
     """
 
     def __init__(
@@ -175,8 +171,7 @@ class SwarmCalls:
         return len(self.waiting)
 
     def num_left(self, due_version: int | None = None) -> float:
-        """Return how many calls there are, running ones counted as halves; with ``due_version`` only calls that are
-        waited for by the time that version is published."""
+        """Count calls, running ones as halves; with ``due_version`` only those due by that version."""
         halves = self._halves.items()
         return sum(n for v, n in halves if due_version is None or (v is not None and v <= due_version)) / 2
 
@@ -187,7 +182,6 @@ class SwarmCalls:
         return self._calls.get(call_id)
 
     def of(self, member: SwarmMember) -> Iterator[tuple[str, SwarmCall]]:
-        """Yield the calls that are with a member."""
         for call_id in sorted(member.calls):
             yield call_id, self._calls[call_id]
 
@@ -202,17 +196,16 @@ class SwarmCalls:
         self.waiting.discard(call_id, call)
         self._halves[call.due_version] -= 1
         call.member, call.held_as, call.heard_s = member.name, held_as, now_s
-        if not held_as:  # what it held may be older
-            call.given_to(member.version)
+        if not held_as:  # what it held may be older; but its engine never goes back
+            call.least_version = max(call.least_version, member.version or 0)
         member.calls.add(call_id)
         self._changed(member)
         self.acknowledgements.given(call_id, call.request.sample_key, member.name, call.position)
 
-    def assignment(self, call_id: str, member: SwarmMember) -> Effect:
-        """Return the message that gives a call to its member. A call that checks that member is not resumed
-        later: its sample has no sealed key."""
-        call = self._calls[call_id]
-        sample_key = call.request.sample_key
+    def assign(self, call_id: str, member: SwarmMember, now_s: float) -> Effect:
+        """Give a new call to a member, and return the message that does; a call that checks it has no sealed key."""
+        self.give(call_id, member, now_s)
+        call, sample_key = self._calls[call_id], self._calls[call_id].request.sample_key
         told = sample_key if call.is_directed else self._keys.sealed(member.name, sample_key)
         return Send(member.lease, call.assignment(call_id, told))
 

@@ -32,7 +32,6 @@ class RemainingTokens:
         self._total = 0
 
     def ended(self, num_tokens: int) -> None:
-        """Remember the length of a response that has ended."""
         self._order.append(num_tokens)
         insort(self._sorted, num_tokens)
         self._total += num_tokens
@@ -92,7 +91,6 @@ class Pace:
             self._published.append((version, now_s))
 
     def since_s(self, now_s: float) -> float:
-        """Return the seconds since the newest publication."""
         return now_s - self._published[-1][1] if self._published else now_s
 
     @property

@@ -109,10 +109,7 @@ _Key = tuple[float, str]
 
 
 class Crowd:
-    """The facts about all members, which are kept in the order of their speed: a decision looks at few of them.
-
-    Example: ``crowd.put("laptop", facts)`` whenever one of them has changed.
-    """
+    """The facts about all members, which are kept in the order of their speed: a decision looks at few of them."""
 
     def __init__(self) -> None:
         self.facts: dict[str, MemberFacts] = {}
@@ -167,8 +164,7 @@ def _remove(keys: list[_Key], key: _Key) -> None:
 
 
 def choose(crowd: Crowd, call: CallFacts, *, newest: int, age_s: float) -> str | None:
-    """Return the member that gets a call, ``age_s`` after version ``newest`` was published; ``None`` if the call should
-    wait, or no member may have it."""
+    """Return the member that gets a call, ``age_s`` after ``newest`` was published; ``None`` if it should wait."""
     if not crowd.has_room(call.least_version):
         return None
     typical, longest_s = crowd.typical(), call.limit_s(newest)
@@ -218,7 +214,7 @@ def moves(
     tokens/s where it is and the seconds that it would take there.
 
     Args:
-        expected: returns the tokens that a call has left, given those that it has and may have.
+        expected: returns the tokens that a call has left, given how many it has and may have.
         max_silent_s: time without a token after which that limits the speed of a call.
     """
     free = [(-minus_speed, crowd.facts[name], name) for minus_speed, name in crowd.free[0]]

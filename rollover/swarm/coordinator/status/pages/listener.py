@@ -28,8 +28,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from rollover.swarm.coordinator.status.board import BoardView, StatusBoard
-from rollover.swarm.coordinator.transports.ports import PortServer, Punctual, listen_on
+from rollover.engine.ports import PortServer, Punctual, authority, listen_on
+from rollover.swarm.coordinator.status.board import StatusBoard
 from rollover.swarm.wire.address import is_loopback
 
 _GUARDS = {
@@ -41,40 +41,20 @@ _GUARDS = {
 
 
 class AdminListener:
-    """Serves the live page of a swarm, in the event loop of its owner.
+    """Serves the live page of a swarm at ``url``, in the event loop of its owner: from ``serve`` to ``close``.
 
     Args:
         address: host, which is a loopback address, and port; port 0 takes a free one.
 
-    Example: ``AdminListener(("127.0.0.1", 0), board).bind()``, then ``url`` is ``"http://127.0.0.1:40121/"``.
+    Raises ``ConfigError`` when the address is in use or cannot be had.
     """
 
     def __init__(self, address: tuple[str, int], board: StatusBoard) -> None:
         assert is_loopback(address[0]), "the config refuses other addresses"
-        self._address, self._board = address, board
-        self._server: PortServer | None = None
-
-    @property
-    def url(self) -> str:
-        """Return the address of the page."""
-        assert self._server is not None, "the listener is bound"
-        host = self._address[0]
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}/"
-
-    def bind(self) -> None:
-        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had."""
-        settings = Punctual(application(self._board)).settings(timeout_graceful_shutdown=1)
-        self._server = PortServer(settings, listen_on(self._address, setting="engine.admin", backlog=64))
-
-    async def serve(self) -> None:
-        """Answer from now on."""
-        assert self._server is not None, "the address was taken before"
-        self._server.begin()
-
-    async def close(self) -> None:
-        """Stop listening."""
-        if self._server is not None:
-            await self._server.end()
+        settings = Punctual(application(board)).settings(timeout_graceful_shutdown=1)
+        server = PortServer(settings, listen_on(address, setting="engine.admin", backlog=64))
+        self.serve, self.close = server.begin, server.end
+        self.url = f"http://{authority(address[0], server.port)}/"
 
 
 def application(board: StatusBoard) -> Starlette:
@@ -86,21 +66,17 @@ def application(board: StatusBoard) -> Starlette:
         return Response(page, media_type="text/html; charset=utf-8", headers=policy)
 
     async def state(request: Request) -> Response:
-        return Response(_data(board.view), media_type="application/json")
+        parts = {"status": board.status, **board.curves(), "now_s": time.time()}
+        return Response(msgspec.json.encode(parts), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
         from rollover.swarm.coordinator.status.pages.prometheus import CONTENT_TYPE, exposition
 
-        content = b"" if board.view is None else exposition(board.view.status)
+        content = b"" if board.status is None else exposition(board.status)
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     routes = [Route("/", show), Route("/status.json", state), Route("/metrics", metrics)]
     return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_only_here)])
-
-
-def _data(view: BoardView | None) -> bytes:
-    parts = {} if view is None else {"history": view.history, "history_s": view.history_s, "histories": view.histories}
-    return msgspec.json.encode({"status": view and view.status, **parts, "now_s": time.time()})
 
 
 async def _only_here(request: Request, call_next: RequestResponseEndpoint) -> Response:

@@ -107,11 +107,7 @@ def _of_workers(workers: tuple[WorkerStatus, ...]) -> Iterator[Metric]:
         ("logprob_drift", "Distance of its log-probs from the trainer's, in nats.", (w.drift for w in workers)),
         ("prepare_s", "Time to fetch and make the last weights.", (w.prepare_s for w in workers)),
         ("pause_s", "Time for which decoding was paused for them.", (w.pause_s for w in workers)),
-        (
-            "wire_bytes",
-            "Bytes fetched for them.",
-            (None if w.prepare_s is None else w.wire_bytes for w in workers),
-        ),
+        ("wire_bytes", "Bytes fetched for them.", (None if w.prepare_s is None else w.wire_bytes for w in workers)),
     ):
         yield _gauge(name, text, zip((w.name for w in workers), values, strict=True), label="worker")
 

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from cryptography import x509
 
+from rollover.engine.ports import listen_on
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.ports import listen_on
 
 _SOON = timedelta(days=7)
 _ANY_HOST = ("0.0.0.0", "::")

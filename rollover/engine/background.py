@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -26,10 +26,15 @@ class BackgroundTasks:
         return task
 
     async def cancel(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks)
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and return when all have ended, however they do."""
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -45,8 +50,7 @@ async def within(limit_s: float, late: str) -> AsyncIterator[None]:
 
 
 async def attempt(work: Coroutine[Any, Any, object], limit_s: float) -> None:
-    """Do ``work`` for at most ``limit_s``. Raises neither ``EngineError`` nor ``TimeoutError``: callers look at what it
-    has done."""
+    """Do ``work`` for at most ``limit_s``. Raises neither ``EngineError`` nor ``TimeoutError``."""
     with suppress(EngineError, TimeoutError):
         async with asyncio.timeout(limit_s):
             await work
@@ -60,8 +64,7 @@ async def in_time(work: Coroutine[Any, Any, None], limit_s: float, who: str, wha
 
 @contextmanager
 def refused(explained: Callable[[EngineError], EngineError]) -> Iterator[None]:
-    """Raise what ``explained`` makes of an ``EngineError``. An ``EngineTimeout`` stays as it is: a server that does not
-    answer has refused nothing."""
+    """Raise what ``explained`` makes of an ``EngineError``; an ``EngineTimeout``, which refuses nothing, stays."""
     try:
         yield
     except EngineTimeout:

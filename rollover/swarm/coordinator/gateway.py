@@ -7,7 +7,12 @@ route                 answers                                       refuses
 ``GET /v1/blobs/..``  a blob by its digest, with ``Range``          without a valid token; names that are no digest
 ====================  ============================================  ==================================================
 
-It decides nothing.
+::
+
+    worker ──frames──▶ gateway ──messages──▶ the coordinator's shell
+    worker ◀──frames── gateway ◀── Connection ◀───┘
+
+It decides nothing: it says who a worker is, carries frames in order, and ends what breaks the protocol.
 
 Invariants: a peer without a token of this run gets no further than the refusal; a frame of a connection is
 handed on only after those before it; a worker that does not read what it is sent is disconnected, not waited for; one
@@ -31,10 +36,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
+from rollover.engine.background import cancel
+from rollover.engine.ports import PortServer, Punctual, authority, listen_on
 from rollover.errors import ConfigError
 from rollover.swarm.config import SwarmConfig
-from rollover.swarm.coordinator.transports.base import Sessions
-from rollover.swarm.coordinator.transports.ports import PortServer, Punctual, listen_on
+from rollover.swarm.coordinator.shell import Shell
 from rollover.swarm.publication.manifest import DIGEST
 from rollover.swarm.wire.address import BLOBS_PATH, SESSION_PATH
 from rollover.swarm.wire.messages import MAX_FRAME_BYTES, SUBPROTOCOL, Goodbye, Hello, ProtocolError, decode_up, encode
@@ -65,31 +71,22 @@ class Gateway:
         member_of: returns the name of the worker that sent an ``Authorization`` header, ``None`` when it may not join.
         blobs: the folder of blobs.
 
-    Example: ``gateway.bind()``, then ``await gateway.serve()``; ``gateway.url`` is ``"ws://127.0.0.1:8790"``.
+    Raises ``ConfigError`` when the address is in use or cannot be had, or the certificate cannot be used.
     """
 
     def __init__(
-        self, config: SwarmConfig, sessions: Sessions, *, member_of: Callable[[str | None], str | None], blobs: Path
+        self, config: SwarmConfig, shell: Shell, *, member_of: Callable[[str | None], str | None], blobs: Path
     ) -> None:
-        self._config = config
-        self._sessions = sessions
-        self._member_of = member_of
-        self._blobs = blobs
+        self._shell, self._member_of, self._blobs = shell, member_of, blobs
         self._connections: set[_WorkerSession] = set()
-        self._server: PortServer | None = None
+        self._server = self._take_address(config)
+        self.serve = self._server.begin
+        """Answers from now on; workers that dialled in before have waited."""
+        host = "HOST" if config.address[0] in ("0.0.0.0", "::") else config.address[0]
+        self.url = f"{'ws' if config.tls_certificate is None else 'wss'}://{authority(host, self._server.port)}"
+        """The address that workers are to join, with ``HOST`` if it listens on all addresses of the machine."""
 
-    @property
-    def url(self) -> str:
-        """Return the address that workers are to join, with ``HOST`` if it listens on all of the machine's."""
-        assert self._server is not None, "the address was taken before"
-        host = self._config.address[0]
-        host = "HOST" if host in ("", "0.0.0.0", "::") else host
-        scheme = "ws" if self._config.tls_certificate is None else "wss"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._server.port}"
-
-    def bind(self) -> None:
-        """Take the address. Raises ``ConfigError`` when it is in use or cannot be had, or the certificate cannot be
-        used."""
+    def _take_address(self, config: SwarmConfig) -> PortServer:
         routes = [
             WebSocketRoute(SESSION_PATH, self._session),
             WebSocketRoute("/{path:path}", _no_session),  # the framework's answer is 403, as to a refused token
@@ -98,32 +95,25 @@ class Gateway:
         settings = Punctual(Starlette(routes=routes)).settings(
             ws=WebSocketsSansIOProtocol,
             ws_max_size=MAX_FRAME_BYTES,
-            ws_ping_interval=self._config.lease_s / 3,
-            ws_ping_timeout=self._config.lease_s,
-            ssl_certfile=self._config.tls_certificate,
-            ssl_keyfile=self._config.tls_key,
+            ws_ping_interval=config.lease_s / 3,
+            ws_ping_timeout=config.lease_s,
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
             timeout_graceful_shutdown=2,
         )
-        listener = listen_on(self._config.address, setting="engine.listen")
+        listener = listen_on(config.address, setting="engine.listen")
         try:
             settings.load()
         except OSError as e:  # ssl.SSLError is one
             listener.close()
-            files = f"{self._config.tls_certificate!r} and engine.tls_key: {self._config.tls_key!r}"
+            files = f"{config.tls_certificate!r} and engine.tls_key: {config.tls_key!r}"
             raise ConfigError(f"engine.tls_certificate: {files} cannot be used: {e}") from e
-        self._server = PortServer(settings, listener)
-
-    async def serve(self) -> None:
-        """Answer from now on; workers that dialled in before have waited."""
-        assert self._server is not None, "the address was taken before"
-        self._server.begin()
+        return PortServer(settings, listener)
 
     async def close(self) -> None:
         """End all connections after everything that was sent, and stop listening."""
         for connection in list(self._connections):
             connection.close()
-        if self._server is None:
-            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
                 while any(isinstance(c, WebSocketsSansIOProtocol) for c in self._server.server_state.connections):
@@ -134,17 +124,17 @@ class Gateway:
     async def _session(self, websocket: WebSocket) -> None:
         name = self._member_of(websocket.headers.get("authorization"))
         if name is None:
-            self._sessions.refused("login")
+            self._shell.refused("login")
             await websocket.send_denial_response(_unauthorized())
             return
         if SUBPROTOCOL not in websocket.scope["subprotocols"]:
-            self._sessions.refused("protocol")
+            self._shell.refused("protocol")
             offered = ", ".join(websocket.scope["subprotocols"]) or "none"
             text = f"this run speaks {SUBPROTOCOL}, but the worker offers {offered}\n"
             await websocket.send_denial_response(PlainTextResponse(text, status_code=426))
             return
         await websocket.accept(subprotocol=SUBPROTOCOL)
-        session = _WorkerSession(websocket, name, self._sessions)
+        session = _WorkerSession(websocket, name, self._shell)
         self._connections.add(session)
         try:
             await session.run()
@@ -153,7 +143,7 @@ class Gateway:
 
     async def _blob(self, request: Request) -> Response:
         if self._member_of(request.headers.get("authorization")) is None:
-            self._sessions.refused("login")
+            self._shell.refused("login")
             return _unauthorized()
         digest = request.path_params["digest"]
         path = self._blobs / digest
@@ -171,12 +161,10 @@ async def _no_session(websocket: WebSocket) -> None:
 class _WorkerSession:
     """The WebSocket of one worker, as a ``Connection``: what it sends goes to ``sessions``, a hello first, and what it
     is sent waits until it reads, up to ``MAX_UNSENT_BYTES``.
-
-    Example: ``await session.run()`` returns when one side has ended it.
     """
 
-    def __init__(self, websocket: WebSocket, name: str, sessions: Sessions) -> None:
-        self._websocket, self._name, self._sessions = websocket, name, sessions
+    def __init__(self, websocket: WebSocket, name: str, shell: Shell) -> None:
+        self._websocket, self._name, self._shell = websocket, name, shell
         self._lease: int | None = None
         self._unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_unsent_bytes = 0
@@ -204,7 +192,7 @@ class _WorkerSession:
             receiving.cancel()
             await asyncio.wait([receiving])
             if not receiving.cancelled() and (broken := receiving.result()) is not None:
-                self._sessions.refused("frame")
+                self._shell.refused("frame")
                 logger.warning("%s broke the protocol and was disconnected: %s", self._name, broken)
                 # It may come back: perhaps the way was to blame.
                 reason = f"this worker violates the protocol: {broken}"
@@ -213,10 +201,8 @@ class _WorkerSession:
                 await asyncio.wait([sending], timeout=_LAST_WORDS_S)
         finally:
             if self._lease is not None:
-                self._sessions.disconnected(self._lease)
-            for task in (receiving, sending):
-                task.cancel()
-            await asyncio.gather(receiving, sending, return_exceptions=True)
+                self._shell.disconnected(self._lease)
+            await cancel((receiving, sending))
             if self._websocket.application_state is WebSocketState.CONNECTED:
                 with contextlib.suppress(RuntimeError, WebSocketDisconnect):
                     await self._websocket.close()
@@ -259,11 +245,11 @@ class _WorkerSession:
         envelope = decode_up(frame)
         if self._lease is not None:
             if envelope.lease == self._lease:
-                self._sessions.received(self._lease, envelope.message)
+                self._shell.received(self._lease, envelope.message)
             else:  # leases are small numbers: nobody may speak for another by naming theirs
-                self._sessions.fenced(envelope.message)
+                self._shell.fenced(envelope.message)
         elif isinstance(envelope.message, Hello):
-            self._lease = self._sessions.connected(self._name, envelope.message, self)
+            self._lease = self._shell.connected(self._name, envelope.message, self)
         else:
             raise ProtocolError("the first message of a connection must be a hello")
 

@@ -1,6 +1,7 @@
-"""Listening on a port, in the event loop of its owner: the gateway and the live page both do.
+"""Listening on a port, in the event loop of its owner.
 
-Invariant: a connection that waits longer than ``REQUEST_TIMEOUT_S`` for the head of its next request is closed.
+Invariants: a connection to a ``Punctual`` application that waits longer than ``REQUEST_TIMEOUT_S`` for the head of its
+next request is closed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ request's head."""
 
 
 class Punctual:
-    """An ASGI application that ends connections on which no request comes in time; uvicorn itself waits for ever.
-
-    Example: ``Punctual(app).settings()`` are the settings of a server for ``app``.
-    """
+    """An ASGI application that ends connections on which no request comes in time; uvicorn itself waits for ever."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,10 +69,7 @@ class Punctual:
 
 
 class PortServer(uvicorn.Server):
-    """A server on a port that was taken before. It leaves the process's signal handlers to their owner.
-
-    Example: ``server = PortServer(settings, listen_on(address, setting="engine.admin"))``, then ``server.begin()``.
-    """
+    """A server on a port that was taken before. It leaves the process's signal handlers to their owner."""
 
     def __init__(self, settings: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(settings)
@@ -86,12 +81,12 @@ class PortServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def begin(self) -> None:
-        """Answer from now on, in the running event loop."""
+    def begin(self) -> asyncio.Task[None]:
+        """Answer from now on, in the running event loop. Returns the task that does."""
         self._serving = asyncio.create_task(self.serve(sockets=[self._listener]))
+        return self._serving
 
     async def end(self) -> None:
-        """Stop listening."""
         self.should_exit = True
         try:
             if self._serving is not None:
@@ -100,9 +95,17 @@ class PortServer(uvicorn.Server):
             self._listener.close()
 
 
-def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024) -> socket.socket:
+def authority(host: str, port: int) -> str:
+    """Return an address as URLs write it.
+
+    Example: ``authority("::1", 8790)`` is "[::1]:8790".
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_on(address: tuple[str, int], *, setting: str, backlog: int | None = 1024) -> socket.socket:
     """Take an address; port 0 takes a free one. Raises ``ConfigError`` naming ``setting`` when it is in use or cannot
-    be had.
+    be had. With a ``backlog`` of ``None``, connections are refused until a server answers.
 
     Example: ``listen_on(("127.0.0.1", 0), setting="engine.admin").getsockname()[1]`` is 40121, say.
     """
@@ -111,13 +114,13 @@ def listen_on(address: tuple[str, int], *, setting: str, backlog: int = 1024) ->
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(backlog)
+        if backlog is not None:
+            listener.listen(backlog)
         listener.setblocking(False)
     except OSError as e:
         listener.close()
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         raise ConfigError(
-            f"cannot listen on {setting} = {shown!r}: {e.strerror or e}; stop the program that uses this address, or"
-            " choose another one (port 0 takes a free port)"
+            f"cannot listen on {setting} = {authority(host, port)!r}: {e.strerror or e}; stop the program that uses"
+            " this address, or choose another one (port 0 takes a free port)"
         ) from e
     return listener

@@ -2,6 +2,7 @@
 
     python benchmarks/trl.py --folder build/trl                  # 60 steps of each arm, one after the other
     python benchmarks/trl.py --folder build/trl --steps 4        # to see that it works
+    python benchmarks/trl.py --folder build/trl --experiment tool --steps 30 --every 6   # with a calculator
 
 ==========  =====================  ==================================  =============================
 arm         trainer                rollouts                            strategy
@@ -15,6 +16,10 @@ All arms start from the same warmed-up model, draw the same prompts, are rewarde
 batch, learning rate and optimizer; each runs in a process of its own, alone. Checkpoints are saved while the clock
 stands still, and are evaluated afterwards by one and the same program. What is compared: seconds of the training loop,
 seconds of the rollouts in it, and accuracy at equal steps.
+
+With ``--experiment tool`` the task is that of ``rollover train tool``, and the arms are ``stock`` and ``ours``. TRL
+gets the calculator as ``tools``, and a chat template that writes messages as the warm-up had them: the turn, the marker
+of its end, the answer. How a turn is read as a call is replaced: TRL knows the formats of some templates alone.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -38,16 +45,23 @@ ROOT = HERE.parent
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 ARMS = ("stock", "hosted", "ours")
-NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 24, 8, 256
-LEARNING_RATE, WARMUP_STEPS, BETAS = 2e-4, 5, (0.9, 0.99)
+SHAPES = {"quickstart": (24, 256, 2e-4), "tool": (16, 192, 3e-4)}
+"""Prompts of a batch, tokens of a response and learning rate, as the experiments have them."""
+GROUP_SIZE, WARMUP_STEPS, BETAS = 8, 5, (0.9, 0.99)
+TEMPLATE = (
+    "{%- for m in messages -%}{{- m['content'] -}}"
+    "{%- if m['role'] == 'assistant' -%}{%- if not m['content'] -%}{{- m['tool_calls'] -}}{%- endif -%}"
+    "{{- eos_token -}}{%- endif -%}{%- endfor -%}"
+)
+"""An assistant's message without a text is none of the model's: TRL renders one to find what surrounds an answer."""
 MAX_RUNNING = 384
 
 
-def warm_up(folder: Path, seed: int) -> Path:
+def warm_up(folder: Path, experiment: str, seed: int) -> Path:
     """The model from which all arms start."""
     run = folder / "warm-up"
     if not (run / "model" / "config.json").is_file():
-        command("sft", "quickstart", "--seed", seed, "--run-dir", run, "--logging.progress", "off", folder=folder)
+        command("sft", experiment, "--seed", seed, "--run-dir", run, "--logging.progress", "off", folder=folder)
     return run / "model"
 
 
@@ -62,14 +76,14 @@ def command(*argv: object, folder: Path) -> None:
 
 
 class Task:
-    """Prompts and reward of the quickstart, for a trainer that wants a table and a function of lists."""
+    """Prompts and reward of an experiment, for a trainer that wants a table and a function of lists."""
 
-    def __init__(self, model: Path, seed: int, num_prompts: int) -> None:
+    def __init__(self, experiment: str, model: Path, seed: int, num_prompts: int) -> None:
         from rollover.hf.tokenizer import load_tokenizer
         from rollover.run.loading import load
         from rollover.tasks.open import eval_sources, held_out_texts, train_source
 
-        config = load("quickstart", ["--seed", str(seed)])
+        config = load(experiment, ["--seed", str(seed)])
         tokenizer = load_tokenizer(model)
         evaluation = eval_sources(config.tasks, tokenizer, num_prompts=config.eval.num_prompts)
         source = train_source(config.tasks, tokenizer, seed=seed, held_out=held_out_texts(config.tasks, evaluation))
@@ -92,30 +106,64 @@ class Task:
         from rollover.environments.scoring import score_once
 
         async def score() -> list[float]:
-            return [
-                (
-                    await score_once(
-                        self.rewards[name],
-                        RewardSample(
-                            prompt=prompt, columns=json.loads(table), completion=text, completion_ids=tuple(ids)
-                        ),
-                    )
-                ).number()
-                for prompt, text, ids, name, table in zip(
-                    prompts, completions, completion_ids, source, columns, strict=True
+            found = []
+            for prompt, text, ids, name, table in zip(
+                prompts, completions, completion_ids, source, columns, strict=True
+            ):
+                sample = RewardSample(
+                    prompt=prompt, columns=json.loads(table), completion=text, completion_ids=tuple(ids)
                 )
-            ]
+                found += (await score_once(self.rewards[name], [sample])).rewards()
+            return found
 
         return asyncio.run(score())
 
 
-def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed: int) -> dict[str, Any]:
+def calculate(turn: str) -> str:
+    """Complete an operation.
+
+    Args:
+        turn: the turn that ends with it
+    """
+    from rollover.environments.episodes.base import Action
+    from rollover.tasks.calculator import Calculator
+
+    return Calculator().step(Action(text=turn)) or ""
+
+
+def with_tool(task: Task, model: Path) -> dict[str, Any]:
+    """Return what TRL's trainer needs for a task with the calculator."""
+    import transformers
+    from trl.trainer import grpo_trainer
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, {}
+    for row in task.rows:
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+
+    def read(tokenizer: Any, ids: Sequence[int], **others: Any) -> dict[str, Any]:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        call = {"type": "function", "function": {"name": "calculate", "arguments": {"turn": text}}}
+        return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if text.rstrip().endswith("=") else {})
+
+    def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        asked, said = ([m[place]["content"] for m in found] for found, place in ((prompts, 0), (completions, -1)))
+        return task.reward(asked, said, completion_ids, **columns)
+
+    grpo_trainer.parse_response = read
+    return {"tools": [calculate], "processing_class": tokenizer, "reward_funcs": reward}
+
+
+def run_trl(
+    arm: str, experiment: str, model: Path, folder: Path, *, steps: int, every: int, seed: int
+) -> dict[str, Any]:
     """Train by TRL, with its own rollouts or ours, and return what was measured."""
     import datasets
     import trl
     from transformers import TrainerCallback
 
-    task = Task(model, seed, NUM_PROMPTS * (steps + 8))
+    num_prompts, max_new_tokens, learning_rate = SHAPES[experiment]
+    task = Task(experiment, model, seed, num_prompts * (steps + 8))
     arguments = trl.GRPOConfig(
         output_dir=str(folder / "out"),
         use_cpu=True,
@@ -125,10 +173,10 @@ def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed
         disable_tqdm=True,
         logging_steps=1,
         save_strategy="no",
-        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        per_device_train_batch_size=num_prompts * GROUP_SIZE,
         num_generations=GROUP_SIZE,
-        max_completion_length=MAX_NEW_TOKENS,
-        learning_rate=LEARNING_RATE,
+        max_completion_length=max_new_tokens,
+        learning_rate=learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=WARMUP_STEPS,
         adam_beta1=BETAS[0],
@@ -137,15 +185,18 @@ def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed
         shuffle_dataset=False,
         seed=seed,
         vllm_importance_sampling_mode="token_truncate",
+        max_tool_calling_iterations=8 if experiment == "tool" else None,
     )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"reward_funcs": task.reward}
+    if experiment == "tool":
+        options = with_tool(task, model)
     trainer_class: Any = trl.GRPOTrainer
     if arm == "hosted":
         from rollover.integrations.trl import GRPOTrainer as Hosted
 
         trainer_class = Hosted
         engine = {"max_running": MAX_RUNNING, "kv_cache_bytes": 134_217_728}
-        options = {"rollover": {"rollout": {"strategy": "april"}, "engine": engine}}
+        options["rollover"] = {"rollout": {"strategy": "april"}, "engine": engine}
 
     class Clock(TrainerCallback):
         """Counts the seconds of the loop, those of saving left out."""
@@ -162,13 +213,13 @@ def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed
             if state.global_step % every == 0:
                 place = folder / "checkpoints" / str(state.global_step)
                 kwargs["model"].save_pretrained(place)
-                kwargs["processing_class"].save_pretrained(place)
+                for file in model.glob("*token*"):
+                    shutil.copy(file, place)
             self.since_s = time.perf_counter()
 
     clock = Clock()
     trainer = trainer_class(
         model=str(model),
-        reward_funcs=task.reward,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(task.rows),
         callbacks=[clock],
@@ -180,14 +231,15 @@ def run_trl(arm: str, model: Path, folder: Path, *, steps: int, every: int, seed
     return {"marks_s": clock.marks, "rewards": rewards, "rollout_s": sum(rollout_s) if rollout_s else None}
 
 
-def run_ours(model: Path, folder: Path, *, steps: int, every: int, seed: int) -> dict[str, Any]:
+def run_ours(experiment: str, model: Path, folder: Path, *, steps: int, every: int, seed: int) -> dict[str, Any]:
     """Train by ``rollover train`` and return what was measured."""
     from swarm_arms import without_sections
 
     from rollover.report.metrics import read_metrics
     from rollover.run.loading import find
 
-    text = without_sections(find("quickstart").read_text(), "model.scratch", "sft", "eval").replace("steps = 60", "", 1)
+    text = without_sections(find(experiment).read_text(), "model.scratch", "sft", "eval")
+    text = re.sub(r"^steps = \d+", "", text, count=1, flags=re.MULTILINE)
     file, run = folder / "run.toml", folder / "run"
     file.write_text(
         f'seed = {seed}\nsteps = {steps}\n{text}\n[model]\npath = "{model}"\n[eval]\nnum_prompts = 280\n'
@@ -226,16 +278,32 @@ def measured(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = options.folder / arm
     folder.mkdir(parents=True)
     argv = [sys.executable, str(HERE / "trl.py"), "--arm", arm, "--folder", str(options.folder)]
-    argv += ["--steps", str(options.steps), "--every", str(options.every), "--seed", str(options.seed)]
+    argv += [
+        "--experiment",
+        options.experiment,
+        "--steps",
+        str(options.steps),
+        "--every",
+        str(options.every),
+        "--seed",
+        str(options.seed),
+    ]
     subprocess.run(argv, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     found = accuracies(folder, options.seed)
     return {**result, "accuracy": {step: list(value) for step, value in found.items()}}
 
 
+def reached(found: dict[str, Any], accuracy: float) -> float:
+    """Seconds of the training loop up to the first checkpoint with this accuracy."""
+    steps = (int(step) for step, (value, _) in found["accuracy"].items() if value >= accuracy)
+    return found["marks_s"][next(steps)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="of runs; it must not exist, but for the warm-up")
+    parser.add_argument("--experiment", choices=SHAPES, default="quickstart")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -249,27 +317,35 @@ def main() -> None:
         folder = options.folder / options.arm
         if options.arm == "ours":
             sys.path.append(str(HERE))
-            result = run_ours(model, folder, seed=options.seed, **sizes)
+            result = run_ours(options.experiment, model, folder, seed=options.seed, **sizes)
         else:
-            result = run_trl(options.arm, model, folder, seed=options.seed, **sizes)
+            result = run_trl(options.arm, options.experiment, model, folder, seed=options.seed, **sizes)
         (folder / "result.json").write_text(json.dumps(result))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    warm_up(options.folder, options.seed)
+    warm_up(options.folder, options.experiment, options.seed)
     sys.path.append(str(HERE))
     from swarm_arms import without_sections
 
     from rollover.run.loading import find
 
-    text = without_sections(find("quickstart").read_text(), "model.scratch", "sft")
+    text = without_sections(find(options.experiment).read_text(), "model.scratch", "sft")
     (options.folder / "evaluate.toml").write_text(text)
-    results = {arm: measured(arm, options) for arm in ARMS}
+    arms = ARMS if options.experiment == "quickstart" else ("stock", "ours")  # TRL's tools need its own rollouts
+    results = {arm: measured(arm, options) for arm in arms}
     print(f"{'arm':8} {'loop s':>8} {'rollout s':>10} {'to stock':>9}  accuracy after {options.steps} steps")
     for arm, found in results.items():
         loop_s, (accuracy, error) = found["marks_s"][-1], list(found["accuracy"].values())[-1]
         rollout = "-" if found["rollout_s"] is None else f"{found['rollout_s']:.1f}"
         share = loop_s / results["stock"]["marks_s"][-1]
         print(f"{arm:8} {loop_s:8.1f} {rollout:>10} {share:9.2f}  {accuracy:.3f} ± {error:.3f}", flush=True)
+    least = min(max(value for value, _ in found["accuracy"].values()) for found in results.values())
+    for arm, found in results.items():
+        curve = ", ".join(
+            f"{value:.3f} after {found['marks_s'][int(step)]:.0f} s" for step, (value, _) in found["accuracy"].items()
+        )
+        share = reached(found, least) / reached(results["stock"], least)
+        print(f"{arm}: {curve}; {least:.3f} after {reached(found, least):.0f} s, {share:.2f} of stock's time")
     if options.out is not None:
         recorded = {"date": date.today().isoformat(), "machine": machine(), "seed": options.seed, **sizes}
         options.out.write_text(json.dumps({**recorded, "arms": results}, indent=1) + "\n", encoding="utf-8")

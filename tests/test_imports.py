@@ -76,4 +76,4 @@ def test_a_config_loads_without_torch_and_with_few_modules() -> None:
         "restore({'model': {'scratch': {'max_position': 2048}}}, 'x'); print('torch' in sys.modules)"
     )
     num_modules, has_torch = python(code).split()
-    assert int(num_modules) <= 82 and has_torch == "False"
+    assert int(num_modules) <= 83 and has_torch == "False"

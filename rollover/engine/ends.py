@@ -33,7 +33,7 @@ def check_end(
 
     Raises:
         EngineError: the call ended for its length before its limit, or with a stop but without a token, or at a token
-            that is none of its stop tokens.
+            that is none of the stop tokens that it names.
     """
     limit = call.params.max_new_tokens
     if reason is FinishReason.LENGTH and num_tokens < limit:
@@ -43,7 +43,7 @@ def check_end(
     if reason is FinishReason.STOP and num_tokens == len(call.response_ids):
         raise EngineError(f"the engine says that {name} reached a stop token, but sent no token")
     stops = call.params.stop_token_ids
-    if reason is FinishReason.STOP and not call.params.stop_strings and last_token not in stops:
+    if reason is FinishReason.STOP and stops and not call.params.stop_strings and last_token not in stops:
         raise EngineError(
             f"the engine says that {name} stopped at token {last_token}, but its stop tokens are {sorted(stops)}"
         )

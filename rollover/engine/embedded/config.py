@@ -9,8 +9,6 @@ from typing import Any, Literal, Self
 
 from rollover.engine.config import DeclaredCapabilities, EngineConfig, EngineDemands, check_colocated
 from rollover.engine.devices import device_of, numbered
-from rollover.hf.architecture import Architecture
-from rollover.hf.config import num_experts
 from rollover.settings.changes import Changeable, Inexact
 
 _MOST = {"max_running": 2**16, "block_size_tokens": 2**16, "prefill_chunk_tokens": 2**24}
@@ -85,6 +83,8 @@ class EmbeddedConfig(EngineConfig):
     def memory(
         self, num_parameters: int, model: Mapping[str, Any], *, on_gpu: bool, capacity: int | None
     ) -> Mapping[str, int]:
+        from rollover.hf.config import num_experts
+
         del capacity
         is_half = self.dtype == "bfloat16" or (self.dtype == "auto" and on_gpu)
         parts = {"weights": num_parameters * (2 if is_half else 4), "cache": self.kv_cache_bytes}
@@ -99,6 +99,8 @@ class EmbeddedConfig(EngineConfig):
         bytes for each number of the outputs in any format: inputs and outputs, and the products with their weights in
         float32. Scores and their order take 16 bytes for each expert of a token.
         """
+        from rollover.hf.architecture import Architecture
+
         experts, hidden = Architecture.from_config(model).experts, int(model["hidden_size"])
         assert experts is not None
         tokens = max(self.max_running, self.prefill_chunk_tokens)

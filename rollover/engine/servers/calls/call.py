@@ -167,6 +167,6 @@ class GenerationCall:
         if total > params.max_new_tokens:
             raise EngineError(f"{name}: {total} tokens came, but at most {params.max_new_tokens} were requested")
         last = [*self.response[-1:], *delta.token_ids][-1:]
-        if delta.finish_reason is FinishReason.STOP and not (params.stop_token_ids or params.stop_strings):
-            raise EngineError(f"{name}: the server reports a stop token, but none were requested")
         check_end(name, self.request, delta.finish_reason, total, last[0] if last else None)
+        if delta.finish_reason is FinishReason.STOP and not (params.stop_token_ids or params.stop_strings):
+            raise EngineError(f"the server says that {name} stopped at token {last[0]}, but its stop tokens are none")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-UNPINNED = ("wandb", "trackio", "bitsandbytes")
+UNPINNED = ("wandb", "trackio")
 """Extras that the tests do without."""
 
 

@@ -1,16 +1,9 @@
-"""Moments of 8 bits: close to those of 32, where they are meant to be, and continued bit for bit.
-
-Without bitsandbytes, which is a large download, a stand-in rounds moments to 256 evenly spaced values.
-"""
+"""Moments of 8 bits: close to those of 32, where they are meant to be, and continued bit for bit."""
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,46 +17,8 @@ from rollover.trainer.optimizer import apply_gradients, build_optimizer
 from tests.trainer.builders import make_batch, make_folder, make_model, make_trainer
 from tests.trainer.test_lone_rank import tensors
 
-HAS_LIBRARY = importlib.util.find_spec("bitsandbytes") is not None
 WIDE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": False}
 CONFIG = TrainerConfig(optimizer="adamw_8bit", learning_rate=1e-3, weight_decay=0.1, device="cpu")
-
-
-def update(
-    name: str, g: Tensor, p: Tensor, state1: Tensor, state2: Tensor, beta1: float, beta2: float, beta3: float,
-    alpha: float, eps: float, step: int, lr: float, qmap1: Tensor, qmap2: Tensor, absmax1: Tensor, absmax2: Tensor,
-    weight_decay: float = 0.0, gnorm_scale: float = 1.0, skip_zeros: bool = False,
-) -> None:  # fmt: skip
-    """The stand-in's, for sizes that are multiples of 256."""
-    moments = []
-    for codes, qmap, absmax, beta, value in (
-        (state1, qmap1, absmax1, beta1, g),
-        (state2, qmap2, absmax2, beta2, g * g),
-    ):
-        moment = beta * (qmap[codes.long()].view(-1, 256) * absmax[:, None]) + (1 - beta) * value.view(-1, 256)
-        absmax.copy_(moment.abs().amax(1))
-        scaled = (moment / absmax.clamp_min(1e-30)[:, None]).view_as(codes).contiguous()
-        codes.copy_(torch.bucketize(scaled, qmap).clamp_max(255).to(torch.uint8))
-        moments.append(moment.view_as(p) / (1 - beta**step))
-    p.mul_(1 - lr * weight_decay).sub_(lr * moments[0] / (moments[1].sqrt() + eps))
-
-
-@pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not HAS_LIBRARY:
-        found = ModuleType("bitsandbytes")
-        found.functional = ModuleType("bitsandbytes.functional")  # type: ignore[attr-defined]
-        found.functional.create_dynamic_map = lambda signed: torch.linspace(-signed, 1, 256)
-        found.functional.optimizer_update_8bit_blockwise = update
-        monkeypatch.setitem(sys.modules, "bitsandbytes", found)
-
-
-@pytest.mark.skipif(not HAS_LIBRARY, reason="needs bitsandbytes")
-def test_the_library_is_called_as_the_stand_in_is() -> None:
-    from bitsandbytes import functional
-
-    theirs = inspect.signature(functional.optimizer_update_8bit_blockwise).parameters
-    assert [*theirs][1:] == [*inspect.signature(update).parameters][1:]
 
 
 def trained(config: TrainerConfig, num_steps: int = 20) -> dict[str, Tensor]:
@@ -84,19 +39,13 @@ def test_large_matrices_alone_have_8_bits_and_all_else_is_exact() -> None:
     moved = {name for name in found if not torch.equal(found[name], expected[name])}
     large = {name for name, p in start.named_parameters() if p.ndim == 2 and p.numel() >= 4096}
     assert moved == large - {"model.embed_tokens.weight"} and "lm_head.weight" in moved
-    if HAS_LIBRARY:
-        for name, p in start.named_parameters():
-            way = (expected[name] - p).norm()
-            assert (found[name] - expected[name]).norm() < 0.03 * way, name
-            assert (found[name] - expected[name]).abs().max() < 2 * CONFIG.learning_rate, name
+    for name, p in start.named_parameters():
+        way = (expected[name] - p).norm()
+        assert (found[name] - expected[name]).norm() < 0.03 * way, name
+        assert (found[name] - expected[name]).abs().max() < 2 * CONFIG.learning_rate, name
 
 
-NEEDS_LIBRARY = pytest.mark.skipif(not HAS_LIBRARY, reason="peft looks for bitsandbytes itself")
-
-
-@pytest.mark.parametrize(
-    "lora", [None, pytest.param(LoraConfig(rank=64), marks=NEEDS_LIBRARY)], ids=["full", "adapters"]
-)
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=64)], ids=["full", "adapters"])
 def test_moments_of_8_bits_continue_bit_for_bit(tmp_path: Path, lora: LoraConfig | None) -> None:
     folder = make_folder(tmp_path / "policy", **WIDE)
     settings: dict[str, Any] = {"optimizer": "adamw_8bit", "lora": lora}

@@ -32,7 +32,7 @@ from rollover.rollout.events import (
     SegmentEnded,
     VersionPublished,
 )
-from rollover.rollout.records import FAILED, SampleRecord, SampleState
+from rollover.rollout.records import FAILED, GroupRecord, SampleRecord, SampleState
 from rollover.rollout.state import RolloutState
 from rollover.rollout.strategy import OnFull, Strategy
 from rollover.types import MAX_REWARD, Observation, Prompt, SampleId, Score, Segment, Trajectory
@@ -176,6 +176,8 @@ class Scheduler:
         self._emit = emit
         self._num_failed_in_a_row = 0
         self._num_filtered_in_a_row = 0
+        self._unsettled = [group for group in self.ledger.ready.values() if self._is_hopeless(group)]
+        """Groups to drop, which a process that ended did not record."""
 
     def record(self, event: Event) -> None:
         self._state.apply(event)
@@ -212,6 +214,8 @@ class Scheduler:
         phase = self._phase
         if phase is _IDLE or self._is_paused:
             return ()
+        while self._unsettled:
+            self._settle(self._unsettled.pop().samples[0].sample_id, now_s)
         if self.ledger.replay:
             return _CONSUME if phase is _COLLECTING else ()
         if phase is _COLLECTING and not self._keeps_running and self._batch_is_full:
@@ -355,12 +359,12 @@ class Scheduler:
             DataError: too many failed in a row, so it is hardly the sample's fault.
         """
         self.record(SampleFailed(time_s=now_s, sample_id=sample_id, reason=reason, cause=cause))
+        self._settle(sample_id, now_s)
         self._num_failed_in_a_row += 1
         per_batch = self.strategy.batch_size * self.strategy.group_size
         if self._num_failed_in_a_row >= self._limits.max_failed_batches * per_batch:
             end = "all failed" if cause is WasteCause.FAILED else "have no reward"
             raise DataError(f"the last {self._num_failed_in_a_row} samples {end}, the last one with: {reason}")
-        self._settle(sample_id, now_s)
 
     def published(self, version: int, now_s: float, *, pause_s: float) -> None:
         self.record(VersionPublished(time_s=now_s, policy_version=version, pause_s=pause_s))
@@ -379,7 +383,7 @@ class Scheduler:
         group = self.ledger.groups[sample_id.group]
         if group.num_unsettled:
             return
-        if group.num_scored < min(2, self.strategy.group_size):
+        if self._is_hopeless(group):
             causes = {sample.cause for sample in group.samples}
             cause = WasteCause.FAILED if WasteCause.FAILED in causes else WasteCause.NO_REWARD
             self._drop(group.group_id, cause, now_s, prompt_returned=False)
@@ -394,6 +398,10 @@ class Scheduler:
                     " reward. If the reward is at fault, mend it and resume; else start a new run with easier or harder"
                     " prompts, or with algorithm.group_filter = 'none'"
                 )
+
+    def _is_hopeless(self, group: GroupRecord) -> bool:
+        """Return whether too few samples of a settled group have a reward."""
+        return group.num_scored < min(2, self.strategy.group_size)
 
     # -- the batch -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import random
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from statistics import NormalDist
 
 from rollover.sim.scenario import Scenario
@@ -37,12 +37,17 @@ class Accuracies:
         self._workload = workload
         self._group_size = group_size
         self._seed = seed
-        self.of_prompt = lru_cache(maxsize=2**16)(self._of_prompt)
+        self._known: dict[int, float] = {}
 
-    def _of_prompt(self, index: int) -> float:
+    def of_prompt(self, index: int) -> float:
         """Return the probability of the ``index``-th prompt."""
         if not 0 < self._mean < 1 or not self._icc:
             return self._mean
+        if index not in self._known:
+            self._known[index] = self._drawn(index)
+        return self._known[index]
+
+    def _drawn(self, index: int) -> float:
         easier = math.sqrt(1 - self._by_length**2) * random.Random(f"{self._seed}/{index}").gauss()
         if self._by_length:
             easier += self._by_length * self._length_score(index)

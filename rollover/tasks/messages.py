@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from rollover.errors import DataError
 
 TOOLS = "tools"
 ARGUMENTS = "chat_template_kwargs"
+_ROLE = re.compile(r"[A-Za-z][\w-]*")
 MEDIA = ("images", "image", "videos", "video", "audio", "audios")
 
 
@@ -66,6 +68,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: the keys are 'from' and 'value'; rename them to 'role' and 'content'")
     if not isinstance(role := found.get("role"), str) or not role:
         raise DataError(f"{where}: the message has no role; the keys are {', '.join(message)}")
+    if not _ROLE.fullmatch(role):
+        raise DataError(f"{where}: a role is a word, got {role!r:.60}")
     calls = [_call(call, where) for call in found.get("tool_calls") or ()]
     text = _text(found.get("content", "" if calls else None), where)
     if not text.strip() and role in ("user", "tool"):

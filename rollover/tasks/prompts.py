@@ -175,7 +175,7 @@ class PromptEncoder:
         if isinstance(question.content, str):
             if not question.content.strip():
                 raise DataError(f"{where}: the prompt is blank; fix the row or leave it out")
-            messages = [{"role": "user", "content": question.content}]
+            messages: list[dict[str, Any]] = [{"role": "user", "content": question.content}]
         elif isinstance(question.content, list):
             messages = [dict(message) for message in question.content]
         else:
@@ -191,9 +191,14 @@ class PromptEncoder:
         if self._markers.find(json.dumps([tools, [m.get("tool_calls") for m in messages]], default=str)):
             raise DataError(f"{where}: a tool or a tool call spells out a marker of the tokenizer; rename it")
         try:
-            return self._template.write(messages, tools=tools, arguments={**self._arguments, **question.arguments})
+            written = self._template.write(messages, tools=tools, arguments={**self._arguments, **question.arguments})
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
+        calls: list[Mapping[str, Any]] = [call for m in messages for call in m.get("tool_calls") or ()]
+        names = [str(call.get("function", call).get("name", "")) for call in calls]
+        if dropped := [name for name in names if name not in written.text]:
+            raise DataError(f"{where}: the chat template leaves out the call of the tool {dropped[0]!r}")
+        return written
 
     def _proved(self, ids: Sequence[int], written: Written, where: str) -> Sequence[int]:
         """Return ids whose markers are the template's."""
@@ -237,6 +242,10 @@ class PromptEncoder:
                 raise DataError(f"{key}.{name}: the chat template reads no argument of this name; omit it")
             if isinstance(value, str) and value.lower() in ("true", "false"):
                 raise DataError(f"{key}.{name} is the text {value!r}, which templates take for true; omit the quotes")
+            if found := self._markers.find(text := json.dumps(value, ensure_ascii=False)):
+                raise DataError(
+                    f"{key}.{name} holds the marker {text[slice(*found[0])]!r}, which the template would write"
+                )
 
 
 class RowEncoder(PromptEncoder):

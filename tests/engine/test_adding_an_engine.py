@@ -38,7 +38,7 @@ class PlainConfig(EngineConfig):
     def devices(self) -> tuple[str, ...]:
         return ("cpu",)
 
-    def memory(self, num_parameters: int, *, on_gpu: bool, capacity: int | None) -> dict[str, int]:
+    def memory(self, num_parameters: int, model: object, *, on_gpu: bool, capacity: int | None) -> dict[str, int]:
         return {"weights": 4 * num_parameters}
 
     def mismatch_remedy(self, number_format: str) -> str:

@@ -15,6 +15,8 @@ from rollover.environments.rewards import JudgeConfig, judge
 from rollover.environments.rewards.base import RewardSpec
 from rollover.environments.scorer import RewardScorer
 from rollover.errors import DataError, RewardError
+from rollover.tasks.columns import ColumnMap
+from rollover.tasks.sources import JsonlConfig
 from tests.environments.judges import Answer, JudgeServer, Script, completion, judge_server
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
@@ -101,6 +103,7 @@ def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ('Well. {"points": 0.5} Done.', {"json_key": "points"}, 0.5),
         ("0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
         ("Score: -3", {"range": (-5, 5)}, -3.0),
+        ("Score: \u2212.5", {"range": (-5, 5)}, -0.5),
     ],
 )
 def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
@@ -112,6 +115,8 @@ def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict
     [
         ("I refuse.", {}, "the judge's reply has no score: I refuse."),
         ("Score: 7", {}, "the judge's score of 7 is outside reward.range"),
+        *((f"Score: {odd}", {}, "has no score") for odd in ("1/10", "1 out of 10", "1%", "1e-1", "0,5", "1.0.1")),
+        ("Underscore 1", {}, "has no score"),
         ("Score: 1e400", {"pattern": r"\S+$"}, "the judge's score of inf is outside"),
         ("nan", {"pattern": r"\S+$"}, "the judge's score of nan is outside"),
         ("Score: x", {"pattern": r"Score: (\w)"}, "the judge's score is no number: 'x'"),
@@ -278,3 +283,10 @@ def test_a_template_that_asks_for_an_answer_needs_the_column() -> None:
     config = JudgeConfig(url="http://h/v1", model="m", template="{response} {answer}")
     assert config.needs_answer
     assert not JudgeConfig(url="http://h/v1", model="m").needs_answer
+
+
+def test_a_judge_reads_the_question_without_the_chat_template() -> None:
+    config = JsonlConfig(name="s", path="s.jsonl", reward=JudgeConfig(url="http://127.0.0.1:1/v1", model="m"))
+    row = {"question": "1+1?", "answer": "2"}
+    kept = ColumnMap(config.column_settings(), row, "row 1").kept(row, "row 1")
+    assert kept == row

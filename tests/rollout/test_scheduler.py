@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rollover.batch import WasteCause
+from rollover.errors import DataError
 from rollover.rollout.actions import Action, ConsumeBatch, StartSample, StopAll
 from rollover.rollout.config import Limits
-from rollover.rollout.events import BatchConsumed, Event, GroupDropped
+from rollover.rollout.events import BatchConsumed, Event, GroupDropped, SampleFailed
 from rollover.rollout.scheduler import Scheduler
 from rollover.rollout.state import RolloutState
 from rollover.types import FinishReason, SampleId
@@ -154,3 +155,22 @@ def test_a_batch_that_loses_a_group_while_its_round_ends_is_collected(name: str)
     shell.ends(2, ABORT)
     assert shell.decide() == CONSUME
     assert shell.consume() == [3]
+
+
+@pytest.mark.parametrize("ended_before_the_drop", [False, True])
+def test_a_group_whose_samples_failed_is_never_in_a_batch(ended_before_the_drop: bool) -> None:
+    """The failure that ends a run is the last one of a group, and the next run has a batch to fill."""
+    shell = Shell("sync")
+    (group,) = shell.started()
+    shell.ends(group, is_scored=False)
+    if ended_before_the_drop:
+        shell.scheduler.record(SampleFailed(0.0, SampleId(group, 0), "no reward", WasteCause.NO_REWARD))
+    else:
+        shell.scheduler._limits = Limits(max_failed_batches=1)
+        with pytest.raises(DataError, match="the last 1 samples have no reward"):
+            shell.scheduler.failed(SampleId(group, 0), "no reward", 0.0, cause=WasteCause.NO_REWARD)
+    again = Shell("sync", state=shell.state)
+    (other,) = again.started()
+    assert other != group and not shell.state.ledger.ready
+    again.ends(other)
+    assert again.decide() == CONSUME and again.consume() == [other]

@@ -25,6 +25,8 @@ class RewardSettings(ABC):
     """True if each response is compared with a reference answer."""
     needs_verifier: ClassVar[bool] = False
     """True if the source must have its own verifier, as reasoning-gym's datasets do."""
+    reads_question: ClassVar[bool] = False
+    """True if it reads the prompt as it stands in the row, without a chat template."""
     late_scores_zero: ClassVar[bool] = True
     """If true, a response that cannot be judged by the deadline scores 0; otherwise its sample fails."""
 

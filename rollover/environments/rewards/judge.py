@@ -41,7 +41,9 @@ Response:
 {response}
 
 Explain your judgement briefly. Then write one last line, "Score: x", where x is a number from {low} to {high}."""
-_PATTERN = r"(?i)score\W{0,5}?(-?\d+(?:\.\d+)?)"
+_PATTERN = (
+    r"(?i)(?<![a-z])score\W{0,5}?(?<![\d.,])([-\u2212]?(?:\d+(?:\.\d+)?|\.\d+))(?![\w%]|[.,]\d|\s*(?:/|%|out of|of)\s*)"
+)
 _PLACES = re.compile(r"\{(prompt|response|answer|rubric|low|high)\}")
 _ANY_PLACE = re.compile(r"\{(\w+)\}")
 _FILE = "judge.sqlite"
@@ -64,6 +66,7 @@ class JudgeConfig(RewardSettings):
     scores 0.8 when the reply ends with ``Score: 0.8``.
     """
 
+    reads_question: ClassVar[bool] = True
     late_scores_zero: ClassVar[bool] = False
 
     kind: Literal["judge"] = "judge"
@@ -80,12 +83,12 @@ class JudgeConfig(RewardSettings):
     range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score. A score outside, which the response may have talked the judge into, fails its
     sample."""
-    pattern: str | None = None
+    pattern: Changeable[str | None] = None
     """Regular expression whose last match in the reply has the score in its first group (or is it). Unset, with
     neither ``json_key`` nor ``parser``: a number after the word ``score``."""
-    json_key: str | None = None
+    json_key: Changeable[str | None] = None
     """Key of the score in the JSON object that the reply contains."""
-    parser: str | None = None
+    parser: Changeable[str | None] = None
     """``"module:function"`` of yours that gets the reply and returns a number, a dict of numbers or ``None``."""
     max_tokens: int = 1024
     """Longest reply. One that is cut there fails its sample."""
@@ -189,12 +192,13 @@ class JudgeReward:
 
     async def score(self, sample: RewardSample) -> RewardValue:
         body = self._body(sample)
-        reply = self._replies.get(body)
-        if reply is None:
-            reply = await self._ask(body)
-            self._replies.put(body, reply)
-        else:
-            self.used["recalled"] += 1
+        if (reply := self._replies.get(body)) is not None:
+            with suppress(RewardError):  # asked again if it has no score: the judge may have been mended since
+                value = await self._read(reply)
+                self.used["recalled"] += 1
+                return value
+        reply = await self._ask(body)
+        self._replies.put(body, reply)
         return await self._read(reply)
 
     async def close(self) -> None:
@@ -331,7 +335,7 @@ def _number_in_json(reply: str, key: str) -> float:
 
 def _number(text: Any) -> float:
     try:
-        number = float(text)
+        number = float(text.replace("\u2212", "-") if isinstance(text, str) else text)
     except (TypeError, ValueError):
         raise RefusedReward(f"the judge's score is no number: {str(text)[:40]!r}") from None
     return number

@@ -150,7 +150,8 @@ class DatasetSettings(SourceSettings):
             prompt=self.prompt_column,
             answer=self.answer_column,
             keep=self.keep_columns,
-            keeps_prompt=self.environment is not None and self.environment.writes_prompts,
+            keeps_prompt=any(reward.reads_question for reward in self.all_rewards)
+            or (self.environment is not None and self.environment.writes_prompts),
             needs_answer=any(reward.needs_answer for reward in self.all_rewards),
             needed=tuple(dict.fromkeys(name for reward in self.all_rewards for name in reward.needed_columns())),
         )

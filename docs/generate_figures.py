@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollover.frontier.sweep import MeanOverSeeds
+
 ROOT = Path(__file__).parent.parent
 ROLLOUT = "benchmarks/results/rollout-prefill-2026-11-22.json"
 MAP = "benchmarks/results/map-2026-11-28.json"
@@ -20,6 +22,7 @@ LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
 DOOR = "benchmarks/results/door-2026-11-28.json"
+ACCURACY = "benchmarks/results/learning-algorithms-2026-11-28.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 GPU_GIB = 79.6
 """Memory of an H100 of 80 GB, as PyTorch reports it, less what its context takes."""
@@ -186,6 +189,38 @@ def door() -> str:
     )
 
 
+def accuracy() -> str:
+    """Return the table of schedules and algorithms: final accuracy, and differences from ``sync`` paired by seed."""
+    seeds = record(ACCURACY)["seeds"]
+
+    def final(seed: dict[str, Any], name: str) -> float:
+        return list(seed[name]["accuracy"].values())[-1]
+
+    def curve(seed: dict[str, Any], name: str) -> float:
+        first, *inner, last = seed[name]["accuracy"].values()
+        return ((first + last) / 2 + sum(inner)) / (len(inner) + 1)
+
+    def difference(name: str, figure: Callable[[dict[str, Any], str], float]) -> str:
+        sync = f"sync-{name.split('-')[1]}"
+        if name == sync:
+            return ""
+        found = MeanOverSeeds.of([100 * (figure(seed, name) - figure(seed, sync)) for seed in seeds])
+        return f"{found.mean:+.1f} ± {found.margin:.1f}"
+
+    rows = []
+    for name in sorted(seeds[0], key=lambda n: (n.split("-")[1], ["sync", "april", "rollover"].index(n.split("-")[0]))):
+        strategy, algorithm = name.split("-")
+        mean = sum(final(seed, name) for seed in seeds) / len(seeds)
+        tokens = sum(max(seed[name]["decoded_tokens"].values()) for seed in seeds) / len(seeds)
+        rows.append(
+            f"| {algorithm.upper()} | `{strategy}` | {mean:.3f} | {difference(name, final)}"
+            f" | {difference(name, curve)} | {tokens / 1e3:,.0f} k |"
+        )
+    head = "| algorithm | strategy | final accuracy | points over `sync` | over the whole curve | decoded tokens |"
+    said = f"{len(seeds)} seeds, paired, 95 % intervals (`{ACCURACY}`)."
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows, "", said])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "lag_map": lag_map,
@@ -195,6 +230,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "sampling": sampling,
     "door": door,
     "april": april,
+    "accuracy": accuracy,
     "large": large,
 }
 PAGES = (

@@ -1,0 +1,58 @@
+"""Draws what ``benchmarks/learning.py`` has recorded of schedules and algorithms: accuracy over steps and over decoded
+tokens, means over seeds with 95 % intervals.
+
+    python benchmarks/learning_figure.py benchmarks/results/learning-algorithms-2026-11-28.json docs/images/accuracy.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from rollover.frontier.sweep import MeanOverSeeds
+
+COLOURS = {"sync": "#778", "april": "#c33", "rollover": "#27a"}
+
+
+def draw(seeds: list[dict[str, Any]], path: Path) -> None:
+    """Draw a row of panels: each algorithm over steps, above it over tokens. The same record gives the same file."""
+    algorithms = list(dict.fromkeys(name.split("-")[1] for name in seeds[0]))
+    figure, panels = plt.subplots(2, len(algorithms), figsize=(9.5, 5.4), sharey=True, squeeze=False)
+    for column, algorithm in enumerate(algorithms):
+        over_steps, over_tokens = panels[0][column], panels[1][column]
+        for strategy, colour in COLOURS.items():
+            runs = [seed[f"{strategy}-{algorithm}"] for seed in seeds]
+            steps = list(runs[0]["accuracy"])
+            found = [MeanOverSeeds.of([run["accuracy"][step] for run in runs]) for step in steps]
+            tokens = [sum(run["decoded_tokens"].get(step, 0) for run in runs) / len(runs) / 1e3 for step in steps]
+            for panel, places in ((over_steps, list(map(int, steps))), (over_tokens, tokens)):
+                mean, margin = [m.mean for m in found], [m.margin or 0.0 for m in found]
+                panel.errorbar(
+                    places, mean, yerr=margin, color=colour, capsize=2, lw=1.3, elinewidth=0.7, label=strategy
+                )
+        over_steps.set(title=algorithm.upper(), xlabel="training steps")
+        over_tokens.set(xlabel="thousand decoded tokens", xlim=(0, None))
+    for row in panels:
+        row[0].set(ylabel="accuracy")
+    panels[0][0].legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    matplotlib.rcParams |= {
+        "svg.hashsalt": "learning",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    record, image = map(Path, sys.argv[1:])
+    draw(json.loads(record.read_text())["seeds"], image)

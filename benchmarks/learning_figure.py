@@ -1,5 +1,5 @@
 """Draws what ``benchmarks/learning.py`` has recorded of schedules and algorithms: accuracy over steps and over decoded
-tokens, means over seeds with 95 % intervals.
+tokens, means over seeds. Bars are the 95 % intervals of the differences from ``sync``, which are paired by seed.
 
     python benchmarks/learning_figure.py benchmarks/results/learning-algorithms-2026-11-28.json docs/images/accuracy.svg
 """
@@ -30,10 +30,12 @@ def draw(seeds: list[dict[str, Any]], path: Path) -> None:
         for strategy, colour in COLOURS.items():
             runs = [seed[f"{strategy}-{algorithm}"] for seed in seeds]
             steps = list(runs[0]["accuracy"])
-            found = [MeanOverSeeds.of([run["accuracy"][step] for run in runs]) for step in steps]
+            sync = [seed[f"sync-{algorithm}"]["accuracy"] for seed in seeds]
+            pairs = list(zip((run["accuracy"] for run in runs), sync, strict=True))
+            mean = [sum(ours[step] for ours, _ in pairs) / len(pairs) for step in steps]
+            margin = [MeanOverSeeds.of([ours[s] - theirs[s] for ours, theirs in pairs]).margin or 0.0 for s in steps]
             tokens = [sum(run["decoded_tokens"].get(step, 0) for run in runs) / len(runs) / 1e3 for step in steps]
             for panel, places in ((over_steps, list(map(int, steps))), (over_tokens, tokens)):
-                mean, margin = [m.mean for m in found], [m.margin or 0.0 for m in found]
                 panel.errorbar(
                     places, mean, yerr=margin, color=colour, capsize=2, lw=1.3, elinewidth=0.7, label=strategy
                 )

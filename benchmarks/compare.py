@@ -16,13 +16,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from drawing import figure
 from learning import trained
 from rollout import measured_and_foretold
 from rollout import options as rollout_options
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 
 BUILD = Path("build")
 PACKAGED = {"sync": "sync", "april": "april, as packaged", "rollover": "rollover, as packaged"}
@@ -39,10 +36,12 @@ def measure(small: bool, seed: int) -> dict[str, Any]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw speed and accuracy. The same record gives the same file."""
-    matplotlib.rcParams |= {"svg.hashsalt": "compare", "font.size": 9}
-    matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
-    figure, (speeds, curves) = plt.subplots(1, 2, figsize=(9.5, 3.4))
+    """Draw speed, and beside it accuracy."""
+    with figure(path, columns=2, height=3.4) as (speeds, curves):
+        _draw(record, speeds, curves)
+
+
+def _draw(record: dict[str, Any], speeds: Any, curves: Any) -> None:
     summary = record["rollout"]["summary"]
     for place, (strategy, name) in enumerate(PACKAGED.items()):
         found, run = summary[name], record["learning"][strategy]
@@ -58,9 +57,6 @@ def draw(record: dict[str, Any], path: Path) -> None:
     speeds.margins(y=0.25)
     curves.set(xlabel="training steps", ylabel="accuracy on held-out problems")
     curves.legend(frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 def main() -> None:

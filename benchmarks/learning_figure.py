@@ -11,10 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from drawing import figure
 
 from rollover.frontier.sweep import MeanOverSeeds
 
@@ -22,9 +19,13 @@ COLOURS = {"sync": "#778", "april": "#c33", "rollover": "#27a"}
 
 
 def draw(seeds: list[dict[str, Any]], path: Path) -> None:
-    """Draw a row of panels: each algorithm over steps, above it over tokens. The same record gives the same file."""
+    """Draw a column of two panels for each algorithm: accuracy over steps, and below it over tokens."""
     algorithms = list(dict.fromkeys(name.split("-")[1] for name in seeds[0]))
-    figure, panels = plt.subplots(2, len(algorithms), figsize=(9.5, 5.4), sharey=True, squeeze=False)
+    with figure(path, rows=2, columns=len(algorithms), height=5.4, sharey=True, squeeze=False) as panels:
+        _draw(seeds, algorithms, panels)
+
+
+def _draw(seeds: list[dict[str, Any]], algorithms: list[str], panels: Any) -> None:
     for column, algorithm in enumerate(algorithms):
         over_steps, over_tokens = panels[0][column], panels[1][column]
         for strategy, colour in COLOURS.items():
@@ -44,17 +45,8 @@ def draw(seeds: list[dict[str, Any]], path: Path) -> None:
     for row in panels:
         row[0].set(ylabel="accuracy")
     panels[0][0].legend(frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":
-    matplotlib.rcParams |= {
-        "svg.hashsalt": "learning",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
     record, image = map(Path, sys.argv[1:])
     draw(json.loads(record.read_text())["seeds"], image)

@@ -11,18 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
+from drawing import figure
 
 COLOURS = {"co-located": "#778", "pull": "#c33", "push-pull": "#27a"}
 MARKERS = {"co-located": "s", "pull": "o", "push-pull": "D"}
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
-    """The same summary gives the same file."""
-    figure, (over_steps, over_time) = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
+    """Draw accuracy over steps, and beside it over time."""
+    with figure(path, columns=2, height=3.6, sharey=True) as (over_steps, over_time):
+        _draw(summary, over_steps, over_time)
+
+
+def _draw(summary: dict[str, Any], over_steps: Any, over_time: Any) -> None:
     for arm, found in summary["arms"].items():
         steps = sorted(map(int, found["accuracy_by_step"]))
         accuracy = [found["accuracy_by_step"][str(step)] for step in steps]
@@ -37,17 +38,8 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     over_steps.set(xlabel="training steps", ylabel="accuracy on held-out prompts")
     over_time.set(xlabel="wall-clock seconds", xlim=(0, None))
     over_steps.legend(frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":
-    matplotlib.rcParams |= {
-        "svg.hashsalt": "swarm",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
     file, task, image = sys.argv[1:]
     draw(json.loads(Path(file).read_text())["tasks"][task]["summary"], Path(image))

@@ -23,6 +23,7 @@ APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
 DOOR = "benchmarks/results/door-2026-11-28.json"
 ACCURACY = "benchmarks/results/learning-algorithms-2026-11-28.json"
+PLANNER = "benchmarks/results/planner-2026-11-28b.json"
 SAMPLING = "benchmarks/results/sampling-check-2026-11-27.json"
 GPU_GIB = 79.6
 """Memory of an H100 of 80 GB, as PyTorch reports it, less what its context takes."""
@@ -221,6 +222,25 @@ def accuracy() -> str:
     return "\n".join([head, "|---|---|---|---|---|---|", *rows, "", said])
 
 
+def planner() -> str:
+    """Return the table of how long the planner takes."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in record(PLANNER)["timings"]:
+        found.setdefault((row["devices"], row["types"]), []).append(row)
+    types = {1: ", one type", 2: ", two types", 4: ""}
+    bounds = [row["max_staleness"] for row in next(iter(found.values()))]
+
+    def cells(rows: list[dict[str, Any]], key: str) -> str:
+        return " | ".join(f"{row[key]:.1f}" for row in rows)
+
+    rows = [
+        f"| {devices:,}{types[kinds]} | {cells(of, 'cpu_s')} | {cells(of, 'plan_cpu_s')} |"
+        for (devices, kinds), of in found.items()
+    ]
+    head = " | ".join(f"{what}, η = {bound}" for what in ("phase 1", "plan") for bound in bounds)
+    return "\n".join([f"| devices | {head} |", "|---|" + "---|" * 2 * len(bounds), *rows])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "rollout": rollout,
     "lag_map": lag_map,
@@ -231,6 +251,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "door": door,
     "april": april,
     "accuracy": accuracy,
+    "planner": planner,
     "large": large,
 }
 PAGES = (
@@ -239,6 +260,7 @@ PAGES = (
     "docs/how-to/agents.md",
     "docs/how-to/many-gpus.md",
     "docs/index.md",
+    "docs/planner.md",
     "docs/quickstart.md",
     "docs/simulator.md",
     "docs/strategies.md",

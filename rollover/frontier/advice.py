@@ -109,12 +109,12 @@ def instead(current: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
     at_no_more = [p for p in points if p.lag <= current.lag and is_fair(p)]
     best = max(at_no_more, key=lambda p: p.mean("tokens_per_s")) if current.lag else advise(points).chosen
     ratio = best.mean("tokens_per_s") / current.mean("tokens_per_s")
-    name = label(current.config)
+    name, lag = label(current.config), f"{current.lag_of} lag"
     if ratio < _FASTER:
-        at = f" at its lag of {current.lag:.2f} versions" if current.lag else ""
+        at = f" at its {lag} of {current.lag:.2f} versions" if current.lag else ""
         return f"None of the settings tried is faster than {name}{at}."
     return (
-        f"{label(best.config)} would train {ratio:.2f} times as many tokens as {name}, at a lag of {best.lag:.2f}"
+        f"{label(best.config)} would train {ratio:.2f} times as many tokens as {name}, at a {lag} of {best.lag:.2f}"
         f" versions instead of {current.lag:.2f}."
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from rollover.frontier.advice import instead
 from rollover.frontier.replay import Recorded, read_recorded
 from rollover.frontier.settings import check_strategies, default_strategies, setting
 from rollover.frontier.setup import ScenarioFile, Setup, Unit, build_scenario, read_scenario, shaped
-from rollover.frontier.study import Progress, Study, study
-from rollover.frontier.sweep import FrontierPoint, Length, Trial, TrialResult, run_trials
+from rollover.frontier.study import Bench, Progress, Study, study
+from rollover.frontier.sweep import Length
 from rollover.report.page import write_page
 from rollover.report.timeline import Timeline
 from rollover.rollout.lag import LagOf
@@ -28,7 +28,7 @@ from rollover.workload.source import Lengths, capped, read_lengths
 
 DEFAULT_WORKLOAD = "r1-16k"
 DEFAULT_STEPS = 60
-_FEW_STEPS = 20
+_FEW_STEPS = 24
 _SOME_LAG = 0.5
 """The lag of the settings that a run without lag is compared with."""
 _WARMUP_SHARE = 3
@@ -104,25 +104,19 @@ def simulate(request: StudyRequest) -> None:
         console.print(f"data: {request.json}")
 
 
-def _points(
-    configs: Sequence[SimulatedRollout], setup: Setup, length: Length, baseline: tuple[TrialResult, ...] = ()
-) -> list[FrontierPoint]:
-    trials = [Trial(config=c, seed=0, lengths=setup.lengths, scenario=setup.scenario) for c in configs]
-    found = zip(configs, run_trials(trials, length, map), strict=True)
-    return [FrontierPoint(config=c, outcomes=(o,), baseline=baseline or (o,), lag_of=setup.lag_of) for c, o in found]
-
-
 def instead_of(run: Path, timeline: Timeline) -> str:
     """Return a sentence on what another setting would have gained in a run with this ``timeline``, by few steps of
     simulation. Empty if the run cannot be modelled."""
     try:
         recorded = read_recorded(run, timeline)
         setup = _setup(StudyRequest(run=run), recorded)
-        length = Length(steps=min(_FEW_STEPS, recorded.num_steps), warmup=0)
-        (in_use,) = tried = _points([setup.rollout], setup, length)
-        lag = in_use.lag or _SOME_LAG
+        steps = min(_FEW_STEPS, recorded.num_steps)
+        length = Length(steps=steps, warmup=steps // _WARMUP_SHARE)
+        bench = Bench(setup, length, 1, map, lambda what, done, total: None)
+        (in_use,) = tried = bench.points("", [setup.rollout])
+        lag = round(in_use.lag, 2) or _SOME_LAG
         others = [setting("april", setup, 1 + lag), setting("rollover", setup, lag)]
-        return instead(in_use, [*tried, *_points(others, setup, length, baseline=in_use.outcomes)])
+        return instead(in_use, [*tried, *bench.points("", others)])
     except RolloverError:
         return ""
 

@@ -72,7 +72,7 @@ def study(
     if current.strategy.kind != "sync":  # in place of the setting that is the same but for its staleness bound
         tried = [*(c for c in tried if place_of(c) != place), current]
     with workers(jobs) as runner:
-        bench = _Bench(setup, length, num_seeds, runner, progress)
+        bench = Bench(setup, length, num_seeds, runner, progress)
         points = bench.points("settings", tried)
         budgets: list[float | None] = [*lag_budgets] or [None]
         in_use = next(p for p in points if place_of(p.config) == place)
@@ -108,7 +108,7 @@ def _ordered(points: list[FrontierPoint]) -> list[FrontierPoint]:
     return sorted(points, key=lambda p: (strategies.index(name_of(p.config)), value_of(p.config) or 0.0))
 
 
-def _at_lags(bench: _Bench, points: list[FrontierPoint], lags: Sequence[float]) -> list[FrontierPoint]:
+def _at_lags(bench: Bench, points: list[FrontierPoint], lags: Sequence[float]) -> list[FrontierPoint]:
     """Return ``points`` and settings of every strategy at these lags."""
     for number in range(1, MOST_ROUNDS + 1):
         by_name: dict[str, list[FrontierPoint]] = {}
@@ -140,8 +140,11 @@ def _between(config: RolloutConfig, points: Sequence[FrontierPoint], setup: Setu
     return [c for c in dict.fromkeys(near) if c not in known]
 
 
-class _Bench:
-    """Runs trials over all seeds and pairs them with synchronous rollout."""
+class Bench:
+    """Runs trials over all seeds and pairs them with those of the first setting.
+
+    Example: ``Bench(setup, Length(steps=24, warmup=8), 1, map, progress).points("settings", [sync, april])``.
+    """
 
     def __init__(self, setup: Setup, length: Length, num_seeds: int, runner: Runner, progress: Progress) -> None:
         self.setup = setup
@@ -152,7 +155,7 @@ class _Bench:
         self._baseline: tuple[TrialResult, ...] = ()
 
     def points(self, what: str, configs: Sequence[RolloutConfig]) -> list[FrontierPoint]:
-        """Return a point for each of ``configs``; the first of the first call must be synchronous."""
+        """Return a point for each of ``configs``. Gains are over the first of the first call."""
         trials = [
             Trial(config=config, seed=seed, lengths=self.setup.lengths, scenario=self.setup.scenario)
             for config in configs

@@ -104,6 +104,8 @@ def test_messages_reach_the_judge_without_the_chat_template() -> None:
         ("0.125!", {"parser": "tests.environments.functions:parsed"}, 0.125),
         ("Score: -3", {"range": (-5, 5)}, -3.0),
         ("Score: \u2212.5", {"range": (-5, 5)}, -0.5),
+        ("Score: 0.8/1.0.", {}, 0.8),
+        ("Score: **4** out of 5", {"range": (0, 5)}, 4.0),
     ],
 )
 def test_the_score_is_read_by_pattern_key_or_function(reply: str, settings: dict[str, Any], score: float) -> None:
@@ -290,3 +292,13 @@ def test_a_judge_reads_the_question_without_the_chat_template() -> None:
     row = {"question": "1+1?", "answer": "2"}
     kept = ColumnMap(config.column_settings(), row, "row 1").kept(row, "row 1")
     assert kept == row
+
+
+def test_a_reply_without_a_score_is_asked_for_again_once_the_judge_is_mended(tmp_path: Path) -> None:
+    async def use(scorer: RewardScorer, server: JudgeServer) -> None:
+        assert await scorer.score(trajectory(prompt(q="?", a="2"), "abc")) == 1.0
+        assert scorer.judge_metrics["judge/requests"] == 1.0 and scorer.judge_metrics["judge/recalled"] == 0.0
+
+    with pytest.raises(RewardError, match="has no score"):
+        with_judge(lambda body: "I refuse.", use, folder=tmp_path)
+    with_judge(lambda body: "Score: 1", use, folder=tmp_path)

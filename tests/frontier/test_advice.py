@@ -53,11 +53,13 @@ def test_where_nothing_is_faster_than_sync_it_stays() -> None:
 
 
 def test_a_setting_in_use_is_told_what_no_more_lag_would_gain() -> None:
-    assert "would train 1.50 times as many tokens as april r=2, at a lag of 0.50" in instead(point(0.8, 0.7), POINTS)
-    assert instead(DEAR, [DEAR, SLOW]).startswith(
-        "None of the settings tried is faster than april r=2 at its lag of 1.50"
+    assert "would train 1.50 times as many tokens as april r=2, at a batch lag of 0.50" in instead(
+        point(0.8, 0.7), POINTS
     )
-    assert "would train 1.80 times as many tokens as sync, at a lag of 1.00" in instead(SYNC, POINTS)
+    assert instead(DEAR, [DEAR, SLOW]).startswith(
+        "None of the settings tried is faster than april r=2 at its batch lag of 1.50"
+    )
+    assert "would train 1.80 times as many tokens as sync, at a batch lag of 1.00" in instead(SYNC, POINTS)
     assert "None" in instead(SLOW, [SLOW, point(5.0, 0.1, length=0.8)])  # it trains short responses
 
 

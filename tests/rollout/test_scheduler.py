@@ -169,6 +169,7 @@ def test_a_group_whose_samples_failed_is_never_in_a_batch(ended_before_the_drop:
         shell.scheduler._limits = Limits(max_failed_batches=1)
         with pytest.raises(DataError, match="the last 1 samples have no reward"):
             shell.scheduler.failed(SampleId(group, 0), "no reward", 0.0, cause=WasteCause.NO_REWARD)
+    assert any(isinstance(event, GroupDropped) for event in shell.events) is not ended_before_the_drop
     again = Shell("sync", state=shell.state)
     (other,) = again.started()
     assert other != group and not shell.state.ledger.ready

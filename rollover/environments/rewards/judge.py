@@ -268,6 +268,8 @@ class JudgeReward:
         elif config.json_key is not None:
             value = _number_in_json(reply, config.json_key)
         else:
+            if config.pattern is None:  # "4 out of 5" is 4 where 5 is the highest score
+                reply = re.sub(rf"\s*(?:/|out of)\s*{config.range[1]:g}(?:\.0+)?(?![\w.,]*\d)", "", reply)
             matches = list(re.finditer(config.pattern or _PATTERN, reply))
             if not matches:
                 raise RefusedReward(f"the judge's reply has no score: {self._shown(reply[-200:])}")

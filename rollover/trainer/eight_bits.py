@@ -53,7 +53,7 @@ class AdamW8bit(AdamW):
 
         super().__init__(groups, **settings)
         self.in_8_bits = in_8_bits
-        self._step_in_8_bits = functional.optimizer_update_8bit_blockwise
+        self._step_in_8_bits: Callable[..., Any] = functional.optimizer_update_8bit_blockwise
         self._maps = {is_signed: functional.create_dynamic_map(signed=is_signed) for is_signed in (True, False)}
         """The numbers that the 256 values of a moment stand for, of the first and of the second moment."""
 

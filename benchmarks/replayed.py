@@ -35,7 +35,7 @@ from rollover.rollout.strategies import RolloverConfig
 from rollover.rollout.strategy import Strategy
 from rollover.sim.result import Meter, StepRecord, Window, step_record, whole_rounds
 from rollover.sim.run import simulate
-from rollover.sim.scenario import ReplicaModel, Scenario, Turns
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
 from rollover.types import FinishReason, Observation, Prompt, SampleId, Trajectory
 from rollover.weights.sources import MemoryWeights
 from rollover.workload.base import Workload
@@ -55,6 +55,10 @@ class Setting:
     config: RolloutConfig
     kv_on_update: Literal["keep", "recompute"] = "keep"
     max_running: int = MAX_RUNNING
+    lag_of: str = ""
+    """The setting whose lag this one is to have."""
+    training_s: float = 0.0
+    """Seconds of a training step, on devices of its own."""
 
     @property
     def strategy(self) -> Strategy:
@@ -214,10 +218,29 @@ async def swap(engine: EmbeddedEngine, version: int, weights: Mapping[str, Any])
         await engine.resume()
 
 
+class RestingClock(SystemClock):
+    """Stands still between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rests_at: float | None = None
+
+    def now_s(self) -> float:
+        return super().now_s() if self._rests_at is None else self._rests_at
+
+    def rest(self) -> None:
+        self._rests_at = self.now_s()
+
+    def go_on(self) -> None:
+        if self._rests_at is not None:
+            super().__init__(origin_s=self._rests_at)
+        self._rests_at = None
+
+
 class Rolling:
     """A rollout that goes on step by step, at rest in between, so that several can take turns on one machine. Version v
-    has ``weights[v % len(weights)]``. A step ends with its weights in place; training takes no time, and what others do
-    between two steps is not counted."""
+    has ``weights[v % len(weights)]``. A step ends with its weights in place; a trainer of its own is a pause, in which
+    the engine decodes what the strategy lets it. What others do between two steps is not counted."""
 
     def __init__(
         self,
@@ -240,7 +263,7 @@ class Rolling:
         self._weights = weights
         state = RolloutState()
         self._ledger = state.ledger
-        self._clock = SystemClock()
+        self._clock = RestingClock()
         replayed = Replayed(self._engine, workload, config, turns)
         self._slots = None if turns is None else SlotTime()
         self._driver = RolloutDriver(
@@ -260,11 +283,16 @@ class Rolling:
         self._meter = Meter()
 
     async def step(self) -> None:
+        self._clock.go_on()
+        await self._engine.resume()
         start_s = self._clock.now_s()
         batch = await self._driver.next_batch()
+        await self._clock.sleep(self.setting.training_s)
         version = batch.step + 1
         weights = self._weights[version % len(self._weights)]
         await self._driver.update_weights(version, lambda: swap(self._engine, version, weights))
+        await self._engine.pause()
+        self._clock.rest()
         self._driver.record(CheckpointSaved(time_s=self._clock.now_s(), step=version))
         took_s, before, stats = self._clock.now_s() - start_s, self._meter, self._engine.stats()
         self._meter = Meter(
@@ -278,6 +306,8 @@ class Rolling:
         self._records.append(step_record(batch, self._meter.since(before)))
 
     async def close(self) -> Run:
+        self._clock.go_on()
+        await self._engine.resume()
         await self._driver.stop()
         await self._engine.close()
         return Run(steps=tuple(self._records), tokens=self._ledger.tokens)
@@ -291,6 +321,7 @@ def foretell(setting: Setting, workload: Workload, model: ReplicaModel, steps: i
     scenario = Scenario(
         replicas=(replace(model, max_running=setting.max_running),),
         kv_on_update=setting.kv_on_update,
+        trainer=Latency(base_s=setting.training_s),
         accuracy=1.0,
         turns=turns,
     )

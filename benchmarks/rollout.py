@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/rollout.py            # 20 minutes on a quiet machine
     OMP_NUM_THREADS=2 python benchmarks/rollout.py --small    # seconds, to see that it works
+    OMP_NUM_THREADS=2 python benchmarks/rollout.py --trainer 0.2    # beside a trainer with devices of its own
 
 The engine is measured first: prefill, weight swap, sending a call, and how long an iteration takes with B samples of
 this load's mean context. Then all strategies roll out, in turns, a step each, so that what else the machine does hits
@@ -11,6 +12,9 @@ from the strategies' runs, is what the simulator is told: once as the line c0 (1
 times. Batches have so many groups that samples per batch are 2.4 B0, as in the published setup of APRIL (arXiv
 2509.18521). Throughput is trained tokens per second of rollout and weight swap, training left out, from the first
 step after the warm-up, over whole rounds.
+
+With ``--trainer`` a training step is a pause that takes this share of the loop of ``sync``, by simulation, and counts;
+strategies that generate meanwhile are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from operator import itemgetter
 from pathlib import Path
@@ -192,22 +196,31 @@ def iteration_time(run: Run, measured: Result) -> float:
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def settings(batch: int, group: int, cap: int) -> list[Setting]:
-    """The first is what the others are compared with; ``rollover`` at the lag of ``april`` still wants its target. As
+def settings(batch: int, group: int, cap: int, has_trainer: bool) -> list[Setting]:
+    """The first is what the others are compared with; ``rollover`` at the lag of another still wants its target. As
     packaged: whole groups, caches recomputed, the default bound."""
 
-    def setting(name: str, strategy: str, keep: bool = True, **options: Any) -> Setting:
+    def setting(name: str, strategy: str, keep: bool = True, lag_of: str = "", **options: Any) -> Setting:
         bound = {} if strategy == "sync" else {"max_staleness": BOUND}
         config = SimulatedRollout.of(
             strategy, rollout_batch_size=batch, group_size=group, max_new_tokens=cap, **bound | options,
         )  # fmt: skip
-        return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute")
+        return Setting(name=name, config=config, kv_on_update="keep" if keep else "recompute", lag_of=lag_of)
 
     num_samples = batch * group
     twice: dict[str, Any] = {"over_sampling_batch_size": 2 * batch}
     groups: dict[str, Any] = {"lag_target": 1.0}
     samples: dict[str, Any] = {"unit": "sample", "lag_target": 1.0}
     packaged: dict[str, Any] = {"max_staleness": RolloutConfig().max_staleness}
+    if has_trainer:
+        rivals = [setting(f"bounded_async, S = {bound}", "bounded_async", max_staleness=bound) for bound in (1, 2)]
+        ours = [
+            setting(
+                f"rollover, overlapped, the lag of S = {bound}", "rollover", lag_of=rival.name, overlap=True, **groups
+            )
+            for bound, rival in zip((1, 2), rivals, strict=True)
+        ]
+        return [setting("sync", "sync"), *rivals, *ours]
     return [
         setting("sync", "sync"),
         setting("april, recompute", "april", keep=False, **twice),
@@ -215,27 +228,38 @@ def settings(batch: int, group: int, cap: int) -> list[Setting]:
         setting("april, as packaged", "april", keep=False, **twice, **packaged),
         setting("concurrency, C = NG", "concurrency", num_running=num_samples),
         setting("concurrency, C = 1.5 NG", "concurrency", num_running=3 * num_samples // 2),
-        setting("rollover, april's lag, recompute, groups", "rollover", keep=False, **groups),
-        setting("rollover, april's lag, recompute", "rollover", keep=False, **samples),
-        setting("rollover, april's lag, groups", "rollover", **groups),
-        setting("rollover, april's lag", "rollover", **samples),
+        setting(
+            "rollover, april's lag, recompute, groups", "rollover", keep=False, lag_of="april, recompute", **groups
+        ),
+        setting("rollover, april's lag, recompute", "rollover", keep=False, lag_of="april, recompute", **samples),
+        setting("rollover, april's lag, groups", "rollover", lag_of="april", **groups),
+        setting("rollover, april's lag", "rollover", lag_of="april", **samples),
         setting("rollover, lag 3", "rollover", **samples | {"lag_target": 3.0}),
         setting("rollover, as packaged", "rollover", keep=False, **groups, **packaged),
     ]
 
 
-def aimed(chosen: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: int, warmup: int) -> list[Setting]:
-    """``rollover`` is to have the lag of ``april`` with the same caches, in simulation."""
+def aimed(
+    chosen: Sequence[Setting], others: Sequence[Setting], trace: Trace, model: ReplicaModel, steps: int, warmup: int
+) -> list[Setting]:
+    """``rollover`` is to have the lag of one of the ``others``, in simulation."""
     workload = trace.workload()
-    april = {s.kv_on_update: s for s in chosen if s.config.strategy.kind == "april" and "packaged" not in s.name}
+    by_name = {setting.name: setting for setting in others}
 
     def aim(setting: Setting) -> Setting:
-        if "april's lag" not in setting.name:
+        if not setting.lag_of:
             return setting
-        lag = foretell(april[setting.kv_on_update], workload, model, steps).after(warmup).lag.batch
+        lag = foretell(by_name[setting.lag_of], workload, model, steps).after(warmup).lag.batch
         return target_for(lag, setting, workload, model, steps, warmup)
 
     return [aim(setting) for setting in chosen]
+
+
+def beside_trainer(chosen: Sequence[Setting], share: float, trace: Trace, model: ReplicaModel) -> list[Setting]:
+    """The settings, with a training step that takes ``share`` of the loop of the first of them, in simulation."""
+    window = foretell(chosen[0], trace.workload(), model, 64).after(0)
+    training_s = share / (1 - share) * window.seconds / len(window.steps)
+    return [replace(setting, training_s=training_s) for setting in chosen]
 
 
 # -- a repeat ----------------------------------------------------------------------------------------------------
@@ -299,7 +323,10 @@ def foretell_all(record: Result, trace: Trace) -> Result:
 def recorded_setting(entry: Result) -> Setting:
     table = {"data": upgraded(entry["config"]), "name": entry["name"]}
     return Setting(
-        name=entry["name"], config=build(RolloutConfig, Document(**table)), kv_on_update=entry["kv_on_update"]
+        name=entry["name"],
+        config=build(RolloutConfig, Document(**table)),
+        kv_on_update=entry["kv_on_update"],
+        training_s=entry.get("training_s", 0.0),
     )
 
 
@@ -354,9 +381,11 @@ def run_all(args: argparse.Namespace, trace: Trace) -> Result:
         measured = measure_engine(folder, max(64, round(mean_context(trace))), sizes)
         before = models(measured, measured["iteration_s"])["table"]
         batch = args.batch or round(LOAD_OF_B0 * before.b0 / args.group)
-        chosen = settings(batch, args.group, trace.cap_tokens)
-        chosen = [s for s in chosen if s.name in (chosen[0].name, *args.only.split("; ")) or not args.only]
-        chosen = aimed(chosen, trace, before, 4 * steps, args.warmup_steps)
+        all_settings = settings(batch, args.group, trace.cap_tokens, has_trainer=args.trainer > 0)
+        all_settings = beside_trainer(all_settings, args.trainer, trace, before)
+        named = (all_settings[0].name, *args.only.split("; "))
+        chosen = [s for s in all_settings if s.name in named or not args.only]
+        chosen = aimed(chosen, all_settings, trace, before, 4 * steps, args.warmup_steps)
         workloads = [trace.workload(seed) for seed in range(args.repeats)]
         turns = [asyncio.run(take_turns(chosen, workload, folder, measured, args)) for workload in workloads]
     in_rollout_s = {size: statistics.fmean(times[size] for _, times in turns) for size in sizes}
@@ -387,6 +416,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--warmup-steps", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trainer", type=float, default=0.0, help="share of a separate trainer in the loop of sync")
     parser.add_argument("--only", default="", help="of the settings, these by name, parted by '; ', and sync")
     parser.add_argument("--small", action="store_true", help="tiny load: whether it works, not how fast it is")
     parser.add_argument("--out", type=Path, default=HERE / "results" / f"rollout-{date.today()}.json")

@@ -22,8 +22,9 @@ from tests.speed import slowness
 
 LIMIT_S = 2.0
 """Processor time of a test that is not deep, in seconds of the reference machine of ``tests/speed.py``."""
-TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname"})
-"""Programs that any test may start: a run asks git for its commit and the compiler for its kernels."""
+TOOLS = frozenset({"git", "cc", "gcc", "c++", "uname", "fc-list"})
+"""Programs that any test may start: a run asks git for its commit and the compiler for its kernels, and matplotlib,
+which reasoning-gym imports, asks for fonts once on each machine."""
 
 FIXTURES = frozenset({"cluster", "four", "lies", "marked", "processes", "three", "two"})
 """Fixtures that start processes: ranks, clusters, workers, runs that are killed."""

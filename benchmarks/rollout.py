@@ -29,7 +29,7 @@ import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from operator import itemgetter
 from pathlib import Path
@@ -55,7 +55,6 @@ from workload import SHAPES, Load, make_model
 from rollover.engine.embedded.core import EngineCore
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.rollout.config import RolloutConfig
-from rollover.rollout.old_config import upgraded
 from rollover.settings.schema import build
 from rollover.settings.toml import Document
 from rollover.sim.scenario import ReplicaModel
@@ -321,10 +320,16 @@ def foretell_all(record: Result, trace: Trace) -> Result:
 
 
 def recorded_setting(entry: Result) -> Setting:
-    table = {"data": upgraded(entry["config"]), "name": entry["name"]}
+    """Read a setting of a record. Records of November 2026 have the options of all strategies beside the strategy."""
+    table = dict(entry["config"])
+    if isinstance(kind := table["strategy"], str):
+        options = table.keys() - {field.name for field in fields(RolloutConfig)}
+        table["strategy"] = {"kind": kind} | {
+            key: value for key in options if (value := table.pop(key)) not in (None, False)
+        }
     return Setting(
         name=entry["name"],
-        config=build(RolloutConfig, Document(**table)),
+        config=build(RolloutConfig, Document(data=table, name=entry["name"])),
         kv_on_update=entry["kv_on_update"],
         training_s=entry.get("training_s", 0.0),
     )

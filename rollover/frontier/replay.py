@@ -23,7 +23,6 @@ from rollover.report.timeline import SampleTrace, Timeline
 from rollover.rollout.events import BatchConsumed, GroupDropped, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import read_events
 from rollover.rollout.lag import LagOf
-from rollover.rollout.old_config import upgraded
 from rollover.rollout.strategies import RolloverConfig
 from rollover.settings import schema, toml
 from rollover.sim.scenario import Latency, ReplicaModel, Scenario, Turns
@@ -140,8 +139,8 @@ def _averages_sequences(config: dict[str, Any]) -> bool:
 
 
 def _rollout(path: Path, config: dict[str, Any]) -> SimulatedRollout:
-    section = upgraded(config.get("rollout") or {})
-    rollout = schema.build(SimulatedRollout, toml.Document(name=f"{path / 'config.json'}: rollout", data=section))
+    document = toml.Document(name=f"{path / 'config.json'}: rollout", data=config.get("rollout") or {})
+    rollout = schema.build(SimulatedRollout, document)
     strategy = rollout.strategy
     told = (config.get("meta") or {}).get(
         "prefill_tokens_per_iteration"

@@ -160,13 +160,9 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def restore(data: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Invert ``resolved`` and apply overrides; ``source`` names the data in messages. Configs stored by earlier
-    versions are accepted."""
-    from rollover.run.old_config import upgraded
-
-    stored = upgraded(data)
-    stored["variants"] = {name: upgraded(changes) for name, changes in (stored.get("variants") or {}).items()}
-    return build(RunConfig, toml.Document(name=source, data=stored), parse_overrides(overrides))
+    """Invert ``resolved`` and apply overrides; ``source`` names the data in messages. Raises ``ConfigError`` naming the
+    keys that this version does not have, if another version stored them."""
+    return build(RunConfig, toml.Document(name=source, data=dict(data)), parse_overrides(overrides))
 
 
 def find(config: str | Path) -> Path:

@@ -36,6 +36,7 @@ from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.memory import training_memory
+from rollover.trainer.setup import TrainingSetup
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 RESPONSE, SAMPLES = 256, 6
@@ -153,14 +154,17 @@ def measure(folder: str, way: str) -> int:
     """Take the step, and return what it takes beyond what stays in this process, or in one of its ranks."""
     config = WAYS[way]
     groups = 2 * config.num_devices // config.context_parallel
-    setup: dict[str, Any] = {"temperature": 1.0, "max_response_tokens": RESPONSE, "num_steps": 9}
+    algorithm = resolve(AlgorithmConfig())
+    setup = TrainingSetup(
+        config=config, algorithm=algorithm, temperature=1.0, max_response_tokens=RESPONSE, num_steps=9
+    )
     with tempfile.TemporaryDirectory() as place:
         trainer: LocalTrainer | FleetTrainer
         if config.num_devices == 1:
-            trainer, pids = LocalTrainer(config, resolve(AlgorithmConfig()), folder, **setup), [os.getpid()]
+            trainer, pids = LocalTrainer(setup, folder), [os.getpid()]
         else:
             staging = Path(place)
-            trainer = FleetTrainer(config, resolve(AlgorithmConfig()), folder, fallback=staging, logs=staging, **setup)
+            trainer = FleetTrainer(setup, folder, fallback=staging, logs=staging)
             pids = list(trainer.pids)
         with closing(trainer):
             trainer.step(make_batch(0, 2, 16, groups))

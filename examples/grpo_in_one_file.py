@@ -37,6 +37,7 @@ from rollover import (
     RolloutState,
     SamplingParams,
     TrainerConfig,
+    TrainingSetup,
     algorithm,
     restart,
     strategy,
@@ -83,16 +84,15 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def open_trainer(model: Path, run: Path, args: argparse.Namespace) -> LocalTrainer:
     """Open the trainer with the model, or with the newest checkpoint of an earlier process."""
-    return LocalTrainer(
-        TrainerConfig(learning_rate=args.learning_rate),
-        algorithm("grpo"),  # or "dapo", "gspo", "rloo", "cispo", ...
-        model,
+    setup = TrainingSetup(
+        config=TrainerConfig(learning_rate=args.learning_rate),
+        algorithm=algorithm("grpo"),  # or "dapo", "gspo", "rloo", "cispo", ...
         temperature=1.0,
         max_response_tokens=args.max_new_tokens,
         num_steps=args.steps,
         seed=SEED,
-        resume_from=newest_checkpoint(run),
     )
+    return LocalTrainer(setup, model, resume_from=newest_checkpoint(run))
 
 
 def open_driver(engine: EmbeddedEngine, tokenizer: Any, journal: Journal, step: int, max_tokens: int) -> RolloutDriver:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rollover.run.api import train as train
     from rollover.trainer.config import TrainerConfig as TrainerConfig
     from rollover.trainer.local import LocalTrainer as LocalTrainer
+    from rollover.trainer.setup import TrainingSetup as TrainingSetup
     from rollover.types import FinishReason as FinishReason
     from rollover.types import Prompt as Prompt
     from rollover.types import SamplingParams as SamplingParams
@@ -62,6 +63,7 @@ PUBLIC_MODULES = {
     "StartSample": "rollout.actions",
     "StopAll": "rollout.actions",
     "TrainerConfig": "trainer.config",
+    "TrainingSetup": "trainer.setup",
     "__version__": "version",
     "algorithm": "algorithms.config",
     "restart": "rollout.journal",

@@ -41,13 +41,14 @@ PUBLIC = [
     "StartSample",
     "StopAll",
     "TrainerConfig",
+    "TrainingSetup",
     "__version__",
     "algorithm",
     "restart",
     "strategy",
     "train",
 ]
-NEED_TORCH = ["EmbeddedEngine", "LocalTrainer"]
+NEED_TORCH = ["EmbeddedEngine", "LocalTrainer", "TrainingSetup"]
 EXAMPLE = ROOT / "examples" / "grpo_in_one_file.py"
 INTERNAL = {
     "Batch": "batch",

@@ -27,6 +27,7 @@ from rollover.trainer.config import ScratchConfig, TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import pick_device
 from rollover.trainer.scratch import build_scratch_model, build_tokenizer
+from rollover.trainer.setup import TrainingSetup
 from rollover.types import FinishReason, Prompt, SampleId, SamplingParams, Segment, Trajectory
 
 
@@ -223,9 +224,11 @@ def _steps(folder: Path, device: str, config: dict[str, Any], sizes: MeasuredSiz
     settings = TrainerConfig(
         device=device, dtype="float32" if device == "cpu" else "bfloat16", micro_batch_tokens=8 * 2 * length
     )
-    trainer = LocalTrainer(
-        settings, resolve(AlgorithmConfig()), folder, temperature=1.0, max_response_tokens=length, num_steps=1000
+    algorithm = resolve(AlgorithmConfig())
+    setup = TrainingSetup(
+        config=settings, algorithm=algorithm, temperature=1.0, max_response_tokens=length, num_steps=1000
     )
+    trainer = LocalTrainer(setup, folder)
     for place, sequences in enumerate(sizes.sequences):
         times = []
         for _ in range(4):

@@ -33,31 +33,24 @@ def open_trainer(config: RunConfig, run: RunDir, folder: Path, checkpoint: Path 
     from rollover.trainer.checkpoint import read_manifest
     from rollover.trainer.fleet import FleetTrainer
     from rollover.trainer.local import LocalTrainer
+    from rollover.trainer.setup import TrainingSetup
 
     if checkpoint is not None and not read_manifest(checkpoint).files:
         progress.message(f"{checkpoint} has no checksums (an earlier version wrote it), so damage would go unnoticed")
-    algorithm, rollout = config.weighing_algorithm, config.rollout
-    if not is_sharded(config.trainer) and config.cluster is None:
-        return LocalTrainer(
-            config.trainer,
-            algorithm,
-            folder,
-            temperature=rollout.temperature,
-            max_response_tokens=rollout.max_new_tokens,
-            num_steps=config.steps,
-            seed=config.seed,
-            deterministic=config.deterministic,
-            resume_from=checkpoint,
-        )
-    return FleetTrainer(
-        config.trainer,
-        algorithm,
-        folder,
-        temperature=rollout.temperature,
-        max_response_tokens=rollout.max_new_tokens,
+    setup = TrainingSetup(
+        config=config.trainer,
+        algorithm=config.weighing_algorithm,
+        temperature=config.rollout.temperature,
+        max_response_tokens=config.rollout.max_new_tokens,
         num_steps=config.steps,
         seed=config.seed,
         deterministic=config.deterministic,
+    )
+    if not is_sharded(config.trainer) and config.cluster is None:
+        return LocalTrainer(setup, folder, resume_from=checkpoint)
+    return FleetTrainer(
+        setup,
+        folder,
         resume_from=checkpoint,
         fallback=run.path / "staging",
         logs=run.path / "logs",

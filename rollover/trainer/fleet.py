@@ -16,14 +16,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollover.algorithms.registry import Algorithm
 from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.errors import ResourceError, RolloverError
 from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
-from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet_sending import FleetWeights
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
@@ -48,7 +46,6 @@ class FleetTrainer:
 
     Args:
         model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
-        temperature, max_response_tokens, num_steps, seed, deterministic: see ``TrainingSetup``.
         resume_from: a checkpoint to continue from, written by any number of devices.
         fallback: a folder for exchanging values when shared memory is too small for them.
         logs: the folder for the output of each rank.
@@ -64,31 +61,17 @@ class FleetTrainer:
 
     def __init__(
         self,
-        config: TrainerConfig,
-        algorithm: Algorithm,
+        setup: TrainingSetup,
         model: str | Path,
         *,
-        temperature: float,
-        max_response_tokens: int,
-        num_steps: int,
         fallback: Path,
-        seed: int = 0,
-        deterministic: bool = False,
         resume_from: Path | None = None,
         logs: Path | None = None,
         launcher: RankLauncher | None = None,
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._setup = TrainingSetup(
-            config=config,
-            algorithm=algorithm,
-            temperature=temperature,
-            max_response_tokens=max_response_tokens,
-            num_steps=num_steps,
-            seed=seed,
-            deterministic=deterministic,
-        )
-        self._config = config
+        self._setup = setup
+        self._config = config = setup.config
         self._launcher = launcher or LocalLauncher(config, timeout_s=config.rank_timeout_s, logs=logs)
         self._devices = self._launcher.devices
         self._num_threads = self._launcher.num_threads

@@ -22,7 +22,6 @@ from rollover.algorithms.advantages import ComponentRewards, TurnRewards, comput
 from rollover.algorithms.batch import TokenBatch
 from rollover.algorithms.losses import LossError, policy_loss
 from rollover.algorithms.metrics import LossMetrics
-from rollover.algorithms.registry import Algorithm
 from rollover.batch import Batch, TrainedStep, WasteCause
 from rollover.errors import RolloverError
 from rollover.hf.companions import read_companions
@@ -55,8 +54,6 @@ class LocalTrainer:
     Example: after ``trainer.step(batch)`` with the first batch, ``trainer.version`` is 1, and
     ``trainer.weight_source()`` returns the weights that an engine loads as version 1.
 
-    ``TrainingSetup`` describes the arguments that are not listed here.
-
     Args:
         model: folder or hub id of the initial policy, which is also the frozen reference if the algorithm needs one.
         resume_from: a checkpoint to continue from, exactly where ``save`` left off.
@@ -69,30 +66,11 @@ class LocalTrainer:
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        algorithm: Algorithm,
-        model: str | Path,
-        *,
-        temperature: float,
-        max_response_tokens: int,
-        num_steps: int,
-        seed: int = 0,
-        deterministic: bool = False,
-        resume_from: Path | None = None,
-        world: World = ALONE,
+        self, setup: TrainingSetup, model: str | Path, *, resume_from: Path | None = None, world: World = ALONE
     ) -> None:
-        self._setup = TrainingSetup(
-            config=config,
-            algorithm=algorithm,
-            temperature=temperature,
-            max_response_tokens=max_response_tokens,
-            num_steps=num_steps,
-            seed=seed,
-            deterministic=deterministic,
-        )
-        self._config = config
-        self._algorithm = algorithm
+        self._setup = setup
+        self._config = config = setup.config
+        self._algorithm = setup.algorithm
         self._world = world
         self._device = pick_device(config.device)
         self._version = 0
@@ -115,9 +93,9 @@ class LocalTrainer:
                 config,
                 initial,
                 checkpoint=resume_from,
-                needs_ref=algorithm.needs_ref,
+                needs_ref=setup.algorithm.needs_ref,
                 device=self._device,
-                seed=seed,
+                seed=setup.seed,
                 world=world,
             )
             self._model = self._policy.model

@@ -55,14 +55,8 @@ class _Rank:
         setup = task.setup
         assert isinstance(setup, TrainingSetup)
         self._trainer = LocalTrainer(
-            replace(setup.config, device=task.device),
-            setup.algorithm,
+            replace(setup, config=replace(setup.config, device=task.device)),
             task.model,
-            temperature=setup.temperature,
-            max_response_tokens=setup.max_response_tokens,
-            num_steps=setup.num_steps,
-            seed=setup.seed,
-            deterministic=setup.deterministic,
             resume_from=task.resume_from,
             world=world,
         )

@@ -26,6 +26,7 @@ from rollover.trainer import ranks
 from rollover.trainer.checkpoint import read_manifest, verify_files
 from rollover.trainer.config import TrainerConfig
 from rollover.trainer.fleet import FleetTrainer
+from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.sft import SFTProgress, run_sft
 from tests.cluster.conftest import add_node, cluster_has, until
 from tests.speed import within
@@ -50,14 +51,17 @@ def fleet(folder: Path, tmp_path: Path, cluster: ClusterConfig | None, told: lis
     launcher = (
         None if cluster is None else RayLauncher(cluster, config, timeout_s=config.rank_timeout_s, notify=told.append)
     )
+    algorithm = resolve(AlgorithmConfig())
     trainer = FleetTrainer(
-        config,
-        resolve(AlgorithmConfig()),
+        TrainingSetup(
+            config=config,
+            algorithm=algorithm,
+            temperature=0.8,
+            max_response_tokens=25,
+            num_steps=10,
+            deterministic=True,
+        ),
         folder,
-        temperature=0.8,
-        max_response_tokens=25,
-        num_steps=10,
-        deterministic=True,
         fallback=tmp_path / "staging",
         logs=tmp_path / "logs",
         notify=told.append,

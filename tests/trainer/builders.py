@@ -26,7 +26,7 @@ from rollover.trainer.config import TrainerConfig
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.models import save_model
 from rollover.trainer.packing import TrainingSample
-from rollover.trainer.world import ALONE
+from rollover.trainer.setup import TrainingSetup
 from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
 
 VOCAB = 40
@@ -163,13 +163,13 @@ def untrainable(batch: Batch) -> Batch:
 
 def make_trainer(folder: Path, *, algorithm: Algorithm | str = "grpo", **settings: Any) -> LocalTrainer:
     """``temperature`` and the other keyword arguments of ``Trainer`` may stand among the config's own."""
-    own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "resume_from": None}
-    own |= {"seed": 0, "deterministic": False, "world": ALONE}
+    own = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "seed": 0, "deterministic": False}
     own |= {key: settings.pop(key) for key in own.keys() & settings.keys()}
+    beside = {key: settings.pop(key) for key in {"resume_from", "world"} & settings.keys()}
     if isinstance(algorithm, str):
         algorithm = resolve(AlgorithmConfig(name=algorithm))
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", **settings})
-    return LocalTrainer(config, algorithm, folder, **own)
+    return LocalTrainer(TrainingSetup(config=config, algorithm=algorithm, **own), folder, **beside)
 
 
 def gradients(trainer: LocalTrainer) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from rollover.trainer.fleet import FleetTrainer
 from rollover.trainer.leading import RankLost
 from rollover.trainer.local import LocalTrainer
 from rollover.trainer.messages import Failed
+from rollover.trainer.setup import TrainingSetup
 from tests.speed import within
 from tests.trainer import forked_ranks
 from tests.trainer.builders import make_batch, make_folder, make_trainer, untrainable
@@ -59,16 +60,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def fleet(folder: Path, tmp_path: Path, told: list[str] | None = None, **settings: Any) -> Iterator[FleetTrainer]:
     own: dict[str, Any] = {"temperature": 0.8, "max_response_tokens": 25, "num_steps": 10, "deterministic": True}
-    own |= {key: settings.pop(key) for key in ("resume_from", "deterministic") if key in settings}
+    own |= {key: settings.pop(key) for key in ("deterministic",) if key in settings}
+    resume_from = settings.pop("resume_from", None)
     config = TrainerConfig(**{"learning_rate": 1e-3, "device": "cpu", "num_devices": 2, **settings})
     opened = FleetTrainer(
-        config,
-        resolve(AlgorithmConfig()),
+        TrainingSetup(config=config, algorithm=resolve(AlgorithmConfig()), **own),
         folder,
+        resume_from=resume_from,
         fallback=tmp_path / "staging",
         logs=tmp_path / "logs",
         notify=(told if told is not None else []).append,
-        **own,
     )
     try:
         yield opened

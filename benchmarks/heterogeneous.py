@@ -23,12 +23,11 @@ from rollover.devices import workload
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Device, Efficiency, ModelShape, WorkloadSpec
 from rollover.planner import fleet
-from rollover.planner.alternatives import one_type
+from rollover.planner.job import check, one_type
 from rollover.planner.plan import Plan
 from rollover.planner.problem import PlanSpec, stock_problem
 from rollover.planner.records import Fleet
 from rollover.planner.search import make_plan, solve_finely
-from rollover.planner.simulation import check
 from rollover.settings import toml
 from rollover.workload.source import read_lengths
 

@@ -1,7 +1,13 @@
-"""``rollover plan``: from a fleet file to a table, a page and a record."""
+"""``rollover plan``: from a fleet file to a table, a page and a record.
+
+A plan is tested by a simulation of the whole loop: the planner works with means, and there lengths are drawn, groups
+wait for their longest response, the staleness bound holds back new groups, and calls go to the replica with the least
+load. The alternatives to it are solved as it was: with the same lengths, tail and staleness bound.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -11,17 +17,25 @@ from rich.console import Console
 
 from rollover.devices import model_shape as models
 from rollover.devices import workload
-from rollover.devices.records import ModelShape, WorkloadSpec
+from rollover.devices.costs.links import weight_update_s
+from rollover.devices.costs.rollout import engine_model
+from rollover.devices.records import Device, ModelShape, WorkloadSpec
 from rollover.errors import ConfigError, PlanError, nearest
 from rollover.planner import fleet as fleets
-from rollover.planner.alternatives import alternatives, launchable, leaner, unlimited
-from rollover.planner.plan import Plan, step_tokens
-from rollover.planner.problem import PlanSpec
-from rollover.planner.records import Fleet, Server, Tail
+from rollover.planner.placement import engine_on_links, weight_ways, weights_link
+from rollover.planner.plan import Alternative, Plan, devices_used, step_tokens
+from rollover.planner.problem import PlanSpec, stock_problem
+from rollover.planner.records import Fleet, Problem, Server, Solution, Tail
 from rollover.planner.report import render_page, show
-from rollover.planner.search import make_plan
+from rollover.planner.search import make_plan, solve_finely
+from rollover.planner.topology import Topology
 from rollover.report.page import write_page
+from rollover.rollout.strategies import BoundedAsync
 from rollover.settings import toml
+from rollover.sim.result import Window
+from rollover.sim.run import simulate
+from rollover.sim.scenario import Latency, ReplicaModel, Scenario
+from rollover.workload.base import Workload
 from rollover.workload.source import read_lengths
 
 DEFAULT_WORKLOAD = "math-16k"
@@ -135,8 +149,6 @@ def _spec(request: PlanRequest, model: ModelShape, workload: WorkloadSpec) -> Pl
 
 def _checked(request: PlanRequest, made: Plan) -> Plan:
     """Add the simulated rate and the alternatives."""
-    from rollover.planner.simulation import check
-
     lengths = read_lengths(request.workload, cap_tokens=request.cap_tokens).workload(0)
     return replace(
         made,
@@ -152,3 +164,128 @@ def _write(console: Console, request: PlanRequest, made: Plan) -> None:
     if request.json is not None:
         request.json.write_text(made.to_json(), encoding="utf-8")
         console.print(f"plan: {request.json}", markup=False)
+
+
+WARMUP_STEPS = 12
+MEASURED_STEPS = 24
+
+
+def check(plan: Plan, lengths: Workload, *, warmup: int = WARMUP_STEPS, steps: int = MEASURED_STEPS) -> Window:
+    """Simulate the plan under its staleness bound for ``warmup`` + ``steps`` training steps."""
+    workload = plan.workload
+    found = scenario(plan)
+    strategy = BoundedAsync(
+        batch_size=workload.num_groups,
+        group_size=workload.group_size,
+        max_staleness=plan.problem.max_staleness,
+        num_running=found.max_running,
+    )
+    return simulate(strategy, lengths, found, steps=warmup + steps, seed=0).after(warmup)
+
+
+def scenario(plan: Plan) -> Scenario:
+    """Describe the plan's engines and trainer to the simulator."""
+    workload, training = plan.workload, plan.solution.plan
+    topology = Topology.of(plan.fleet)
+    ways = weight_ways(topology, training, plan.placement, plan.placement.rollout_nodes)
+    models: list[ReplicaModel] = []
+    for c, kind in enumerate(plan.problem.replica_kinds):
+        replicas = [r for r in plan.placement.replicas if r.member == c]
+        engine = engine_on_links(topology, plan.model, workload, kind, replicas)
+        device = engine.device
+        pause_s = weight_update_s(plan.model, workload, device, weights_link(device, replicas, ways))
+        models += [engine_model(engine, pause_s=pause_s, max_running=kind.batch_cap)] * len(replicas)
+    return Scenario(
+        replicas=tuple(models),
+        trainer=Latency(base_s=training.sync_s, s_per_token=training.step_s / step_tokens(workload)),
+        reward=Latency(base_s=workload.reward_s),
+        kv_on_update="keep" if workload.keeps_kv else "recompute",
+    )
+
+
+ALMOST = 0.01
+"""Fraction of the rate that the leaner plan may give up."""
+
+
+def alternatives(plan: Plan) -> tuple[Alternative, ...]:
+    """List the feasible alternatives, fastest first."""
+    return tuple(sorted(_of_one_type(plan), key=lambda a: (-a.steps_per_s, a.name)))
+
+
+def one_type(plan: Plan, device: Device, count: int) -> tuple[Problem, Solution] | None:
+    """Return the best plan on ``count`` devices of one type, or ``None``."""
+    try:
+        built = stock_problem({device: count}, plan.model, plan.workload, max_staleness=plan.problem.max_staleness)
+    except PlanError:
+        return None
+    return solve_finely(replace(built, tail=plan.problem.tail), [device], plan.model)
+
+
+def launchable(plan: Plan) -> Alternative | None:
+    """Return the best plan that ``rollover launch`` can run; ``None`` if it can run this one, or none of this fleet."""
+    if not any(plan.obstacles):
+        return None
+    return _planned("what rollover launch can run", plan, plan.fleet, replace(_spec_of(plan), launchable="vllm"))
+
+
+def unlimited(plan: Plan) -> Alternative | None:
+    """Return the best plan, whether or not ``rollover launch`` can run it."""
+    return _planned("the best plan, runnable or not", plan, plan.fleet, _spec_of(plan))
+
+
+def leaner(plan: Plan) -> Alternative | None:
+    """Return the cheapest plan that is almost as fast, or the one with the fewest devices where a price is missing;
+    ``None`` if a target rate was given, since the plan is then the cheapest of its rate already."""
+    if plan.problem.target_steps_per_s is not None:
+        return None
+    fleet = replace(plan.fleet, budget_per_hour=None)
+    if any(device.price_per_hour is None for device in fleet.devices):
+        nodes = (replace(node, device=replace(node.device, price_per_hour=1.0)) for node in fleet.nodes)
+        fleet = replace(fleet, nodes=tuple(nodes))
+    target = plan.solution.steps_per_s * (1 - ALMOST)
+    spec = replace(_spec_of(plan), target_steps_per_s=target)
+    return _planned("the cheapest plan that is almost as fast", plan, fleet, spec)
+
+
+def _spec_of(plan: Plan) -> PlanSpec:
+    """Return the specification of ``plan`` without its target."""
+    return PlanSpec(
+        model=plan.model, workload=plan.workload, max_staleness=plan.problem.max_staleness, tail=plan.problem.tail
+    )
+
+
+def _planned(name: str, plan: Plan, fleet: Fleet, spec: PlanSpec) -> Alternative | None:
+    """Plan ``fleet``, which is that of ``plan`` but for prices; the prices of ``plan`` count."""
+    try:
+        made = make_plan(fleet, spec)
+    except PlanError:
+        return None
+    return Alternative(
+        name=name,
+        steps_per_s=made.solution.steps_per_s,
+        cost_per_hour=replace(made, fleet=plan.fleet).cost_per_hour,
+        devices=made.used,
+    )
+
+
+def _of_one_type(plan: Plan) -> Iterator[Alternative]:
+    """Plan as many devices of one type as the plan's cost buys; where prices are missing, those of the fleet."""
+    money = plan.solution.cost_per_hour
+    for device, stock in plan.fleet.stock.items():
+        count, name = stock, f"the fleet's {device.name} alone"
+        if money is not None and device.price_per_hour is not None:
+            count = int(money / device.price_per_hour * (1 + 1e-9))
+            name = f"{device.name} alone, for the same money"
+        found = one_type(plan, device, count) if count else None
+        if found is not None:
+            yield _alternative(name, *found)
+
+
+def _alternative(name: str, problem: Problem, solution: Solution) -> Alternative:
+    used = devices_used(problem, solution)
+    return Alternative(
+        name=name,
+        steps_per_s=solution.steps_per_s,
+        cost_per_hour=solution.cost_per_hour,
+        devices={s.device: used[s.device] for s in problem.supplies if s.device in used},
+    )

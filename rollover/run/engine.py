@@ -1,28 +1,33 @@
-"""The engine of a run: opened from its config, checked against its model."""
+"""The engine of a run: opened from its config, checked against its model, and placed on the run's Ray cluster if it has
+one."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rollover.clock import SystemClock
+from rollover.cluster.config import ClusterConfig
+from rollover.cluster.connect import connect
+from rollover.cluster.engines import ClusterEngines, checked_forms, described
+from rollover.cluster.nodes import Wanted, alive_nodes
 from rollover.engine.devices import numbered
 from rollover.engine.kind import EngineFacts, EngineSetup, OpenedEngine
+from rollover.engine.servers.config import ServerConfig
 from rollover.hf.architecture import Architecture
 from rollover.rollout.strategy import OnFull
 from rollover.run.config import RunConfig, longest_tokens
 from rollover.run.directory import RunDir
 from rollover.run.kinds import ENGINES, open_engine
-from rollover.trainer.config import is_sharded
+from rollover.trainer.config import TrainerConfig, is_sharded
 
 
 async def open_engine_of(config: RunConfig, run: RunDir, folder: Path, notify: Callable[[str], None]) -> OpenedEngine:
     """Open the engine with the model in ``folder``. ``notify`` shows the user messages about the engine."""
     places = None
     if config.cluster is not None and config.cluster.num_engines:
-        from rollover.run.placed_engines import open_places
-
         root = config.engine.weights_root(run.path / "weights", run.path.name) or run.path / "weights"
         adapters = config.published_adapters is not None
         places = partial(open_places, config.cluster, run, root, notify, sends_adapters=adapters)
@@ -51,8 +56,6 @@ def check_engine(config: RunConfig) -> list[str]:
     or a cluster that is not there or too small."""
     rollout, places = config.rollout, None
     if config.cluster is not None and config.cluster.num_engines:
-        from rollover.run.placed_engines import check_places
-
         places = partial(check_places, config.cluster, config.trainer)
     facts = EngineFacts(
         read_model=lambda: _architecture(config),
@@ -97,3 +100,71 @@ def _architecture(config: RunConfig) -> Architecture:
         return Architecture.from_config(config.model.scratch.model_config(config.model.scratch.vocab_size))
     assert config.model.path is not None
     return Architecture.from_folder(resolve_model(config.model.path, weights=False))
+
+
+_PROBE = "probe"
+
+
+def check_places(cluster: ClusterConfig, trainer: TrainerConfig, engine: ServerConfig) -> list[str]:
+    """Return lines that say where the servers will go. Raises ``ConfigError`` when there is no such cluster, or when it
+    can never hold them beside the trainer's ranks."""
+    from rollover.cluster.ranks import rank_demand
+
+    demand = rank_demand(cluster, trainer, alive_nodes(connect(cluster)))
+    ranks = [Wanted(name=f"rank {n} of the trainer", resources=demand.bundle) for n in range(demand.count)]
+    forms, device = checked_forms(cluster, engine, ranks)
+    lines = [f"server {line}" for line in described(forms, device)]
+    lora = trainer.lora
+    return [*lines, _way_of_weights(_by_folder(engine, sends_adapters=lora is not None and lora.publish == "adapter"))]
+
+
+async def open_places(
+    cluster: ClusterConfig,
+    run: RunDir,
+    root: Path,
+    notify: Callable[[str], None],
+    engine: ServerConfig,
+    folder: Path,
+    *,
+    sends_adapters: bool,
+) -> ClusterEngines:
+    """Return the places on the cluster for servers of the model in ``folder``.
+
+    Args:
+        root: the folder through which weights reach the servers.
+        sends_adapters: they are given adapters alone.
+    """
+    connect(cluster)
+    probe, by_folder = None, _by_folder(engine, sends_adapters=sends_adapters)
+    if by_folder:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / _PROBE
+        probe.write_text(secrets.token_hex(16))
+    notify(_way_of_weights(by_folder))
+    return ClusterEngines(
+        cluster,
+        engine,
+        run=run.identity(),
+        logs=run.path / "logs",
+        model=folder,
+        probe=probe,
+        remedy="set engine.weights_dir to a folder with the same path on all nodes, or send weights through a process"
+        " group (engine.weight_transfer)",
+    )
+
+
+def _by_folder(engine: ServerConfig, *, sends_adapters: bool) -> bool:
+    """Say whether weights reach the servers through a folder, as adapters always do."""
+    return sends_adapters or engine.weight_transfer == "folder"
+
+
+def _way_of_weights(by_folder: bool) -> str:
+    if by_folder:
+        return (
+            "weights reach the servers through a folder (engine.weights_dir, or weights in the run directory), which"
+            " the nodes of all servers must see under the same path; nodes that lack the model are sent it"
+        )
+    return (
+        "weights are sent to the servers through a process group, and the model that they start with to nodes that lack"
+        " it: no folder has to be shared"
+    )

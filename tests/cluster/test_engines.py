@@ -32,7 +32,7 @@ from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.open import open_vllm
 from rollover.errors import ConfigError
-from rollover.run.placed_engines import check_places
+from rollover.run.engine import check_places
 from rollover.trainer.config import LoraConfig, TrainerConfig
 from rollover.weights.sources import FolderWeights
 from tests.cluster.conftest import add_node, cluster_has

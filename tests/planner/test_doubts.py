@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from rollover.devices import workload
 from rollover.devices.model_shape import parse
-from rollover.planner.alternatives import ALMOST, launchable, leaner, unlimited
+from rollover.planner.job import ALMOST, launchable, leaner, unlimited
 from rollover.planner.plan import Alternative, Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet

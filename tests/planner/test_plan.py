@@ -13,14 +13,13 @@ from rollover.devices.costs.records import TrainingPart, TrainingPlan
 from rollover.devices.model_shape import parse
 from rollover.devices.records import Link
 from rollover.planner import fleet as fleets
-from rollover.planner.alternatives import alternatives
+from rollover.planner.job import alternatives, check
 from rollover.planner.placement import Pipeline, Placement, Stage, weight_ways
 from rollover.planner.plan import Plan, step_tokens
 from rollover.planner.problem import PlanSpec
 from rollover.planner.records import Fleet
 from rollover.planner.report import numbers, render_page, roles, sentences
 from rollover.planner.search import make_plan
-from rollover.planner.simulation import check
 from rollover.planner.topology import Topology
 from rollover.settings import toml
 from rollover.workload.source import read_lengths

@@ -10,7 +10,7 @@ import pytest
 from rollover.swarm.coordinator.machine.coordinator import Coordinator
 from rollover.swarm.coordinator.machine.effects import Effect, ServesAnew
 from rollover.swarm.coordinator.machine.members import RunIdentity
-from rollover.swarm.coordinator.status.weight_log import WeightLog
+from rollover.swarm.coordinator.status.board import WeightLog
 from rollover.swarm.publication.publications import PublishedWeights
 from rollover.swarm.wire.messages import Serving
 from tests.swarm.kit import VOCAB, ModelWorker, head

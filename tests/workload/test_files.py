@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from rollover.errors import DataError
-from rollover.workload.files import DEFAULT_PROMPT_TOKENS, read_file
+from rollover.workload.source import DEFAULT_PROMPT_TOKENS, read_file
 from rollover.workload.trace import TracePrompt
 
 SAMPLES: list[dict[str, Any]] = [

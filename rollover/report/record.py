@@ -30,8 +30,6 @@ class RunRecord:
     """Version, git commit, seed and machine."""
     metrics: tuple[MetricRow, ...]
     timeline: Timeline
-    has_secrets: bool = False
-    """True if a value of the config was blanked."""
 
 
 def read_run(run_dir: Path) -> RunRecord:
@@ -40,11 +38,9 @@ def read_run(run_dir: Path) -> RunRecord:
     config = read_config(run_dir)
     meta = config.pop("meta")
     redactor = Redactor(config)
-    shown = redactor.value(config)
     return RunRecord(
         name=run_dir.resolve().name,
-        config=shown,
-        has_secrets=shown != config,
+        config=redactor.value(config),
         meta=redactor.value(meta),
         metrics=read_metrics(run_dir),
         timeline=read_timeline(run_dir),

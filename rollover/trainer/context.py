@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,41 +22,17 @@ from rollover.trainer.experts import RowRoutes
 from rollover.trainer.world import World
 
 
-class Context(Protocol):
-    """The ranks that share a row, from the viewpoint of one of them.
-
-    Example: on 4 ranks with ``context_parallel = 2``, rank 3 is at ``place`` 1 of ``size`` 2, beside rank 2.
-    """
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks that share a row."""
-        ...
-
-    @property
-    def place(self) -> int:
-        """Return the index of this rank's part of each row, from 0."""
-        ...
-
-    def exchange(self, parts_C: Tensor) -> Tensor:
-        """Send ``parts_C[c]`` to the rank at place ``c``, and return what the others have sent, ordered by their
-        places."""
-        ...
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Return the values of all ranks, ``[C, ...]``, which have the same shape."""
-        ...
-
-
 class ContextGroup:
-    """Holds ``size`` neighbours among the ranks of a world. Implements ``Context``.
+    """The ranks that share a row: ``size`` neighbours among the ranks of a world, from the viewpoint of one of them.
 
-    Example: ``ContextGroup(world, 2).gather(x)`` on ranks 2 and 3 of 4 is ``[x of rank 2, x of rank 3]``.
+    Example: on 4 ranks with ``context_parallel = 2``, rank 3 is at ``place`` 1 of ``size`` 2, beside rank 2, and
+    ``gather(x)`` on both is ``[x of rank 2, x of rank 3]``.
     """
 
     def __init__(self, world: World, size: int) -> None:
         self.size = size
         self.place = world.rank % size
+        """Index of this rank's part of each row."""
         self.number = world.rank // size
         """Index of this group among the groups."""
         self._world = world
@@ -65,6 +41,8 @@ class ContextGroup:
         self._ranks = range(first, first + size)
 
     def exchange(self, parts_C: Tensor) -> Tensor:
+        """Send ``parts_C[c]`` to the rank at place ``c``, and return what the others have sent, ordered by their
+        places."""
         parts_C = parts_C.contiguous()
         out_C = torch.empty_like(parts_C)
         self._world.together(
@@ -73,6 +51,7 @@ class ContextGroup:
         return out_C
 
     def gather(self, values: Tensor) -> Tensor:
+        """Return the values of all ranks, ``[C, ...]``, which have the same shape."""
         parts = [torch.empty_like(values) for _ in range(self.size)]
         self._world.together(
             "log-probs of a row",
@@ -96,7 +75,7 @@ class RowShare:
     Example: with 5 positions on 2 ranks, the second has positions 3 and 4 and one of padding.
     """
 
-    context: Context
+    context: ContextGroup
     input_ids_N: Tensor
     """Input ids of this rank, ``[n]``."""
     position_ids_N: Tensor
@@ -116,7 +95,7 @@ class RowShare:
 
     @classmethod
     def of(
-        cls, context: Context, *, input_ids_N: Tensor, position_ids_N: Tensor, predict_T: Tensor, target_T: Tensor
+        cls, context: ContextGroup, *, input_ids_N: Tensor, position_ids_N: Tensor, predict_T: Tensor, target_T: Tensor
     ) -> RowShare:
         """Build this rank's share of a row; see ``PackedRow`` for its tensors."""
         num, size, place = len(input_ids_N), context.size, context.place
@@ -174,10 +153,10 @@ class RowShare:
 
 
 class _Exchange(torch.autograd.Function):
-    """``Context.exchange`` with its gradient, which takes the same way back."""
+    """``ContextGroup.exchange`` with its gradient, which takes the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, context: Context, parts_C: Tensor) -> Tensor:
+    def forward(ctx: Any, context: ContextGroup, parts_C: Tensor) -> Tensor:
         ctx.context = context
         return context.exchange(parts_C)
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollover.trainer.context import Context, RowShare
+from rollover.trainer.context import ContextGroup, RowShare
 from rollover.trainer.experts import RowRoutes
 from rollover.trainer.kept_sets import KeptSets
 from rollover.types import Trajectory
@@ -210,7 +210,7 @@ def rows_of(
     return tuple(_row(samples, parts, first_token_B, device) for parts in rows)
 
 
-def shared(row: PackedRow, context: Context | None) -> PackedRow:
+def shared(row: PackedRow, context: ContextGroup | None) -> PackedRow:
     """Return the row with this rank's share of it, if several ranks share rows."""
     if context is None:
         return row

@@ -275,7 +275,7 @@ def test_heads_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
 
 
 @dataclass
-class _Alone:
+class _Alone(ContextGroup):
     """A rank whose neighbours are played by the test."""
 
     size: int

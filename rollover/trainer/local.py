@@ -371,7 +371,8 @@ def _route_metrics(data: BatchTensors, config: TrainerConfig) -> dict[str, float
     """Return the share of the batch's tokens whose recorded routes were replayed."""
     if not config.replay_routes:
         return {}
-    return {"routes/replayed": sum(bool(route) for path in data.paths for route in path.routes) / data.num_tokens}
+    known = ((path, np.array([*map(bool, path.routes)])[len(path.prompt_ids) :]) for path in data.paths if path.routes)
+    return {"routes/replayed": sum(int(path.sampled(is_known_R).sum()) for path, is_known_R in known) / data.num_tokens}
 
 
 def _kept_metrics(data: BatchTensors, mass_T: NDArray[np.float64]) -> dict[str, float]:

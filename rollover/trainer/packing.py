@@ -40,7 +40,8 @@ class TrainingSample:
     kept: tuple[bytes, ...] = ()
     """Kept set of each sampled token (``rollover.kept``); empty if all were drawn from the whole vocabulary."""
     routes: tuple[bytes, ...] = ()
-    """Route of each sampled token (``rollover.routes``) if they are replayed."""
+    """Route of each token of prompt and response (``rollover.routes``) if they are replayed; an empty one if it is not
+    known, as of tokens that were not sampled in this path or another."""
     places: tuple[int, ...] = ()
     """Place of each sampled token in the trajectory, counted from the number of tokens that are sampled in its earlier
     paths; empty if they are one after the other."""
@@ -48,7 +49,7 @@ class TrainingSample:
     def __post_init__(self) -> None:
         assert len(self.is_sampled) in (0, len(self.response_ids)), "a response token of which nothing is known"
         assert len(self.kept) in (0, self.num_sampled), "a sampled token without its kept set"
-        assert len(self.routes) in (0, self.num_sampled), "a sampled token without its route"
+        assert len(self.routes) in (0, len(self.prompt_ids) + len(self.response_ids)), "a token without its route"
         if not self.prompt_ids or not self.num_sampled:
             raise ValueError(
                 f"a sample needs at least one prompt and one response token, "
@@ -58,18 +59,19 @@ class TrainingSample:
     @classmethod
     def all_of(cls, trajectory: Trajectory, *, replays_routes: bool = False) -> tuple[TrainingSample, ...]:
         """Return what forward passes need of a trajectory, path by path. A turn of several paths is sampled in the
-        first, and observed in the others. Tokens observed before the first sampled one belong to the prompt, and those
-        observed after the last turn are left out, since nothing was sampled after them; routes, unless they are
-        replayed."""
+        first, and observed in the others; it has its routes in all. Tokens observed before the first sampled one belong
+        to the prompt, and those observed after the last turn are left out, since nothing was sampled after them;
+        routes, unless they are replayed."""
         turns, kept, routes = trajectory.turns, trajectory.kept, trajectory.routes if replays_routes else ()
         first = [0, *accumulate(map(len, turns))]
         found, seen, num_seen = list[TrainingSample](), set[int](), 0
         for path in trajectory.paths:
             ids, places = [*trajectory.prompt.token_ids], list[int]()
-            is_sampled = [False] * len(ids)
+            is_sampled, routes_of_ids = [False] * len(ids), [b""] * len(ids)
             for turn in path:
                 observed = trajectory.observations[turn - 1].token_ids if turn else ()
                 ids += (*observed, *turns[turn])
+                routes_of_ids += (*[b""] * len(observed), *routes[first[turn] : first[turn + 1]])
                 is_sampled += [False] * len(observed) + [turn not in seen] * len(turns[turn])
                 places += () if turn in seen else range(first[turn], first[turn + 1])
             seen.update(path)
@@ -81,7 +83,7 @@ class TrainingSample:
                     response_ids=tuple(ids[start:]),
                     is_sampled=() if all(is_sampled[start:]) else tuple(is_sampled[start:]),
                     kept=tuple(kept[place] for place in places) if kept else (),
-                    routes=tuple(routes[place] for place in places) if routes else (),
+                    routes=tuple(routes_of_ids) if routes else (),
                     places=() if moved == tuple(range(len(moved))) else moved,
                 )
             )
@@ -172,12 +174,12 @@ def length_buckets(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def families(samples: Sequence[TrainingSample], members: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Group members with the same prompt, which a row holds once; a group is cut where it would exceed the
-    ``budget``."""
-    siblings: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+    """Group members with the same prompt and its routes, which a row holds once; a group is cut where it would exceed
+    the ``budget``."""
+    siblings: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[list[int]]] = {}
     for index in members:
         sample = samples[index]
-        parts = siblings.setdefault((sample.prompt_ids, sample.num_shared), [[]])
+        parts = siblings.setdefault((sample.prompt_ids, sample.routes[: len(sample.prompt_ids)]), [[]])
         if parts[-1] and num_positions(samples, (*parts[-1], index)) > budget:
             parts.append([])
         parts[-1].append(index)
@@ -272,23 +274,23 @@ def _row(
         buckets=tuple(map(put, buckets)),
         unpad_N=put(unpad_N),
         kept=KeptSets.of(kept, put) if any(kept) else None,
-        routes=_routes([samples[i].routes for i in members], predict, len(input_ids), put),
+        routes=_routes([samples[i].routes[1:] for i in members], lines, len(input_ids), put),
     )
 
 
 def _routes(
     routes: Sequence[Sequence[bytes]],
-    predict: Sequence[Ints],
+    lines: Sequence[Ints],
     num_positions: int,
     put: Callable[[NDArray[Any]], Tensor],
 ) -> RowRoutes | None:
-    """Lay the routes of samples over the positions that predict their tokens."""
+    """Lay the routes of samples over the positions that predict their tokens, all but the first."""
     if not any(routes):
         return None
     width = max(len(route) for of_sample in routes for route in of_sample)
     bytes_NB, is_known_N = np.zeros((num_positions, width), dtype=np.uint8), np.zeros(num_positions, dtype=np.bool_)
-    for of_sample, places in zip(routes, predict, strict=True):
-        for route, place in zip(of_sample, places, strict=bool(of_sample)):
+    for of_sample, line in zip(routes, lines, strict=True):
+        for route, place in zip(of_sample, line, strict=bool(of_sample)):
             if route:
                 bytes_NB[place], is_known_N[place] = np.frombuffer(route, dtype=np.uint8), True
     return RowRoutes(bytes_NB=put(bytes_NB), is_known_N=put(is_known_N))

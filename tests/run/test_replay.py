@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,8 @@ CUT = ("--rollout.top_p", "0.9")
 
 def largest_error(run: Path, initial: Path, trajectories: list[Trajectory], *, replays: bool = True) -> float:
     """Between the log-probs on record and those of the trainer under the version that each token is labelled with."""
-    samples = [
-        TrainingSample(
-            prompt_ids=t.prompt.token_ids,
-            response_ids=t.token_ids,
-            kept=t.kept if replays else (),
-            routes=t.routes if replays else (),
-        )
-        for t in trajectories
-    ]
+    samples = [path for t in trajectories for path in TrainingSample.all_of(t, replays_routes=True)]
+    samples = samples if replays else [replace(sample, kept=(), routes=()) for sample in samples]
     versions_T = torch.tensor([v for t in trajectories for v in t.policy_versions])
     recorded_T = torch.tensor([p for t in trajectories for p in t.rollout_logprobs])
     worst = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from rollover.batch import Batch, Drift
 from rollover.errors import ConfigError, ModelError, RolloverError
 from rollover.trainer.checks import check_suits
 from rollover.trainer.config import LoraConfig, TrainerConfig
+from rollover.trainer.experts import RowRoutes
 from rollover.trainer.gathering import measured_drift
-from rollover.trainer.logprobs import response_logprobs
-from rollover.trainer.models import load_policy
+from rollover.trainer.logprobs import all_logprobs, response_logprobs
+from rollover.trainer.models import load_policy, save_model
 from rollover.trainer.packing import TrainingSample, num_positions, pack
 from rollover.trainer.proof import prove_routes
-from rollover.types import FinishReason, Prompt, SampleId, Segment, Trajectory
+from rollover.types import FinishReason, Observation, Prompt, SampleId, Segment, Trajectory
+from rollover.weights.sources import FolderWeights
+from tests.engine.contract import request
+from tests.engine.embedded.harness import core_of, run
 from tests.trainer.builders import make_batch, make_samples
 from tests.trainer.rank_pool import RankPool
 from tests.trainer.test_experts import FAMILIES, make_experts
@@ -36,13 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def routes_of(model: Any, sample: TrainingSample) -> tuple[bytes, ...]:
-    """The experts that ``model`` chooses where it predicts the tokens of a sample, alone."""
+    """The experts that ``model`` chooses where it predicts the tokens of a response, alone."""
     (row,) = pack([replace(sample, routes=())], 1000)
     model.routes.taken = taken = {}
     response_logprobs(model, row, 1.0)
     model.routes.taken = None
     ids_NS = torch.cat([taken[number] for number in sorted(taken)], dim=1)[len(sample.prompt_ids) - 1 :]
-    return tuple(bytes(ids) for ids in ids_NS.tolist())
+    return of_sample(sample, [bytes(ids) for ids in ids_NS.tolist()])
+
+
+def of_sample(sample: TrainingSample, routes: Sequence[bytes]) -> tuple[bytes, ...]:
+    return (*[b""] * len(sample.prompt_ids), *routes)
 
 
 def logprobs(model: Any, samples: list[TrainingSample], budget: int = 64) -> torch.Tensor:
@@ -97,7 +106,7 @@ def test_siblings_each_follow_their_own_route_from_the_first_token_on(folder: Pa
 
 def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path) -> None:
     model, again = load_policy(folder), load_policy(folder, gradient_checkpointing=True)
-    samples = [replace(s, routes=tuple(bytes([1, 5, 0, 7]) for _ in s.response_ids)) for s in make_samples(6)]
+    samples = [replace(s, routes=of_sample(s, [bytes([1, 5, 0, 7])] * len(s.response_ids))) for s in make_samples(6)]
     for policy in (model, again):
         logprobs(policy, samples).sum().backward()
     own = load_policy(folder)
@@ -105,6 +114,59 @@ def test_gradients_follow_given_routes_and_recomputed_layers_do_too(folder: Path
     for (name, one), other, without in zip(model.named_parameters(), again.parameters(), own.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
         assert not torch.equal(one.grad, without.grad), name
+
+
+@torch.no_grad()
+def test_a_turn_has_the_routes_that_it_was_sampled_with_in_every_row(folder: Path, tmp_path: Path) -> None:
+    """A plan of old weights, and what the embedded engine makes of it under new ones: two alternatives, the second of
+    which goes on, and a summary. A twin has the same plan of new weights, which take other experts."""
+    model, old = load_policy(folder), load_policy(folder)
+    for layer in old.model.layers:
+        layer.mlp.gate.weight.neg_()
+    save_model(old, tmp_path, companions={})
+    core = core_of(tmp_path, kv_on_update="recompute")
+    start = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0)
+    prompt = Prompt(prompt_id="p/0@0", token_ids=(), text="", source="p")
+    tree = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(start,))
+    for turn, (ids, parent) in enumerate([((5, 6, 7), 0), ((4, 9), 1), ((4, 9), 1), ((8,), 3), ((2, 3), 0)], start=1):
+        tree = replace(tree, observations=(*tree.observations, Observation(ids, parent=parent)))
+        asked = request("a", call=turn, prompt_ids=tree.before(turn), max_new_tokens=4 + turn, returns_routes=True)
+        chunks = run(core, asked).chunks[asked.request_id]
+        tokens, logprobs, routes = (
+            tuple(value for chunk in chunks for value in getattr(chunk, name))
+            for name in ("token_ids", "logprobs", "routes")
+        )
+        version = chunks[0].policy_version
+        sampled = Segment(version, tokens, logprobs, FinishReason.TURN, version, 0.0, 1.0, routes=routes)
+        tree = replace(tree, segments=(*tree.segments, sampled))
+        if turn == 1:
+            core.load(1, FolderWeights(1, folder))
+    plan = TrainingSample(prompt_ids=(5, 6, 7), response_ids=tree.turns[1])
+    as_now = tree.segments[1]._replace(routes=routes_of(model, plan)[3:])
+    twin = replace(tree, segments=(start, as_now, *tree.segments[2:]))
+    assert as_now.routes != tree.segments[1].routes and tree.paths == ((0, 1, 2), (0, 1, 3, 4), (0, 5))
+
+    expected = []
+    for trajectory in (tree, twin):
+        for turn in range(1, 6):
+            sample = TrainingSample(prompt_ids=trajectory.before(turn), response_ids=trajectory.turns[turn])
+            (row,) = pack([sample], 1000)
+            bytes_NB = torch.zeros(len(row.input_ids_N), 4, dtype=torch.uint8)
+            for earlier in trajectory.path(turn)[1:]:
+                first = len(trajectory.before(earlier)) - 1
+                for place, route in enumerate(trajectory.segments[earlier].routes, start=first):
+                    bytes_NB[place] = torch.tensor([*route])
+            known_N = (bytes_NB > 0).any(1)  # no layer takes expert 0 twice
+            given = replace(row, routes=RowRoutes(bytes_NB=bytes_NB, is_known_N=known_N))
+            expected.append(response_logprobs(model, given, 1.0))
+    paths = [path for trajectory in (tree, twin) for path in TrainingSample.all_of(trajectory, replays_routes=True)]
+    num_tokens = 2 * tree.num_tokens
+    for budget in (1, 40, 1000):
+        found = all_logprobs(model, pack(paths, budget), 1.0, num_tokens=num_tokens)
+        torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    told, again = torch.tensor(twin.rollout_logprobs), found[tree.num_tokens :]
+    torch.testing.assert_close(again[len(plan.response_ids) :], told[len(plan.response_ids) :], atol=1e-4, rtol=0)
+    assert (found[: tree.num_tokens] - again).abs().max() > 0.1, "the routes of the plan make a difference"
 
 
 def with_routes(batch: Batch, step: int) -> Batch:
@@ -150,7 +212,7 @@ def test_routes_of_another_model_are_refused(folder: Path) -> None:
     model = load_policy(folder)
     (sample,) = make_samples(3)[:1]
     for route, message in ((bytes(6), "routes of 6 bytes are not of this model"), (bytes([8] * 4), "expert 8 of 8")):
-        given = replace(sample, routes=tuple(route for _ in sample.response_ids))
+        given = replace(sample, routes=of_sample(sample, [route] * len(sample.response_ids)))
         with pytest.raises(RolloverError, match=message):
             logprobs(model, [given])
 

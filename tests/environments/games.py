@@ -61,6 +61,21 @@ def unexplained(x: int) -> int:
     return x
 
 
+def echo(text: str) -> str:
+    """Repeat.
+
+    Args:
+        text: what to repeat
+    """
+    text.encode()
+    return text
+
+
+def half() -> str:
+    """Return half a character, as names of files can hold."""
+    return "a\udc80b"
+
+
 def leave(code: int) -> None:
     """End the process.
 

@@ -16,7 +16,9 @@ from rollover.errors import DataError
 from tests.environments.games import Session
 
 HERE = "tests.environments.games"
-TOOLS = ToolsConfig(functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "leave", "stop_here", "hog")))
+TOOLS = ToolsConfig(
+    functions=tuple(f"{HERE}:{name}" for name in ("add", "wait", "fail", "echo", "half", "leave", "stop_here", "hog"))
+)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -49,6 +51,8 @@ def stepped_in(config: EnvironmentSettings, row: Any, *texts: str, seed: int = 7
         ('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}', ["3"]),
         (call("fail"), ["Error: ZeroDivisionError: division by zero"]),
         (call("stop_here"), ["Error: SystemExit: 3"]),
+        (call("echo", text="a\ud83d\ude00b\ud83d"), ["a😀b\ufffd"]),
+        (call("half"), ["a\ufffdb"]),
         ("#### 46", []),
     ],
 )

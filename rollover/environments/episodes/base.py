@@ -110,10 +110,15 @@ def _messages(given: Any, role: str) -> Messages:
 
 def _message(message: Any, role: str) -> dict[str, str]:
     if isinstance(message, str):
-        return {"role": role, "content": message}
+        message = {"content": message}
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise RefusedAnswer(f"a message of its answer is no text and has none: {message!r:.80}")
-    return {"role": str(message.get("role", role)), "content": message["content"]}
+    return {"role": str(message.get("role", role)), "content": whole(message["content"])}
+
+
+def whole(text: str) -> str:
+    """Return a text without halves of characters, which no tokenizer takes: each is replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class LiveEpisode(Protocol):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome
+from rollover.environments.episodes.base import Action, EnvironmentSettings, Outcome, whole
 from rollover.environments.user_function import check_import, load_function
 from rollover.errors import DataError, nearest
 from rollover.settings.changes import Changeable
@@ -173,7 +173,7 @@ def _calls(text: str) -> list[ToolCall]:
 
 def _call(text: str) -> ToolCall:
     try:
-        found = json.loads(text)
+        found = json.loads(whole(json.dumps(json.loads(text), ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the call is no JSON ({error})")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):

@@ -31,7 +31,7 @@ _SIGNALLED = 128
 _CLEARING_S = 5.0
 """Seconds to wait for a process after SIGKILL; a process that remains hangs in the kernel."""
 _MOST_OUTPUT_BYTES = 2**20
-_CUT = b"\n(a reward process has printed 1 MiB; what else it prints is dropped)\n"
+_CUT = b"\n(a process of yours has printed 1 MiB; what else it prints is dropped)\n"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +34,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_agents, "HERE", "tests.environments.clients")
 
 
-async def play(actor: EpisodeActor, *turns: str, parked_s: float = 0.0) -> list[Observation]:
+async def play(actor: EpisodeActor, *turns: str, parked_s: float = 0.0, **row: str) -> list[Observation]:
     """Return the answers to turns, the first of which is parked for a while."""
     answers: list[Observation] = []
     for number in range(len(turns) + 1):
         trajectory = episode(*turns[:number], answers=answers)
-        trajectory.prompt.columns["timeout_s"] = 2.0  # type: ignore[index]
+        trajectory.prompt.columns.update(timeout_s=2.0, **row)  # type: ignore[attr-defined]
         answers.append(await actor.act(trajectory, 0.0))
         await asyncio.sleep(parked_s * (number == 0))
     return answers
@@ -63,6 +65,16 @@ async def test_a_shell_script_is_an_agent() -> None:
         answers = await play(actor, "It is 3.", "Yes.")
     assert texts(answers) == ["1 + 2?", "Sure?", ""]
     assert answers[-1].reward == 0.5
+
+
+async def test_the_program_of_the_documentation_is_an_agent() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "agents.md"
+    program = page.read_text().partition("```python\n")[2].partition("```")[0]
+    settings: dict[str, Any] = {"command": (sys.executable, "-c", program)}
+    async with acting("", **settings) as actor:
+        answers = await play(actor, "12+34=", "#### 46", question="12+34?", answer="46")
+    assert texts(answers) == ["12+34?", "46", ""]
+    assert answers[-1].reward == 1.0
 
 
 async def test_a_client_that_rewrites_its_history_begins_anew_each_time() -> None:

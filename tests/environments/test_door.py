@@ -230,7 +230,8 @@ async def test_only_a_running_episode_is_let_in() -> None:
         headers = {"Authorization": f"Bearer {keys[0]}"}
         assert (await client.get("/models")).status_code == 401
         assert (await client.get("/models", headers=headers)).status_code == 200
-        assert (await client.get("/else", headers=headers)).status_code == 404
+        response = await client.post("/responses", content=b"{}", headers=headers)
+        assert response.status_code == 404 and "use chat completions" in response.json()["error"]["message"]
         large = await client.post("/chat/completions", content=b" " * (2**20 + 1), headers=headers)
         assert large.status_code == 413
         for content in (b"1", b'{"reward": "NaN"}', b'{"reward": 1e16}'):

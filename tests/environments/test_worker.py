@@ -111,7 +111,7 @@ def test_what_work_prints_is_passed_on_up_to_a_bound() -> None:
         printed = keeper.stderr.read()
         assert keeper.wait(_PATIENCE_S) == 0
     assert printed[:10001] == b"x" * 9999 + b"\nx"
-    assert printed[2**20 :] == b"\n(a reward process has printed 1 MiB; what else it prints is dropped)\n"
+    assert printed[2**20 :] == b"\n(a process of yours has printed 1 MiB; what else it prints is dropped)\n"
 
 
 def test_work_whose_output_nobody_reads_ends_as_it_would() -> None:

@@ -110,7 +110,8 @@ class Door:
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rollover"}]
             await _send(send, 200, {"object": "list", "data": models})
         elif route not in ("POST /v1/chat/completions", "POST /v1/reward"):
-            await _send(send, 404, _error(RefusedRequest(f"there is no {route}")))
+            message = f"there is no {route} here: have the client use chat completions (POST /v1/chat/completions)"
+            await _send(send, 404, _error(RefusedRequest(message)))
         elif (body := await _body(receive)) is None:
             await _send(send, 413, _error(RefusedRequest(f"the request has more than {MOST_BYTES:,} bytes")))
         else:

@@ -14,6 +14,7 @@ every kill the journal is folded and conservation proved. When the run is over:
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -88,8 +89,33 @@ def plays(row):
         reply = response.json()["choices"][0]["message"]
         client.post("/reward", json={"reward": len(reply["content"] or "") / 20})
         messages += [reply, {"role": "user", "content": f"{turn}="}]
+
+def branches(row):
+    "Takes the better of two plans, has two others work at the same time, and goes on from what they said, and anew."
+    import httpx, os
+    from concurrent.futures import ThreadPoolExecutor
+    client = httpx.Client(
+        base_url=os.environ["OPENAI_BASE_URL"],
+        headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        timeout=600,
+    )
+    def user(text):
+        return {"role": "user", "content": text}
+    def ask(*messages):
+        response = client.post("/chat/completions", json={"messages": messages})
+        return response.json()["choices"][0]["message"] if response.status_code == 200 else None
+    with ThreadPoolExecutor() as pool:
+        plans = list(pool.map(ask, [user(row["prompt"])] * 2))
+        if None not in plans:
+            plan = max(plans, key=lambda plan: plan["content"])
+            parts = list(pool.map(ask, [user("b="), user("c=")]))
+            if None not in parts:
+                said = "".join(part["content"][:3] for part in parts)
+                ask(user(row["prompt"]), plan, user(said + "="))
+                ask(user("d" + said))
+    client.post("/reward", json={"reward": sum(len(plan["content"]) for plan in plans if plan) / 40})
 """
-"""An environment that needs its own random numbers and every turn to answer as before, and an agent."""
+"""An environment that needs its own random numbers and every turn to answer as before, and agents."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}#{% endif %}"
 
 _ENVIRONMENT = "--tasks.train.0.environment"
@@ -102,10 +128,14 @@ AGENTS = (
     *(f"{_ENVIRONMENT}.kind", "agent", f"{_ENVIRONMENT}.function", "letter_game:plays"),
     *(*EPISODES[4:], "--tasks.chat_template_file", "chat.jinja"),
 )
+TREES = (
+    *(*AGENTS[:3], "letter_game:branches", f"{_ENVIRONMENT}.max_turn_tokens", "40", *AGENTS[6:10]),
+    *("--rollout.stop_strings", json.dumps([*"#7eo"]), *AGENTS[-2:]),
+)
 
 
 def write_game(folder: Path) -> None:
-    """Write what ``EPISODES`` and ``AGENTS`` name."""
+    """Write what ``EPISODES``, ``AGENTS`` and ``TREES`` name."""
     (folder / "letter_game.py").write_text(GAME)
     (folder / "chat.jinja").write_text(TEMPLATE)
 
@@ -136,7 +166,7 @@ class Case:
     """Adapters are trained, and published alone."""
     overlap: bool = False
     """Rounds overlap with training."""
-    episodes: Literal["", "class", "agent"] = ""
+    episodes: Literal["", "class", "agent", "tree"] = ""
     """An environment answers each turn, or a program asks for each."""
 
     @property
@@ -152,7 +182,7 @@ class Case:
             *(("--deterministic", "true") if self.deterministic else ()),
             *(("--rollout.strategy.overlap", "true") if self.overlap else ()),
             *(("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter") if self.adapters else ()),
-            *{"": (), "class": EPISODES, "agent": AGENTS}[self.episodes],
+            *{"": (), "class": EPISODES, "agent": AGENTS, "tree": TREES}[self.episodes],
         )
 
 
@@ -164,9 +194,9 @@ def cases() -> list[Case]:
             made.append(Case(strategy=strategy, unit=unit))
             made += [] if config().overlaps_training else [Case(strategy=strategy, unit=unit, deterministic=True)]
     made += [Case(strategy="rollover", unit=unit, overlap=True) for unit in ("group", "sample")]
-    for kind in ("class", "agent"):
+    for kind in ("class", "agent", "tree"):
         made += [Case(strategy=name, episodes=kind) for name in ("april", "bounded_async")]
-        made.append(Case(strategy="april", deterministic=True, episodes=kind))
+    made += [Case(strategy="april", deterministic=True, episodes=kind) for kind in ("class", "agent")]
     return made
 
 

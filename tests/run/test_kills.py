@@ -10,7 +10,7 @@ from tests.kills import Case, cases, kill_and_resume
 
 
 def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
-    assert len(cases()) == 8 * 2 + 6 * 2 + 2 + 6
+    assert len(cases()) == 8 * 2 + 6 * 2 + 2 + 8
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_the_campaign_has_every_strategy_in_both_units_and_both_ways() -> None:
     [
         (Case(strategy="rollover", unit="sample", overlap=True), 3),
         (Case(strategy="april", deterministic=True, adapters=True), 3),
-        (Case(strategy="bounded_async", episodes="agent"), 2),
+        (Case(strategy="bounded_async", episodes="tree"), 2),
     ],
     ids=lambda given: given.name if isinstance(given, Case) else str(given),
 )

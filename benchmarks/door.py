@@ -1,6 +1,6 @@
 """What the door for agents' programs costs: processor time of a request, a thousand connections, memory of a program.
 
-    OMP_NUM_THREADS=1 python benchmarks/door.py --out benchmarks/results/door-DATE.json   # five minutes
+    OMP_NUM_THREADS=1 python benchmarks/door.py --out benchmarks/results/door-DATE.json   # a minute
 
 The baseline is an echo: a starlette application under the same uvicorn, which reads the request and returns a chat
 completion of the same size. Client and server share one process and one event loop, so processor time is that of both.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from rollover.hf.folder import write_folder
 from rollover.hf.hub import resolve_model
 from rollover.hf.weights import read_weight_infos
 from rollover.trainer.checkpoint import write_manifest
-from rollover.trainer.fleet_sending import FleetWeights
+from rollover.trainer.fleet_sending import FleetSender
 from rollover.trainer.leading import ForRanks, FromRanks, LedRanks, RankLauncher, RankLost, collective_timeout_s
 from rollover.trainer.messages import LOGITS, RankTask
 from rollover.trainer.ranks import LocalLauncher
@@ -30,8 +31,8 @@ from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.shares import write_index
 from rollover.trainer.staging import Staging
 from rollover.weights.adapters import AdapterSource
-from rollover.weights.base import TensorSpec, WeightSource
-from rollover.weights.sending import Lease, SenderLost
+from rollover.weights.base import Manifest, TensorSpec, WeightSource
+from rollover.weights.sending import HeldWeights, Lease, SenderLost
 from rollover.weights.sources import FolderWeights
 
 T = TypeVar("T")
@@ -147,14 +148,14 @@ class FleetTrainer:
             return AdapterSource.read(self._version, folder)
         return _StagedWeights(self._version, folder)
 
-    def weights_to_send(self) -> FleetWeights | None:
+    def weights_to_send(self) -> HeldWeights | None:
         """Implement ``Trainer.weights_to_send``: the ranks send, and none has all weights."""
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return None
         with self._turn:
             self._surely(lambda ranks: None)
-        specs = self._specs
-        return FleetWeights(specs, self._lease, self._send, self.weight_source, current=lambda: self._version)
+        manifest, send = Manifest(version=self._version, tensors=tuple(self._specs)), partial(FleetSender, self._send)
+        return HeldWeights(manifest, self.weight_source, self._lease, send, current=lambda: self._version)
 
     def _send(self, ranks: LedRanks | None, do: str, what: Any) -> tuple[LedRanks, Any]:
         """Ask ``ranks``, or the current ones, to perform a step of sending weights. Returns them and the answer of the

@@ -45,7 +45,7 @@ from rollover.trainer.policy import open_policy
 from rollover.trainer.setup import TrainingSetup
 from rollover.trainer.world import ALONE, PeerLost, World
 from rollover.weights.base import WeightSource
-from rollover.weights.sending import Lease, OwnWeights
+from rollover.weights.sending import HeldWeights, Lease, own_weights
 
 
 class LocalTrainer:
@@ -123,12 +123,12 @@ class LocalTrainer:
         """Implement ``Trainer.weight_source``: trained tensors are passed on themselves, not as copies."""
         return self._policy.source(self._version)
 
-    def weights_to_send(self) -> OwnWeights | None:
+    def weights_to_send(self) -> HeldWeights | None:
         """Implement ``Trainer.weights_to_send``."""
         if self._config.lora is not None and self._config.lora.publish == "adapter":
             return None
         source, weights, device = self.weight_source(), self.weights(), str(self._device)
-        return OwnWeights(source, weights, self._lease, current=lambda: self._version, device=device)
+        return own_weights(source, weights, self._lease, current=lambda: self._version, device=device)
 
     def step(self, batch: Batch) -> TrainedStep:
         """Train one batch and count it. A batch in which no token has a gradient is counted without an update. Waits

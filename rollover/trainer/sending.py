@@ -76,7 +76,7 @@ class RankSender:
             return None
         tensors = gathered(bucket, self._whole(bucket), self._plan)
         try:
-            self._queue.put(tensors, len(bucket.tensors))
+            self._queue.put(tensors)
         except EngineError as e:
             return _failed(e)
         return None

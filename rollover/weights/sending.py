@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from rollover.errors import EngineError, EngineTimeout
-from rollover.weights.base import TensorSpec, WeightSource
+from rollover.weights.base import Manifest, TensorSpec, WeightSource
 from rollover.weights.buckets import Bucket, cast, flattened
 from rollover.weights.groups import GroupPlan, ProcessGroup, open_group
 
@@ -52,13 +52,12 @@ class WeightsGone(EngineError):
 class SendReport:
     """Measurements of sending one version of the weights.
 
-    Example: ``SendReport(num_bytes=14 * 2**30, peak_bytes=2 * 2**30, num_tensors=339)``
+    Example: ``SendReport(num_bytes=14 * 2**30, peak_bytes=2 * 2**30)``
     """
 
     num_bytes: int
     peak_bytes: int
     """The largest size of the whole tensors that the sender held at a time."""
-    num_tensors: int
 
 
 class Sender(Protocol):
@@ -117,10 +116,10 @@ class BucketQueue:
         self._begun_s = time.monotonic()
         self._on_wait = on_wait
         self._has_joined = self._is_closed = False
-        self._num_bytes = self._on_its_way_bytes = self.peak_bytes = self._num_tensors = 0
+        self._num_bytes = self._on_its_way_bytes = self.peak_bytes = 0
         self._work = in_thread(group.join)
 
-    def put(self, tensors: list[Tensor], num_tensors: int) -> None:
+    def put(self, tensors: list[Tensor]) -> None:
         """Send these tensors next. Returns as soon as the previous ones have arrived."""
         own_bytes = sum(tensor.nbytes for tensor in tensors)
         self.peak_bytes = max(self.peak_bytes, self._on_its_way_bytes + own_bytes)
@@ -128,13 +127,12 @@ class BucketQueue:
         self._has_joined = True
         self._on_its_way_bytes = own_bytes
         self._num_bytes += own_bytes
-        self._num_tensors += num_tensors
         self._work = in_thread(partial(_broadcast, self._group, tensors))
 
     def drain(self) -> SendReport:
         self._wait()
         self._on_its_way_bytes = 0
-        return SendReport(num_bytes=self._num_bytes, peak_bytes=self.peak_bytes, num_tensors=self._num_tensors)
+        return SendReport(num_bytes=self._num_bytes, peak_bytes=self.peak_bytes)
 
     def close(self) -> None:
         """Give the group up. Whoever waits here fails at once, even where the group goes on waiting for others."""
@@ -177,7 +175,7 @@ class OwnSender:
 
     Args:
         take: returns the tensor that is asked for.
-        on_close: called once, at the end.
+        on_close: called at the end.
     """
 
     def __init__(
@@ -185,29 +183,26 @@ class OwnSender:
         plan: GroupPlan,
         buckets: Sequence[Bucket],
         take: Callable[[TensorSpec], Tensor],
-        *,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._buckets = buckets
         self._take = take
-        self._on_close: Callable[[], None] | None = on_close
+        self._on_close = on_close
         self._group = open_group(plan)
         self.address: Mapping[str, Any] = self._group.address
         self._queue = BucketQueue(self._group, plan)
 
     def send(self, number: int) -> None:
         bucket = self._buckets[number]
-        self._queue.put(gathered(bucket, map(self._take, bucket.tensors), self._plan), len(bucket.tensors))
+        self._queue.put(gathered(bucket, map(self._take, bucket.tensors), self._plan))
 
     def finish(self) -> SendReport:
         return self._queue.drain()
 
     def close(self) -> None:
         self._queue.close()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
+        self._on_close()
 
 
 def gathered(bucket: Bucket, tensors: Iterable[Tensor], plan: GroupPlan) -> list[Tensor]:
@@ -241,7 +236,7 @@ class Lease:
             self._is_changing = False
 
     def lend(self, version: int, current: Callable[[], int], *, timeout_s: float) -> Callable[[], None]:
-        """Return a function that gives the weights back, which must be called once, within ``timeout_s``. Raises
+        """Return a function that gives the weights back, which must be called within ``timeout_s``. Raises
         ``WeightsGone`` when they are changing, or no longer belong to ``version``."""
         with self._state:
             if self._is_changing or current() != version:
@@ -263,49 +258,62 @@ class Lease:
 
     def _give_back(self, number: int) -> None:
         with self._state:
-            del self._loans[number]
+            self._loans.pop(number, None)
             self._state.notify_all()
 
 
-class OwnWeights:
-    """Weights in this process's memory, lent for as long as they are sent. Implements ``SentByHolder``.
+class HeldWeights:
+    """Weights that their holder lends for as long as they are sent. Implements ``SentByHolder``.
 
     Args:
-        source: the same weights, for readers.
-        weights: by Hugging Face name; tensors to send are read from here.
-        current: returns the version that their owner is at.
-        device: of the weights, by PyTorch's name.
+        read: makes them readable in this process, for callers of ``tensors``.
+        send: opens a sender, given a plan, the buckets and what gives the weights back.
+        current: returns the version that their holder is at.
+
+    Example: ``trainer.weights_to_send()`` of a trainer at version 7 sends version 7.
     """
 
     folder = None
 
     def __init__(
         self,
-        source: WeightSource,
-        weights: Mapping[str, Tensor],
+        manifest: Manifest,
+        read: Callable[[], WeightSource],
         lease: Lease,
+        send: Callable[[GroupPlan, Sequence[Bucket], Callable[[], None]], Sender],
         *,
         current: Callable[[], int],
-        device: str,
     ) -> None:
-        self.manifest = source.manifest
-        self._source = source
-        self._weights = weights
-        self._lease = lease
-        self._current = current
-        self._device = device
+        self.manifest, self._read, self._lease, self._send, self._current = manifest, read, lease, send, current
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return self._source.tensors(names)
+        return self._read().tensors(names)
 
     def open_sender(self, plan: GroupPlan, buckets: Sequence[Bucket]) -> Sender:
+        """Implement ``SentByHolder.open_sender``."""
         give_back = self._lease.lend(self.manifest.version, self._current, timeout_s=plan.timeout_s)
-        plan = replace(plan, device=self._device)
         try:
-            return OwnSender(plan, buckets, partial(cast, self._weights), on_close=give_back)
+            return self._send(plan, buckets, give_back)
         except BaseException:
             give_back()
             raise
+
+
+def own_weights(
+    source: WeightSource, weights: Mapping[str, Tensor], lease: Lease, *, current: Callable[[], int], device: str
+) -> HeldWeights:
+    """Return weights in this process's memory, for sending.
+
+    Args:
+        source: the same weights, for readers.
+        weights: by Hugging Face name; tensors to send are read from here.
+        device: of the weights, by PyTorch's name.
+    """
+
+    def send(plan: GroupPlan, buckets: Sequence[Bucket], give_back: Callable[[], None]) -> Sender:
+        return OwnSender(replace(plan, device=device), buckets, partial(cast, weights), give_back)
+
+    return HeldWeights(source.manifest, lambda: source, lease, send, current=current)
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

@@ -22,7 +22,7 @@ from rollover.errors import EngineError, EngineTimeout
 from rollover.trainer.sending import RankSender
 from rollover.trainer.world import World
 from rollover.weights.groups import GroupPlan, NCCLGroup, TorchGroup, open_group
-from rollover.weights.sending import BucketQueue, Lease, OwnWeights, in_thread
+from rollover.weights.sending import BucketQueue, Lease, in_thread, own_weights
 from rollover.weights.sources import MemoryWeights
 from tests.engine.servers.meetings import Meetings
 from tests.speed import within
@@ -76,7 +76,7 @@ def test_weights_in_memory_are_sent_from_where_they_are(monkeypatch: pytest.Monk
     meetings, weights = Meetings(), {"w": torch.ones(2)}
     monkeypatch.setattr("rollover.weights.sending.open_group", meetings.open_group)
     monkeypatch.setattr("rollover.trainer.sending.open_group", meetings.open_group)
-    source = OwnWeights(MemoryWeights(0, weights), weights, Lease(), current=lambda: 0, device="cuda:2")
+    source = own_weights(MemoryWeights(0, weights), weights, Lease(), current=lambda: 0, device="cuda:2")
     source.open_sender(PLAN, []).close()
     rank = RankSender(World(), weights, device="cuda:3")
     rank.open(PLAN)
@@ -157,7 +157,7 @@ def test_a_lost_server_is_an_error_of_the_transfer(monkeypatch: pytest.MonkeyPat
 
     RecordedGroup(monkeypatch, fail)
     queue = BucketQueue(torch_group(), PLAN)
-    queue.put([torch.ones(3)], 1)
+    queue.put([torch.ones(3)])
     with pytest.raises(EngineError, match="the group through which weights were sent has failed: NCCL error: remote"):
         queue.drain()
     queue.close()
@@ -169,7 +169,7 @@ def test_a_queue_shows_that_it_lives_and_how_much_it_held(monkeypatch: pytest.Mo
     queue = BucketQueue(torch_group(), PLAN, on_wait=lambda: signs.append("alive"))
     assert queue.peak_bytes == 0
     for size in (3, 5, 1):
-        queue.put([torch.ones(size)], 1)
+        queue.put([torch.ones(size)])
     queue.drain()
     queue.close()
     assert len(signs) >= 4, "once for the meeting and once for each transfer"
@@ -215,7 +215,7 @@ def half_joined() -> Iterator[HalfJoined]:
 
 def test_a_closed_sender_does_not_wait_for_a_killed_receiver(half_joined: HalfJoined) -> None:
     queue = BucketQueue(half_joined, replace(PLAN, timeout_s=3600.0))
-    sending = in_thread(lambda: queue.put([torch.ones(3)], 1))
+    sending = in_thread(lambda: queue.put([torch.ones(3)]))
     queue.close()
     with pytest.raises(EngineError, match="the group through which weights were sent was closed"):
         sending.result(DEADLINE_S)
@@ -230,7 +230,7 @@ def test_a_receiver_killed_while_joining_costs_a_third_of_the_deadline(
     with pytest.raises(
         EngineTimeout, match=r"not all joined .* within 0\.1 s, which is a third of engine\.load_timeout_s"
     ):
-        queue.put([torch.ones(3)], 1)
+        queue.put([torch.ones(3)])
     assert time.monotonic() - begun_s >= 0.1
 
 
@@ -241,7 +241,7 @@ def test_a_group_that_met_in_time_may_get_its_first_bucket_late(
     queue = BucketQueue(half_joined, replace(PLAN, timeout_s=300.0))
     queue._work.result(DEADLINE_S)
     monkeypatch.setattr(queue, "_begun_s", time.monotonic() - 150.0)  # gathering it took as long
-    queue.put([torch.ones(3)], 1)
+    queue.put([torch.ones(3)])
     assert queue.drain().num_bytes == 12
 
 

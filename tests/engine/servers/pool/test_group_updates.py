@@ -17,7 +17,7 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.errors import EngineError, EngineTimeout
 from rollover.weights import sending
 from rollover.weights.publisher import Publisher
-from rollover.weights.sending import Lease, OwnWeights, SenderLost
+from rollover.weights.sending import HeldWeights, Lease, SenderLost, own_weights
 from rollover.weights.sources import FolderWeights, MemoryWeights
 from tests.engine.contract import collect, request
 from tests.engine.servers.meetings import Meetings
@@ -41,12 +41,12 @@ class Holder:
         self.version = 0
         self.lease = Lease()
 
-    def at(self, version: int) -> OwnWeights:
+    def at(self, version: int) -> HeldWeights:
         self.version = version
         names = ("model.embed_tokens.weight", "lm_head.weight")
         tensors = {name: torch.full((64, 4), float(version)) for name in names}
         source = MemoryWeights(version, tensors)
-        return OwnWeights(source, tensors, self.lease, current=lambda: self.version, device="cuda:1")
+        return own_weights(source, tensors, self.lease, current=lambda: self.version, device="cuda:1")
 
 
 class Sent:
@@ -56,7 +56,7 @@ class Sent:
         self.kind, self.pool, self.servers = kind, pool, servers
         self._meetings, self._num_before = meetings, len(meetings.all)
 
-    async def publish(self, source: OwnWeights) -> None:
+    async def publish(self, source: HeldWeights) -> None:
         publisher = Publisher(self.pool)
         assert publisher.sends
         assert await publisher.stage(source) is source

@@ -30,6 +30,7 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.open import open_sglang
 from rollover.engine.servers.sglang.weights import held_tensors
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.environments.rewards import JudgeConfig
@@ -107,7 +108,9 @@ def config_of(url: str, **settings: Any) -> SGLangConfig:
 async def opened(url: str, folder: Path, **settings: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(url, **settings)
     client, model = HTTPClient(url, config), ModelFolder.read(folder)
-    engine = ServerEngine(client, config, model, SGLangDialect(client, config, model), ownership=Ownership("real"))
+    engine = ServerEngine(
+        client, config, model, SGLangDialect(client, config, model, WeightTerms()), ownership=Ownership("real")
+    )
     try:
         await engine.open()
         yield engine
@@ -277,7 +280,9 @@ def test_an_abort_of_many_leaves_the_server_idle(url: str, folders: tuple[Path, 
             ended = [chunks[-1].finish_reason for chunks in await asyncio.gather(*answers)]
             assert FinishReason.ABORT in ended  # some may have come to their length before
             async with client_of(url) as client, asyncio.timeout(within(120)):
-                while await SGLangDialect(client, config_of(url), ModelFolder.read(folders[0])).num_calls():
+                while await SGLangDialect(
+                    client, config_of(url), ModelFolder.read(folders[0]), WeightTerms()
+                ).num_calls():
                     await asyncio.sleep(0.05)
 
     asyncio.run(law())

@@ -29,6 +29,7 @@ from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.open import launch_arguments, open_vllm
 from rollover.engine.servers.vllm.weights import held_tensors
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.engine.servers.weights.read_back import FolderDigests, HeldTensor, ReadBack
 from rollover.errors import EngineError
@@ -122,7 +123,9 @@ def config_of(*servers: RealServer, **changes: Any) -> VLLMConfig:
 async def engine_of(server: RealServer, folder: Path, **changes: Any) -> AsyncIterator[ServerEngine]:
     config = config_of(server, **changes)
     client, model = HTTPClient(server.url, config), ModelFolder.read(folder)
-    engine = ServerEngine(client, config, model, VLLMDialect(client, config, model), ownership=Ownership("real"))
+    engine = ServerEngine(
+        client, config, model, VLLMDialect(client, config, model, WeightTerms()), ownership=Ownership("real")
+    )
     try:
         await engine.open()
         yield engine

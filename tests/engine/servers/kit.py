@@ -12,6 +12,7 @@ from rollover.engine.servers.config import ServerConfig
 from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.types import AdapterShape
 from tests.engine.servers.scripted_server import ScriptedServer, ScriptedTransport
@@ -43,7 +44,7 @@ class Kit:
         device: str | None = None,
     ) -> ServerEngine:
         model = ModelFolder.read(folder)
-        dialect = self._dialect(client, config, model, None, adapters, device)
+        dialect = self._dialect(client, config, model, WeightTerms(adapters=adapters, device=device))
         return ServerEngine(client, config, model, dialect, ownership=ownership or Ownership("any"))
 
     def make_engine(

@@ -25,7 +25,7 @@ from rollover.engine.servers.embedded.messages import GENERATE_REQUEST, ServerIn
 from rollover.engine.servers.embedded.weights import EmbeddedServerWeights
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient, Patience
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.errors import EngineError
 from rollover.token_bytes import split_bytes
 from rollover.types import SamplingParams
@@ -38,12 +38,7 @@ class EmbeddedServerDialect:
     """Implements ``Dialect`` for one server of the embedded engine."""
 
     def __init__(
-        self,
-        client: HTTPClient,
-        config: EmbeddedServerConfig,
-        model: ModelFolder,
-        folders: FolderDigests | None = None,
-        device: str | None = None,
+        self, client: HTTPClient, config: EmbeddedServerConfig, model: ModelFolder, terms: WeightTerms
     ) -> None:
         self.traits = Traits(
             keeps_calls=True,
@@ -52,7 +47,7 @@ class EmbeddedServerDialect:
             is_seeded=True,
             takes_adapters=True,
         )
-        self.weights = EmbeddedServerWeights(client, config, model, folders or FolderDigests(), device=device)
+        self.weights = EmbeddedServerWeights(client, config, model, terms)
         self._client = client
         self._model = model
         self._prefix = f"{secrets.token_hex(4)}/"

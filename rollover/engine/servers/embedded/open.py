@@ -15,7 +15,7 @@ from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.open import ServerKind, open_servers
 from rollover.engine.servers.pool.pool import EnginePool
 from rollover.engine.servers.start.places import ServerProgram
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.errors import require
 
 OURS = ("rollover", "serve")
@@ -24,14 +24,14 @@ OURS = ("rollover", "serve")
 
 async def open_embedded_servers(config: EmbeddedServerConfig, setup: EngineSetup) -> EnginePool:
     """See ``open_servers``."""
-    model, folders = ModelFolder.read(setup.folder), FolderDigests()
+    model, terms = ModelFolder.read(setup.folder), WeightTerms(device=setup.device)
     if setup.longest_tokens is not None:
         config = config.fitted(setup.longest_tokens, model.max_context_tokens)
 
     def kind_for(config: EmbeddedServerConfig) -> ServerKind:
         return ServerKind(
             name="Rollover",
-            dialect=lambda client: EmbeddedServerDialect(client, config, model, folders, setup.device),
+            dialect=lambda client: EmbeddedServerDialect(client, config, model, terms),
             program=ServerProgram(
                 command=config.launch_command,
                 arguments=lambda host, port: launch_arguments(config, setup.folder, port, host),

@@ -30,7 +30,7 @@ from rollover.engine.servers.sglang.answers import Generation, ModelInfo, Schedu
 from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.reply import Reply
 from rollover.engine.servers.sglang.weights import SGLangWeights
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.errors import EngineError
 from rollover.hf.config import num_experts, read_config
 from rollover.types import AdapterShape
@@ -100,17 +100,9 @@ class NamedCalls:
 class SGLangDialect(NamedCalls):
     """Implements ``Dialect`` for one SGLang server (a worker, not a router)."""
 
-    def __init__(
-        self,
-        client: HTTPClient,
-        config: SGLangConfig,
-        model: ModelFolder,
-        folders: FolderDigests | None = None,
-        adapters: AdapterShape | None = None,
-        device: str | None = None,
-    ) -> None:
+    def __init__(self, client: HTTPClient, config: SGLangConfig, model: ModelFolder, terms: WeightTerms) -> None:
         super().__init__(client)
-        takes = adapters is not None
+        takes = terms.adapters is not None
         self.traits = Traits(
             keeps_calls=not takes,
             keeps_kv=config.kv_on_update == "keep" and not takes,
@@ -118,7 +110,7 @@ class SGLangDialect(NamedCalls):
             aborts_all_at_once=True,
             takes_adapters=takes,
         )
-        self.weights = SGLangWeights(client, config, model, folders or FolderDigests(), adapters, device)
+        self.weights = SGLangWeights(client, config, model, terms)
         self._config = config
         self._model = model
         self._is_incremental = False

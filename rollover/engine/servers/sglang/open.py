@@ -21,7 +21,7 @@ from rollover.engine.servers.sglang.config import SGLangConfig
 from rollover.engine.servers.sglang.dialect import SGLangDialect
 from rollover.engine.servers.sglang.weights import adapter_arguments
 from rollover.engine.servers.start.places import ServerProgram
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.errors import EngineError, EngineTimeout
 
 _REMEDIES = {
@@ -45,12 +45,13 @@ async def open_sglang(config: SGLangConfig, setup: EngineSetup) -> EnginePool:
                 " give one number for all, or the servers' own urls"
             )
         config = replace(config, urls=workers)
-    model, folders, adapters = ModelFolder.read(setup.folder), FolderDigests(), setup.adapters
+    model, adapters = ModelFolder.read(setup.folder), setup.adapters
+    terms = WeightTerms(adapters=adapters, device=setup.device)
 
     def kind_for(config: SGLangConfig) -> ServerKind:
         return ServerKind(
             name="SGLang",
-            dialect=lambda client: SGLangDialect(client, config, model, folders, adapters, setup.device),
+            dialect=lambda client: SGLangDialect(client, config, model, terms),
             program=ServerProgram(
                 command=config.launch_command,
                 arguments=lambda host, port: [

@@ -28,7 +28,7 @@ from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.answers import Choice, Completion, Models, PauseState, WeightInfo
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.weights import VLLMWeights
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.errors import EngineError
 from rollover.types import AdapterShape, FinishReason
 
@@ -38,26 +38,13 @@ _HOW_TO_START = (
 
 
 class VLLMDialect:
-    """Implements ``Dialect`` for one vLLM server.
+    """Implements ``Dialect`` for one vLLM server."""
 
-    Args:
-        adapters: the shape of the adapters that it will be given; ``None`` if it is given full weights alone.
-        device: the GPU from which weights of a folder are sent.
-    """
-
-    def __init__(
-        self,
-        client: HTTPClient,
-        config: VLLMConfig,
-        model: ModelFolder,
-        folders: FolderDigests | None = None,
-        adapters: AdapterShape | None = None,
-        device: str | None = None,
-    ) -> None:
-        takes = adapters is not None
+    def __init__(self, client: HTTPClient, config: VLLMConfig, model: ModelFolder, terms: WeightTerms) -> None:
+        takes = terms.adapters is not None
         keeps = config.kv_on_update == "keep" and not takes
         self.traits = Traits(keeps_calls=keeps, keeps_kv=keeps, silence_s=config.drain_s, takes_adapters=takes)
-        self.weights = VLLMWeights(client, config, model, folders or FolderDigests(), adapters, device)
+        self.weights = VLLMWeights(client, config, model, terms)
         self._client = client
         self._config = config
         self._model = model

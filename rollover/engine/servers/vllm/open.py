@@ -14,7 +14,7 @@ from rollover.engine.servers.start.places import ServerProgram
 from rollover.engine.servers.vllm.config import VLLMConfig
 from rollover.engine.servers.vllm.dialect import VLLMDialect
 from rollover.engine.servers.vllm.weights import served_rank
-from rollover.engine.servers.weights.read_back import FolderDigests
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.types import AdapterShape
 
 SERVED_NAME = "policy"
@@ -29,12 +29,13 @@ _REMEDIES = {
 
 async def open_vllm(config: VLLMConfig, setup: EngineSetup) -> EnginePool:
     """See ``open_servers``."""
-    model, folders, adapters = ModelFolder.read(setup.folder), FolderDigests(), setup.adapters
+    model, adapters = ModelFolder.read(setup.folder), setup.adapters
+    terms = WeightTerms(adapters=adapters, device=setup.device)
 
     def kind_for(config: VLLMConfig) -> ServerKind:
         return ServerKind(
             name="vLLM",
-            dialect=lambda client: VLLMDialect(client, config, model, folders, adapters, setup.device),
+            dialect=lambda client: VLLMDialect(client, config, model, terms),
             program=ServerProgram(
                 command=config.launch_command,
                 arguments=lambda host, port: [

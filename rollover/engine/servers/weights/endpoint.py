@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -31,28 +32,29 @@ Backend = Literal["folder", "nccl", "gloo"]
 _OURS = "rollover:"
 
 
-class WeightEndpoint(ABC, Generic[C]):
-    """The endpoint of one server. Each kind of server has a subclass. All calls raise ``EngineError``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTerms:
+    """The terms on which the servers of a pool are given weights.
 
-    Args:
-        folders: digests of the folders that the servers of a pool have loaded.
-        adapters: the shape of the adapters that it is given; ``None`` if it is given full weights alone.
-        device: the GPU from which weights of a folder are sent.
+    Example: servers with ``WeightTerms(device="cuda:1")`` are given full weights.
     """
+
+    folders: FolderDigests = field(default_factory=FolderDigests)
+    """Digests of the folders that they have loaded."""
+    adapters: AdapterShape | None = None
+    """The shape of the adapters that they are given; ``None`` if they are given full weights alone."""
+    device: str | None = None
+    """The GPU from which weights of a folder are sent."""
+
+
+class WeightEndpoint(ABC, Generic[C]):
+    """The endpoint of one server. Each kind of server has a subclass. All calls raise ``EngineError``."""
 
     sets_label: ClassVar[bool] = True
     """The calls by which it loads full weights set their label too."""
 
-    def __init__(
-        self,
-        client: HTTPClient,
-        config: C,
-        model: ModelFolder,
-        folders: FolderDigests,
-        adapters: AdapterShape | None = None,
-        device: str | None = None,
-    ) -> None:
-        self.adapters = adapters
+    def __init__(self, client: HTTPClient, config: C, model: ModelFolder, terms: WeightTerms) -> None:
+        self.adapters = terms.adapters
         self.adapter: str | None = None
         """Name by which calls refer to the adapter in force."""
         self.num_sends = 0
@@ -62,9 +64,9 @@ class WeightEndpoint(ABC, Generic[C]):
         """The label under which the server has the base, adapter or not; ``None`` if it has other full weights."""
         self._client = client
         self._config = config
-        self._device = device
+        self._device = terms.device
         self._group_name = secrets.token_hex(4)
-        self._confirmation = LoadConfirmation(repr(client), config, model, folders, self._digests)
+        self._confirmation = LoadConfirmation(repr(client), config, model, terms.folders, self._digests)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

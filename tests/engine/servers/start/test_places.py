@@ -9,6 +9,7 @@ from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.folder import ModelFolder
 from rollover.engine.servers.http.client import HTTPClient
 from rollover.engine.servers.vllm.dialect import VLLMDialect
+from rollover.engine.servers.weights.endpoint import WeightTerms
 from rollover.engine.servers.weights.ownership import Ownership
 from rollover.weights.sources import FolderWeights
 from tests.engine.contract import collect, request
@@ -45,7 +46,7 @@ async def test_a_server_that_moves_gets_current_weights_under_its_old_name(tmp_p
         client,
         config,
         model,
-        VLLMDialect(client, config, model),
+        VLLMDialect(client, config, model, WeightTerms()),
         ownership=Ownership("r"),
         process=Movable(client, transport),
     )

@@ -76,6 +76,12 @@ def test_a_message_is_its_role_text_and_calls() -> None:
         (request(user(7)), r"messages\[0\]: the content is neither"),
         (request({"role": "function", "content": ""}), r"messages\[0\]: the role is 'function'"),
         (request(user("a"), tools="calc"), "tools is no list"),
+        (request(user("a"), tools=[{"type": "function", "function": []}]), "tools is no list"),
+        (request(user("a"), tools=[{"type": "custom"}]), "tools is no list"),
+        (request(user("a"), stop=7.5), "a field of a wrong type: 'float' object is not iterable"),
+        (request(user("a"), stream_options=7), "a field of a wrong type: 'int' object has no attribute 'get'"),
+        (request({"role": {}, "content": ""}), "a field of a wrong type: unhashable type: 'dict'"),
+        (request({"role": "assistant", "tool_calls": True}), "a field of a wrong type: 'bool' object is not iterable"),
         (request({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "no JSON"),
     ],
 )

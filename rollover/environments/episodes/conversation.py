@@ -72,17 +72,24 @@ def read_request(body: bytes) -> ChatRequest:
     if (given.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise RefusedRequest("response_format: only text is supported", "unsupported_parameter")
     stop, tools = given.get("stop") or (), given.get("tools") or ()
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RefusedRequest("tools is no list of tables")
-    return ChatRequest(
-        messages=[_message(message, f"messages[{number}]") for number, message in enumerate(given["messages"])],
-        tools=tools,
-        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
-        may_call=bool(tools) and given.get("tool_choice") != "none",
-        streams=given.get("stream") is True,
-        counts=(given.get("stream_options") or {}).get("include_usage") is True,
-        model=str(given.get("model", "")),
-    )
+    try:
+        are_named = all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (TypeError, KeyError):
+        are_named = False
+    if not are_named:
+        raise RefusedRequest("tools is no list of functions with names")
+    try:
+        return ChatRequest(
+            messages=[_message(message, f"messages[{number}]") for number, message in enumerate(given["messages"])],
+            tools=tools,
+            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            may_call=bool(tools) and given.get("tool_choice") != "none",
+            streams=given.get("stream") is True,
+            counts=(given.get("stream_options") or {}).get("include_usage") is True,
+            model=str(given.get("model", "")),
+        )
+    except (TypeError, AttributeError) as error:
+        raise RefusedRequest(f"the request has a field of a wrong type: {error}") from None
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

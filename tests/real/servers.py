@@ -7,13 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import httpx
+import numpy as np
 
+from rollover.engine.base import Chunk, GenerateRequest
+from rollover.engine.servers.engine import ServerEngine
 from rollover.engine.servers.start import supervisor
 from rollover.engine.servers.start.launch import free_port
+from rollover.trainer.packing import TrainingSample
+from rollover.types import Trajectory
 from tests.speed import within
 
 START_S = within(900.0)
@@ -97,3 +106,41 @@ class RealServer:
 
     def _end_of_log(self, what: str) -> str:
         return f"{self.url} {what}:\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+
+Drawn = Counter[tuple[tuple[int, ...], int, np.float32]]
+"""How often a token was drawn behind some others, with its log-prob."""
+
+
+@contextmanager
+def drawn_by_servers() -> Iterator[Drawn]:
+    """Note what servers answer meanwhile, in this process."""
+    drawn, generate = Drawn(), ServerEngine.generate
+
+    async def noted(self: ServerEngine, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        ids = request.prompt_ids + request.response_ids
+        async with aclosing[Any](generate(self, request)) as chunks:
+            async for chunk in chunks:
+                for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
+                    drawn[ids, token, np.float32(logprob)] += 1
+                    ids += (token,)
+                yield chunk
+
+    with mock.patch.object(ServerEngine, "generate", noted):
+        yield drawn
+
+
+def assert_trained_as_drawn(trajectories: Sequence[Trajectory], drawn: Drawn) -> None:
+    """Each token is trained once, in a row in which it stands behind what the server had read before it."""
+    trained = Drawn()
+    for trajectory in trajectories:
+        first, logprobs = 0, trajectory.rollout_logprobs
+        for row in TrainingSample.all_of(trajectory):
+            ids, num_sampled = row.prompt_ids + row.response_ids, row.num_sampled
+            is_sampled = row.is_sampled or (True,) * num_sampled
+            at = [place for place, sampled in enumerate(is_sampled, start=len(row.prompt_ids)) if sampled]
+            for place, number in zip(at, row.places or range(num_sampled), strict=True):
+                trained[ids[:place], ids[place], np.float32(logprobs[first + number])] += 1
+            first += num_sampled
+        assert first == trajectory.num_tokens
+    assert trained <= drawn

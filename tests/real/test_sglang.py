@@ -50,8 +50,9 @@ from tests.engine.contract import request as call
 from tests.engine.servers.vllm.kit import model_folder
 from tests.environments.test_scorer import prompt, trajectory
 from tests.environments.words import char_tokenizer
-from tests.kills import AGENTS, EPISODES, write_game
+from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
+from tests.real.servers import assert_trained_as_drawn, drawn_by_servers
 from tests.real.sglang_server import ARGUMENTS, COMMAND, ENV, SLOTS, sglang_server
 from tests.run.test_train import EVERY_VERSION, largest_logprob_error
 from tests.speed import within
@@ -523,7 +524,7 @@ def test_a_server_that_cannot_sleep_says_that_the_saver_is_missing(folders: tupl
 # -- a run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("episodes", [(), EPISODES, AGENTS], ids=["no episodes", "class", "agent"])
+@pytest.mark.parametrize("episodes", [(), EPISODES, AGENTS, TREES], ids=["no episodes", "class", "agent", "tree"])
 def test_log_probs_of_a_run_are_of_their_version(
     url: str, folders: tuple[Path, Path], tmp_path: Path, episodes: tuple[str, ...]
 ) -> None:
@@ -545,7 +546,8 @@ def test_log_probs_of_a_run_are_of_their_version(
         Path("run.toml").write_text("\n".join([before, "[engine]", *lines, after[after.index("[trainer]") :]]))
         # Long enough that some sample is still decoding when a batch is full, also where the machine is busy.
         options = (*EVERY_VERSION, "--rollout.max_new_tokens", "100", "--rollout.strategy", *strategy)
-        assert cli.main(["train", "run.toml", "--run-dir", "out", *options]) == 0
+        with drawn_by_servers() as drawn:
+            assert cli.main(["train", "run.toml", "--run-dir", "out", *options]) == 0
         run = Path("out")
         runs.ledger(run)
         trajectories = [t for batch in runs.batches(run) for t in batch.trajectories]
@@ -554,6 +556,8 @@ def test_log_probs_of_a_run_are_of_their_version(
         assert largest_logprob_error(run, model, trajectories) < TOLERANCE
         assert any(t.num_resumes or len(t.segments) > 1 for t in trajectories)
         assert (max(t.num_turns for t in trajectories) > 1) is bool(episodes)
+        assert max(len(t.paths) for t in trajectories) == (5 if episodes == TREES else 1)
+        assert_trained_as_drawn(trajectories, drawn)
 
 
 def test_a_judge_is_asked_at_temperature_0_and_repeats_itself(url: str, folders: tuple[Path, Path]) -> None:

@@ -37,9 +37,9 @@ from rollover.weights.base import WeightSource
 from rollover.weights.sources import FolderWeights
 from tests import runs
 from tests.engine.contract import EngineContract, FullEngine, collect, request, tokens
-from tests.kills import AGENTS, EPISODES, write_game
+from tests.kills import AGENTS, EPISODES, TREES, write_game
 from tests.real.models import logprobs, real_model, reference, spelling
-from tests.real.servers import RealServer
+from tests.real.servers import RealServer, assert_trained_as_drawn, drawn_by_servers
 from tests.run.test_train import largest_logprob_error
 from tests.speed import within
 
@@ -534,7 +534,7 @@ def test_trl_trains_what_a_server_samples(servers: list[RealServer], folders: di
     assert old and max(map(abs, old)) > 1e-3, "what older weights sampled is told from what new ones did"
 
 
-@pytest.mark.parametrize("kind", [EPISODES, AGENTS], ids=["class", "agent"])
+@pytest.mark.parametrize("kind", [EPISODES, AGENTS, TREES], ids=["class", "agent", "tree"])
 def test_episodes_go_through_servers(
     servers: list[RealServer], folders: dict[str, Path], tmp_path: Path, kind: tuple[str, ...]
 ) -> None:
@@ -543,9 +543,12 @@ def test_episodes_go_through_servers(
         Path("letters.py").write_text(REWARD)
         Path("run.toml").write_text(RUN.format(model="model", urls=json.dumps([server.url for server in servers])))
         options = ("--steps", "3", "--checkpoint.every_steps", "1", "--checkpoint.keep_last", "10")
-        assert cli.main(["train", "run.toml", "--run-dir", "out", *kind, *options]) == 0
+        with drawn_by_servers() as drawn:
+            assert cli.main(["train", "run.toml", "--run-dir", "out", *kind, *options]) == 0
         trajectories = [t for batch in runs.batches(Path("out")) for t in batch.trajectories]
         assert max(t.num_turns for t in trajectories) > 1
+        assert max(len(t.paths) for t in trajectories) == (5 if kind == TREES else 1)
+        assert_trained_as_drawn(trajectories, drawn)
         assert largest_logprob_error(Path("out"), Path("model"), trajectories) < 1e-3
 
 

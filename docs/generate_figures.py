@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ MAP = "benchmarks/results/map-2026-11-28.json"
 MAP_LAGS = (0.5, 1.0, 2.0)
 ROUNDS = "benchmarks/results/rounds-2026-11-28.json"
 LEARNING = "benchmarks/results/learning-quickstart-2026-11-27.json"
+TOOL = "benchmarks/results/learning-tool-2026-11-28b.json"
+SOKOBAN = "benchmarks/results/learning-sokoban-2026-11-28.json"
 APRIL = "benchmarks/results/april-2026-11-28.json"
 LARGE = "benchmarks/results/memory-large-2026-11-28.json"
 DOOR = "benchmarks/results/door-2026-11-28.json"
@@ -104,17 +107,15 @@ def rounds() -> str:
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 
-def learning() -> str:
-    """Return the sentence that says what the quickstart learns."""
-    found = record(LEARNING)
-    row = found["summary"]["all"]
+def learning(path: str) -> str:
+    """Return the sentence that says what an experiment learns."""
+    found = record(path)
+    row, seeds = found["summary"]["all"], len(found["seeds"])
     least, most = (round(100 * row[key]) for key in ("least_gain", "most_gain"))
     gain = f"{least}" if least == most else f"{least} to {most}"
     before, after = (row[key][0] for key in ("before", "after"))
-    return (
-        f"Over {len(found['seeds'])} seeds, accuracy rises by {gain} points, from {before:.2f} to"
-        f" {after:.2f} on average\n(`{LEARNING}`)."
-    )
+    over, mean = (f"Over {seeds} seeds", " on average") if seeds > 1 else ("With one seed", "")
+    return f"{over}, accuracy rises by {gain} points, from {before:.2f} to {after:.2f}{mean}\n(`{path}`)."
 
 
 def sampling() -> str:
@@ -246,7 +247,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lag_map": lag_map,
     "clairvoyant": clairvoyant,
     "rounds": rounds,
-    "learning": learning,
+    "learning": partial(learning, LEARNING),
+    "tool": partial(learning, TOOL),
+    "sokoban": partial(learning, SOKOBAN),
     "sampling": sampling,
     "door": door,
     "april": april,
@@ -258,6 +261,7 @@ PAGES = (
     "README.md",
     "docs/engines.md",
     "docs/how-to/agents.md",
+    "docs/how-to/environments.md",
     "docs/how-to/many-gpus.md",
     "docs/index.md",
     "docs/planner.md",

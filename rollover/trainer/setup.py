@@ -71,7 +71,8 @@ class TrainingSetup:
 
         Args:
             initial: the model that the run began with.
-            num_threads, num_ranks: of the trainer that would continue.
+            num_threads: CPU threads of each process of the trainer that would continue.
+            num_ranks: its processes.
 
         Raises:
             ModelError: the settings, the model or, if bits matter, threads or devices differ from those it was written

@@ -124,7 +124,7 @@ def test_a_turn_has_the_routes_that_it_was_sampled_with_in_every_row(folder: Pat
     for layer in old.model.layers:
         layer.mlp.gate.weight.neg_()
     save_model(old, tmp_path, companions={})
-    core = core_of(tmp_path, kv_on_update="recompute")
+    core = core_of(tmp_path, kv_on_update="recompute", cpu_kernels="torch")
     start = Segment(0, (), (), FinishReason.TURN, 0, 0.0, 0.0)
     prompt = Prompt(prompt_id="p/0@0", token_ids=(), text="", source="p")
     tree = Trajectory(sample_id=SampleId(0, 0), prompt=prompt, segments=(start,))

@@ -5,6 +5,9 @@ Invariants: a value is hidden when its name says that it is a secret (``api_key`
 URL, or when it looks like a well-known kind of token. Names are judged word by word, so ``max_new_tokens``,
 ``tokenizer`` and ``num_key_value_heads`` are not secrets; when in doubt, the value is hidden. A text is redacted before
 it is cut to length, since half a secret is no longer recognised as one.
+
+In prose (prompts and responses), only names that mean nothing else are judged (``password``, ``api_key``, but not
+``key``), so that ``sorted(words, key=len)`` stays, and of ``password: value`` one word is blanked.
 """
 
 from __future__ import annotations
@@ -44,11 +47,15 @@ starts."""
 _MIN_KNOWN_CHARACTERS = 8
 """Shorter values are not searched for in other texts: ``1`` and ``cuda`` appear everywhere with other meanings."""
 
+_UNMISTAKABLE = re.compile(
+    r"\w*(?:password|passwd|passphrase)s?|pwd"
+    r"|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
+)
+"""Words that make a name a secret's even in prose."""
 _ALWAYS = re.compile(
-    r"\w*(?:secret|password|passwd|passphrase|passcode|credential|cookie)s?|pwds?|auth|oauth|authentication|authorization"
+    rf"{_UNMISTAKABLE.pattern}|\w*(?:secret|passcode|credential|cookie)s?|pwds|auth|oauth|authentication|authorization"
     r"|(?:pw|jwt|sas|otp|totp|mfa|dsn|webhook|cred|psk|hmac|pem|csrf|xsrf|mnemonic)s?"
     r"|connstr(?:ing)?s?|(?:pass|app|shared)keys?|bearer"
-    r"|\w*(?:api|access|secret|private|auth|ssh|license|master|encryption|signing)(?:key|token)s?"
 )
 """Words that make a name a secret's wherever they stand in it."""
 _LAST = re.compile(
@@ -68,18 +75,26 @@ _OWNERS = re.compile(
     r"api|access|secret|private|auth|hf|hub|bearer|refresh|session|signing|encryption|ssh|client|user|service|account"
     r"|wandb|github|gitlab|aws|azure|gcp|openai|anthropic|license|master|webhook|bot"
 )
-"""Words that do wherever ``key``, ``token`` or their plural follows."""
+"""Words that do wherever ``key``, ``token``, ``secret`` or their plural follows."""
 
-_VALUE = r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,;&}\])"\']+'
+_VALUE = re.compile(
+    r'"""(?:.|\n)*?(?:"""|\Z)|"(?:\\.|[^"\\\n])*"?|\'[^\'\n]*\'?|\\+["\'][^"\'\n]*["\']?|\[[^\]\n]*\]?|\{[^}\n]*\}?'
+    r'|[^\s,;&}\])"\']+'
+)
 """Pattern of a value: text in quotes or brackets, whose end may have been forgotten, or one word."""
 _NAMED = (
-    re.compile(rf"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>[A-Za-z_][\w.-]*)(?P<gap>\s*=\s*)(?P<value>{_VALUE})"),
-    re.compile(rf"(?P<quote>[\"'])(?P<name>[^\"'\n]+)(?P=quote)(?P<gap>\s*[:=]\s*)(?P<value>{_VALUE})"),
-    re.compile(rf"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)(?P<gap>[\"']?(?:\s*,\s*|[ \t]+))(?P<value>{_VALUE})"),
+    re.compile(r"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>[A-Za-z_][\w.-]*)\s*==?\s*"),
+    re.compile(r"(?<!\\)(?P<quote>\\{0,8}[\"'])(?P<name>[^\"'\n\\]+)(?P=quote)\s*[:=]\s*"),
+    re.compile(r"(?<![\w.-])(?P<name>--?[A-Za-z][\w.-]*)[\"']?(?:\s*,\s*|[ \t]+)"),
 )
-"""``name = value``, ``"name": value`` and ``--name value``."""
+"""Beginnings of ``name = value``, ``"name": value`` and ``--name value``."""
+_IN_PROSE = re.compile(
+    r"(?<![\w.])(?:--?)?(?<!\w-)(?P<name>(?:[A-Za-z]{1,20} )?[A-Za-z_][\w.-]*)[ \t]*[:=]=?[ \t]*+"
+    r"(?!(?i:str|string|int|bytes|bool|any|optional|none|null|true|false|input|getpass)\b)"
+)
+"""Beginning of ``name: value`` and ``name = value`` on one line, but for types and other words of code."""
 _BARE = (
-    re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie|(?<![\w-])x-[a-z-]*(?:key|token|secret|auth)[a-z-]*)\s*:\s*"
+    re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie(?=[^\"'\n]*=)|(?<![\w-])x-[a-z-]*(?:key|token|secret|auth)[a-z-]*)\s*:\s*"
                r"(?P<value>[^\"'\n]+)"),
     re.compile(r"(?i:\bbearer)\s+(?P<value>[\w.~+/=-]{8,})"),
     re.compile(r"://(?P<value>[^/?#\s\"']{0,999})@"),
@@ -116,13 +131,21 @@ def redacted_command(arguments: Sequence[str]) -> str:
 
 
 class Redactor:
-    """Blanks secrets, also without their names if it has seen them before."""
+    """Blanks secrets, also without their names if it has seen them before.
 
-    def __init__(self, *known: Any) -> None:
-        """Start with the secrets in ``known`` (configs, command lines) as if they had been redacted already."""
+    Example: ``Redactor(prose=True).text("max(x, key=len), my password: hunter2")`` is ``"max(x, key=len), my password:
+    [hidden]"``.
+    """
+
+    def __init__(self, *known: Any, prose: bool = False) -> None:
+        """Start with the secrets in ``known`` (configs, command lines) as if they had been redacted already. ``prose``:
+        texts are prompts and responses, and what is blanked in one is not looked for in others; keys are judged as
+        ever."""
         self._met: set[str] = set()
+        self._prose = False
         for value in known:
             self.value(value)
+        self._prose = prose
 
     def value(self, value: Any, name: str = "") -> Any:
         """Redact a value, as ``redacted`` does."""
@@ -139,8 +162,8 @@ class Redactor:
         for secret in sorted(self._met, key=len, reverse=True):
             for form in (secret, json.dumps(secret)[1:-1]):
                 text = text.replace(form, HIDDEN)
-        for pattern in _NAMED:
-            text = pattern.sub(self._named, text)
+        for pattern in (_IN_PROSE, *_NAMED[1:]) if self._prose else _NAMED:
+            text = "".join(self._named(pattern, text))
         for pattern in _BARE:
             text = pattern.sub(lambda match: self._without(match), text)
         return text
@@ -168,19 +191,27 @@ class Redactor:
                 first = bool(flag)
                 yield self.value(value)
 
-    def _named(self, match: re.Match[str]) -> str:
-        name, value = match["name"].lstrip("-"), match["value"]
-        if not is_secret(name) or _is_harmless(name, value.strip("\"'")):
-            return match[0]
-        return self._without(match)
+    def _named(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:
+        """Yield the parts of ``text`` with the values of secret names blanked; other values may hold further names."""
+        judge = (lambda name: _names_secret(name, prose=True)) if self._prose else is_secret
+        shown = at = 0
+        while found := pattern.search(text, at):
+            name, at = found["name"].lstrip("-"), found.end()
+            if judge(name) and (value := _VALUE.match(text, at)) and not _is_harmless(name, value[0].strip("\"'")):
+                yield text[shown:at] + self._hidden(value[0])
+                shown = at = value.end()
+        yield text[shown:]
 
     def _without(self, match: re.Match[str]) -> str:
-        """Return the match with its value blanked, inside its quotes if it has any."""
+        """Return the match with its value blanked."""
         start, end = match.start("value") - match.start(), match.end("value") - match.start()
-        value = match["value"]
+        return f"{match[0][:start]}{self._hidden(match['value'])}{match[0][end:]}"
+
+    def _hidden(self, value: str) -> str:
+        """Blank a value, inside its quotes if it has any."""
         quote = value[0] if value[:1] in ("'", '"') else ""
-        self._meet(value.strip("\"'"))
-        return f"{match[0][:start]}{quote}{HIDDEN}{quote}{match[0][end:]}"
+        self._meet(value.strip("\"'\\"))
+        return f"{quote}{HIDDEN}{quote}"
 
     def _blanked(self, value: Any) -> Any:
         """Return what remains of a value that is secret as a whole: which keys it has, and whether it is set."""
@@ -194,17 +225,20 @@ class Redactor:
         return HIDDEN
 
     def _meet(self, secret: str) -> None:
-        if len(secret) >= _MIN_KNOWN_CHARACTERS and HIDDEN not in secret:
+        if len(secret) >= _MIN_KNOWN_CHARACTERS and HIDDEN not in secret and not self._prose:
             self._met.add(secret)
 
 
-def _names_secret(key: str) -> bool:
+def _names_secret(key: str, *, prose: bool = False) -> bool:
     words = [word.rstrip("0123456789") for word in _words(key)]
     if words[-2:] == ["tls", "key"]:
         return False  # the path of a file, which a message about it must name
     for before, word in zip(["", *words], words, strict=False):
-        if _ALWAYS.fullmatch(word) or (_OWNERS.fullmatch(before) and word in ("key", "keys", "token", "tokens")):
+        is_owned = _OWNERS.fullmatch(before) and word.removesuffix("s") in ("key", "token", "secret")
+        if is_owned or (_UNMISTAKABLE if prose else _ALWAYS).fullmatch(word):
             return True
+    if prose:
+        return False
     if words == ["tokens"] or _TOGETHER.search(" ".join(words)):
         return True
     *_, before, last = ["", "", *words]

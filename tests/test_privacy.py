@@ -160,5 +160,32 @@ def test_a_secret_once_met_is_known_again_without_its_name(known: Any) -> None:
     assert redactor.value({"message": 'top"s3cret'}) == {"message": HIDDEN}
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("my password: zzz and api_key=abc", f"my password: {HIDDEN} and api_key={HIDDEN}"),
+        ("API key: abc, params.db.password = x", f"API key: {HIDDEN}, params.db.password = {HIDDEN}"),
+        ('if password == "zzz": ...', f'if password == "{HIDDEN}": ...'),
+        ('{"meta": {"client_secret": "zzz", "n": 1}}', f'{{"meta": {{"client_secret": "{HIDDEN}", "n": 1}}}}'),
+        ("key hf_abcdefghijklmnopqrstuvwx at http://me:pw@host", f"key {HIDDEN} at http://{HIDDEN}@host"),
+        *((same, same) for same in (
+            "sorted(words, key=len); token = tokens[i]; key = 5", "The answer key: B. Secret: 42, pin = 1234",
+            "def login(name: str, password: str) -> bool", "To reset a password:\n1. Click", "each cookie: 3 dollars",
+        )),
+    ],
+)  # fmt: skip
+def test_in_prose_only_names_that_mean_nothing_else_hide_a_word(text: str, shown: str) -> None:
+    redactor = Redactor(prose=True)
+    assert redactor.text(text) == shown
+    assert redactor.value({"meta": [{"token": "zzz", "text": text}]}) == {"meta": [{"token": HIDDEN, "text": shown}]}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"meta": {"password": "zzz"}}', '"{\\"password\\": \\"zzz\\"}"', "a = {password = 'zzz'}"]
+)
+def test_a_secret_inside_another_value_is_hidden(text: str) -> None:
+    assert "zzz" not in redacted_text(text) and HIDDEN in redacted_text(text)
+
+
 def test_short_values_are_not_looked_for_in_other_texts() -> None:
     assert Redactor({"launch_env": {"DEV": "1"}}).text("step 1 of 10") == "step 1 of 10"

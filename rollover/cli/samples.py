@@ -40,7 +40,8 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
     from rollover.report.record import read_config
 
     config = read_config(run)
-    redact = Redactor(config).text
+    redactor = Redactor(config, prose=True)
+    redact = redactor.text
     batch = read_batch(run, step)
     samples = [s for s in batch.samples if source is None or s.prompt.source == source]
     if not samples:
@@ -53,7 +54,7 @@ def command(run: Path, step: int | None, source: str | None, sort: Order, revers
     for sample in (ordered[::-1] if reverse else ordered)[:show]:
         click.echo("\n" + redact(_described(sample)))
         if sample.prompt.columns:
-            columns = printable(redact(json.dumps(dict(sample.prompt.columns), ensure_ascii=False)))
+            columns = printable(redact(json.dumps(redactor.value(sample.prompt.columns), ensure_ascii=False)))
             click.echo(columns if len(columns) <= _MOST_COLUMNS else f"{columns[:_MOST_COLUMNS]}...")
         click.echo(printable(redact(sample.prompt.text)))
         click.echo(click.style("── response ──", bold=True))

@@ -41,16 +41,17 @@ Redact = Callable[[str], str]
 def read_cards(run_dir: Path) -> str:
     """Return the samples of a run's newest batch as HTML; if they cannot be read, a sentence that says why."""
     config = read_config(run_dir)
-    redact = Redactor(config).text
+    redactor = Redactor(config, prose=True)
     try:
         batch, tokenizer = read_batch(run_dir), tokenizer_of(run_dir, config)
     except RolloverError as reason:
-        return f'<div class="card"><p class="empty">{escape(redact(str(reason)))}</p></div>'
-    return sample_cards(batch, algorithm_of(config), tokenizer, redact)
+        return f'<div class="card"><p class="empty">{escape(redactor.text(str(reason)))}</p></div>'
+    return sample_cards(batch, algorithm_of(config), tokenizer, redactor)
 
 
-def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Any, redact: Redact) -> str:
+def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: Any, redactor: Redactor) -> str:
     """Return cards that open, and buttons for the colours of their tokens."""
+    redact = redactor.text
     buttons = "".join(
         f'<button type="button" data-colouring="{key}" aria-pressed="{"true" if key == "logprob" else "false"}">'
         f"{escape(name)}</button>"
@@ -62,7 +63,7 @@ def sample_cards(batch: TrainedBatch, algorithm: Algorithm | None, tokenizer: An
         texts = response_pieces(sample, tokenizer, redact)
         cards.append(
             f'<details class="card sample"><summary>{_summary(reason, sample, texts)}</summary>'
-            f"<div>{_facts(sample, redact)}<h3>Prompt</h3>"
+            f"<div>{_facts(sample, redactor)}<h3>Prompt</h3>"
             f'<div class="text">{_cut(printable(redact(sample.prompt.text)))}</div><h3>Response</h3>'
             f'<div class="text tokens">{_response(sample, texts, sample.untrained(algorithm), colours, redact)}</div>'
             "</div></details>"
@@ -79,16 +80,16 @@ def _summary(reason: str, sample: TrainedSample, texts: Sequence[str]) -> str:
     )
 
 
-def _facts(sample: TrainedSample, redact: Redact) -> str:
+def _facts(sample: TrainedSample, redactor: Redactor) -> str:
     facts = {
         "prompt": f"{sample.prompt.prompt_id}, {len(sample.prompt.token_ids)} tokens",
         **{f"reward: {name}": f"{value:.4g}" for name, value in sample.components.items()},
         "reward": f"{sample.reward:.4g}" + (f" {sample.shaping:+.3g} for its length" if sample.shaping else ""),
         "advantage before scaling": f"{sample.relative:+.4g}",
-        "columns of its row": json.dumps(dict(sample.prompt.columns), ensure_ascii=False, default=str),
+        "columns of its row": json.dumps(redactor.value(sample.prompt.columns), ensure_ascii=False, default=str),
     }
     rows = "".join(
-        f"<tr><th>{escape(printable(redact(name)))}</th><td>{_cut(printable(redact(value)))}</td></tr>"
+        f"<tr><th>{escape(printable(redactor.text(name)))}</th><td>{_cut(printable(redactor.text(value)))}</td></tr>"
         for name, value in facts.items()
     )
     return f'<div class="scroll"><table>{rows}</table></div>'

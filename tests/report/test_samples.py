@@ -11,8 +11,8 @@ import pytest
 from rollover import cli
 from rollover.algorithms.config import algorithm
 from rollover.hf.pieces import pieces
-from rollover.privacy import HIDDEN, redacted_text
-from rollover.report.sample_cards import sample_cards
+from rollover.privacy import HIDDEN, Redactor, redacted_text
+from rollover.report.sample_cards import read_cards, sample_cards
 from rollover.report.samples import TrainedBatch, TrainedSample, blanked, chosen, in_order, read_batch
 from rollover.rollout.events import BatchConsumed, BatchTrained, Event, GroupOpened, SampleScored, SegmentEnded
 from rollover.rollout.journal import Journal
@@ -91,6 +91,19 @@ def test_what_a_model_writes_cannot_steer_a_terminal(run: Path, capsys: pytest.C
     assert "\\x1b[31m" in shown and "\x1b[31m" not in shown
     assert "abcdefgh12345678" not in shown
     assert "cut at the limit" in shown
+
+
+def test_secrets_of_a_row_are_shown_nowhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(run / "journal.sqlite")
+    list(journal.read())
+    columns = {"meta": {"password": "zzz1", "deep": [{"token": "zzz2"}]}, "note": "api_key: zzz3", "code": "key=len"}
+    prompt = Prompt(prompt_id="s/5@0", token_ids=(3,), text="password: zzz4, key=len", source="other", columns=columns)
+    more = [GroupOpened(5.0, 8, prompt, 1, 2), SegmentEnded(6.0, SampleId(8, 0), segment(3, "1", FinishReason.STOP))]
+    journal.append([*more, SampleScored(6.0, SampleId(8, 0), 0.0), BatchConsumed(7.0, 4, (8,))])
+    journal.close()
+    assert cli.main(["samples", str(run)]) == 0
+    for shown in (capsys.readouterr().out, read_cards(run)):
+        assert "zzz" not in shown and shown.count(HIDDEN) == 4 and shown.count("key=len") == 2
 
 
 @pytest.mark.parametrize(
@@ -188,7 +201,7 @@ def test_what_a_model_writes_is_shown_as_text(run: Path) -> None:
     key = f"{EVIL} hf_{'a' * 16}"
     prompt = Prompt(prompt_id=EVIL, token_ids=(3,), text=key, source=EVIL, columns={EVIL: key})
     one = replace(sample(0, "x", step=4), prompt=prompt, segments=tuple(segments), components={EVIL: 0.25})
-    page = sample_cards(TrainedBatch(4, (one,), True), algorithm("grpo"), tokenizer, redacted_text)
+    page = sample_cards(TrainedBatch(4, (one,), True), algorithm("grpo"), tokenizer, Redactor(prose=True))
     assert "<script" not in page and "</textarea" not in page and "\u202e" not in page
     assert "aaaaa" not in re.sub("<[^>]*>", "", page) and page.count("[hidden]") == 3
     assert page.count("\\u202eevil") == 5, "prompt, its id, two of its column and the component"
@@ -199,6 +212,6 @@ def test_what_a_model_writes_is_shown_as_text(run: Path) -> None:
 
 def test_the_middle_of_a_long_response_is_left_out() -> None:
     text = "a" * 400 + "b" * 5000 + "c" * 400
-    page = sample_cards(TrainedBatch(3, (sample(0, text),), True), None, char_tokenizer(), redacted_text)
+    page = sample_cards(TrainedBatch(3, (sample(0, text),), True), None, char_tokenizer(), Redactor(prose=True))
     shown = re.findall(r"<i [^>]*>(.)</i>|<mark>([^<]*)</mark>", page)
     assert [t or mark for t, mark in shown] == [*"a" * 400, "5,000 tokens are left out", *"c" * 400]
